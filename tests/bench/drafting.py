@@ -15,7 +15,7 @@ from tests.bench.options import Options
 from tests.bench.processes.clusters import Activity, ProcessCluster
 from tests.bench.report import write
 from tests.bench.tasks import read_tasks
-from workers.draft.methods.model import DraftModelSettings
+from workers.draft.model import DraftModelSettings
 
 SHIPPED = "smollm2-135m-draft"
 """The packaged name of the draft that comes with Pilotfish."""

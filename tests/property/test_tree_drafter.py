@@ -14,9 +14,9 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
 from tests.support.fakes.fake_expander import BLOCK, FakeExpander, SourcedFakeExpander, ranked
-from workers.draft.expansion.draft_tree import DraftTree
-from workers.draft.expansion.drafter import TreeDrafter
-from workers.draft.expansion.settings import ExpansionSettings
+from workers.draft.common.trees.draft_tree import DraftTree
+from workers.draft.common.trees.expansion_settings import ExpansionSettings
+from workers.draft.common.trees.tree_drafter import TreeDrafter
 
 NAMES = "abc"
 SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(seed=1))

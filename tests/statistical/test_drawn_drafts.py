@@ -22,7 +22,7 @@ from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.enumerable import BAR
 from tests.support.models.sampling_reference import probabilities
-from workers.draft.drawing.drafter import DrawingDrafter
+from workers.draft.model.drawing_drafter import DrawingDrafter
 from workers.draft.registry import create
 from workers.sampling.noise import gumbel
 from workers.serve.configuration import load_configuration
@@ -179,7 +179,7 @@ def test_a_draft_drawn_from_another_distribution_than_stated_is_detected(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter always proposes the most probable tokens."""
-    from workers.draft.drawing import token_drawer
+    from workers.draft.model import token_drawer
 
     monkeypatch.setattr(token_drawer, "gumbel", lambda *arguments: 0.0 * gumbel(*arguments))
     loop = Loop(configured(target, draft, "rejection"))

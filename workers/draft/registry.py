@@ -1,6 +1,6 @@
 """The interface of drafting methods, and the registry of all methods.
 
-A method is one file of `workers.draft.methods`: a settings class and a factory decorated with
+A method is one file of `workers.draft`: a settings class and a factory decorated with
 `@register(name, settings)`. `draft.method` selects it, and its settings are the section `draft.<name>`. Files of that
 package import torch only inside their factories, so that reading the settings stays fast.
 """
@@ -20,7 +20,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import EvidenceNeeds
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
-from workers.draft.combination import combined
+from workers.draft.common.combination import combined
 
 Factory = Callable[[Any, DraftSection, TargetSection], DraftMethod]
 """Makes a method from its own settings, the common settings of drafting, and the target's settings."""
@@ -55,7 +55,7 @@ class MethodPlugin:
         return self.placements[0] if self.preferred is None or target is None else self.preferred(target)
 
 
-METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft.methods")
+METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft")
 
 SettingsType = TypeVar("SettingsType", bound=PluginSettings)
 MethodType = TypeVar("MethodType", bound=DraftMethod)

@@ -19,7 +19,7 @@ from cluster.core.ports import DraftMethod
 from cluster.wire.codec.common import decode_client, decode_sequence_ids
 from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
-from workers.draft.idle_work import IdleWork
+from workers.draft.common.idle_work import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
 from workers.serve.leases import Leases
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.core.config.sections import Configuration
-from workers.draft.methods.early_exit import EarlyExitSettings, default_part, part_of
+from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
 from workers.model.draft_card import DraftCard, read_card
 from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
 from workers.model.weight_counts import count_layers, count_matrices, count_part, count_weights

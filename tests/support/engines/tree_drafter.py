@@ -10,8 +10,8 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.fakes.fake_expander import CONFIDENCES, FakeExpander
-from workers.draft.expansion.drafter import TreeDrafter
-from workers.draft.expansion.settings import ExpansionSettings
+from workers.draft.common.trees.expansion_settings import ExpansionSettings
+from workers.draft.common.trees.tree_drafter import TreeDrafter
 
 PROMPT = (1, 2, 3, 4, 5)
 GREEDY = SamplingParameters(temperature=0.0)

@@ -10,7 +10,7 @@ from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
 from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
-from workers.draft.expansion.expander import DraftedToken, ExpansionRow
+from workers.draft.common.trees.expander import DraftedToken, ExpansionRow
 from workers.kv.allocator import BlockAllocator, BlockCopy
 from workers.kv.block_table import BlockTable
 

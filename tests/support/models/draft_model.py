@@ -14,9 +14,9 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from workers.draft.expansion.drafter import TreeDrafter
-from workers.draft.expansion.model_expander import ModelExpander
-from workers.draft.expansion.settings import ExpansionSettings
+from workers.draft.common.trees.expansion_settings import ExpansionSettings
+from workers.draft.common.trees.tree_drafter import TreeDrafter
+from workers.draft.model.model_expander import ModelExpander
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.pool import KvPool
 from workers.sampling.context import DecisionContext

@@ -12,7 +12,7 @@ from tests.bench import options
 from tests.bench.__main__ import SECTIONS
 from tests.bench.tasks import CONVERSATION, read_tasks
 from tests.support.models import tiny
-from workers.draft.methods.synthetic import SyntheticSettings
+from workers.draft.synthetic import SyntheticSettings
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from cluster.core.config.load import known_keys, load
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
-from workers.draft.methods.ngram import NgramSettings
+from workers.draft.ngram import NgramSettings
 from workers.serve.configuration import PLUGINS
 
 

@@ -15,7 +15,7 @@ from cluster.core.tree import TokenTree
 from deploy.implied_settings import with_implied_settings
 from deploy.models import with_module_directories
 from deploy.settings import load_settings
-from workers.draft.methods.recycling import RecyclingSettings
+from workers.draft.recycling import RecyclingSettings
 from workers.draft.registry import create
 
 BUDGET = DraftBudget(7, 7)

@@ -1,4 +1,4 @@
-"""Fixtures of a tiny draft model."""
+"""Fixtures of a tiny draft model, and of modules that draft from the hidden states of a tiny target."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.model_section import ModelSection
-from tests.support.models import tiny
+from tests.support.models import drafting_modules, tiny
 from tests.support.models.draft_model import CONTEXT, DraftModelHarness, ReferenceModel
 from workers.forward.loaded_model import LoadedModel
 from workers.model.loading import load_model
+
+DRAFT_VOCABULARY = range(0, 96, 2)
+"""Tokens that the modules can propose."""
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +38,17 @@ def harness(loaded: LoadedModel) -> Iterator[DraftModelHarness]:
     yield harness
     harness.release_all()
     assert harness.blocks_held == 0
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
+
+
+@pytest.fixture(scope="session")
+def modules(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random module of each kind that keeps a context."""
+    directory = tmp_path_factory.mktemp("modules")
+    for kind in ("block", "eagle"):
+        drafting_modules.save(target, directory / kind, kind, vocabulary=DRAFT_VOCABULARY)
+    return directory

@@ -15,7 +15,7 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.draft.idle_work import IdleWork
+from workers.draft.common.idle_work import IdleWork
 from workers.draft.registry import METHODS, create, register
 from workers.serve.configuration import load_configuration
 

@@ -13,7 +13,7 @@ from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.draft.methods.ngram import LOOKS_PER_CANDIDATE, NgramDrafter, NgramSettings
+from workers.draft.ngram import LOOKS_PER_CANDIDATE, NgramDrafter, NgramSettings
 
 NAME = SequenceId("a")
 ROOMY = DraftBudget(16, 4)

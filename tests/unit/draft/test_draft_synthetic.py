@@ -14,10 +14,10 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
-from workers.draft.expansion.calibration import Calibration
-from workers.draft.expansion.drafter import TreeDrafter
-from workers.draft.methods.synthetic import SyntheticExpander, SyntheticSettings
+from workers.draft.common.trees.calibration import Calibration
+from workers.draft.common.trees.tree_drafter import TreeDrafter
 from workers.draft.registry import create
+from workers.draft.synthetic import SyntheticExpander, SyntheticSettings
 from workers.sampling.rules.synthetic import synthetic_token
 from workers.serve.configuration import load_configuration
 

@@ -18,10 +18,10 @@ from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.engine_sequence import GREEDY, some_tokens
 from tests.support.engines.sourced import SAMPLED, SOURCE, SourcedModel
-from workers.draft.combination import combined
-from workers.draft.expansion.drafter import TreeDrafter
-from workers.draft.expansion.model_expander import ModelExpander
-from workers.draft.expansion.settings import ExpansionSettings
+from workers.draft.common.combination import combined
+from workers.draft.common.trees.expansion_settings import ExpansionSettings
+from workers.draft.common.trees.tree_drafter import TreeDrafter
+from workers.draft.model.model_expander import ModelExpander
 from workers.draft.registry import placement_of
 from workers.forward.runner import ModelRunner
 from workers.kv.pool import KvPool

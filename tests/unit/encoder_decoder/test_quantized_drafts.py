@@ -18,9 +18,9 @@ from workers.distill.export import export
 from workers.distill.seq2seq.answers import decoder_start
 from workers.distill.seq2seq.student import load_seq2seq_target, make_seq2seq_student
 from workers.distill.student import StudentPlan
-from workers.draft.expansion.drafter import TreeDrafter
-from workers.draft.expansion.model_expander import ModelExpander
-from workers.draft.methods.model import DraftModelSettings
+from workers.draft.common.trees.tree_drafter import TreeDrafter
+from workers.draft.model import DraftModelSettings
+from workers.draft.model.model_expander import ModelExpander
 from workers.draft.registry import create
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool

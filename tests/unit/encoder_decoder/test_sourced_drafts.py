@@ -19,9 +19,9 @@ from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
 from tests.support.engines.engine_sequence import GREEDY, some_tokens
 from tests.support.engines.sourced import SOURCE, SourcedModel, greedy_answer
-from workers.draft.expansion.drafter import TreeDrafter
-from workers.draft.expansion.model_expander import ModelExpander
-from workers.draft.expansion.settings import ExpansionSettings
+from workers.draft.common.trees.expansion_settings import ExpansionSettings
+from workers.draft.common.trees.tree_drafter import TreeDrafter
+from workers.draft.model.model_expander import ModelExpander
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 

@@ -20,7 +20,7 @@ from tests.support.engines.engine_port import EngineTarget, MethodDrafter
 from tests.support.engines.engine_sequence import some_tokens
 from tests.support.engines.sourced import SOURCE, SourcedModel
 from tests.support.fakes.fake_cluster import answers_of, configure, until
-from workers.draft.methods.ngram import NgramDrafter, NgramSettings
+from workers.draft.ngram import NgramDrafter, NgramSettings
 
 SOURCES = (SOURCE, tuple(some_tokens(19, 5)), tuple(some_tokens(6, 6)))
 LENGTH = 14

@@ -14,7 +14,7 @@ from cluster.core.errors import DrafterUnavailable, InvalidRequest, NotReady
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
 from tests.support.fakes.echo_workers import POISON, EchoDrafter, Gate, draft_row, drafter_at, propose, release
-from workers.draft.methods.ngram import NgramDrafter, NgramSettings
+from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.serve.draft_servicer import DraftServicer
 
 

@@ -24,7 +24,7 @@ from deploy.coordinator_server import fixed_address
 from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.support.fakes.echo_workers import draft_row, open_row, until, verify_row
 from tests.support.fakes.fake_cluster import configure, request, tokens_of
-from workers.draft.methods.ngram import NgramDrafter, NgramSettings
+from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve.draft_servicer import DraftServicer

@@ -11,9 +11,9 @@ from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, Row
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT
+from workers.draft.common.sessions import Session, Sessions
 from workers.draft.lookup.continuation_tree import ContinuationTree
 from workers.draft.lookup.reliability import Reliability
-from workers.draft.sessions import Session, Sessions
 from workers.sampling.context import GREEDY_BELOW
 
 SessionType = TypeVar("SessionType", bound=Session)

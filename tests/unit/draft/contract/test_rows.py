@@ -20,8 +20,8 @@ from cluster.core.ids import SequenceId
 from deploy.implied_settings import with_implied_settings
 from tests.unit.draft.contract.methods import NAMES, SOURCED_NAMES_AND_PLACES, Directories, cases_of, values
 from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal, restarted
+from workers.draft.common.sessions import Sessions
 from workers.draft.registry import DraftMethod, create, needs_of
-from workers.draft.sessions import Sessions
 from workers.kv.allocator import BlockAllocator
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore

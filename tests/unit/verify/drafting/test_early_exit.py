@@ -83,7 +83,7 @@ PARTS: dict[str, dict[str, Any]] = {
 def test_without_a_setting_the_first_third_of_the_layers_drafts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "workers.draft.methods.early_exit")
+    caplog.set_level("INFO", "workers.draft.early_exit")
     for layers, drafting in ((6, 2), (1, 1)):
         directory = tiny.save(tmp_path / str(layers), tiny.llama(num_hidden_layers=layers))
         found = []

@@ -1,0 +1,157 @@
+"""Drafts whole blocks: one pass for the context that the target showed, one for the blocks of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.ids import SequenceId
+from cluster.core.request import SequenceStart
+from workers.draft.block.block_pass import BlockPass
+from workers.draft.block.context_reader import ContextReader
+from workers.draft.common.modules.context_session import ContextSession
+from workers.draft.common.modules.context_store import ContextStore
+from workers.draft.common.modules.context_window import ContextShape
+from workers.draft.common.modules.module_settings import ContextModuleSettings, module_taps
+from workers.draft.common.modules.path_ranker import PathRanker
+from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
+from workers.draft.common.modules.product import make_product
+from workers.draft.common.modules.ranked_paths import Shape
+from workers.draft.common.modules.shortlist import Shortlist
+from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.sessions import Sessions
+from workers.forward.native.largest import load_largest
+from workers.model.devices import choose_device
+from workers.model.drafting.block import BlockDrafter
+from workers.model.drafting.files import load_drafter
+
+_COUPLED = "coupled"
+
+
+class BlockSession(ContextSession):
+    """A sequence with its last draft."""
+
+    __slots__ = ("history",)
+
+    def __init__(self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device) -> None:
+        super().__init__(start, shape, store, device)
+        self.history = PathHistory()
+
+    def forget_draft(self) -> None:
+        """See `ContextSession`."""
+        self.history.last = None
+
+
+class BlockTreeDrafter:
+    """Drafts trees of a block drafter's candidates. It is a `DraftMethod`.
+
+    A sequence whose hidden states at the last position but one are unknown gets no draft. Other unknown positions are
+    not attended to.
+    """
+
+    def __init__(
+        self,
+        block: BlockPass,
+        ranker: PathRanker,
+        taps: TapReader,
+        draft: DraftSection,
+        siblings: int,
+        store: ContextStore,
+        most_sequences: int,
+        form: Shape | None = None,
+    ) -> None:
+        """`siblings` is the number of candidates below one node. `form`: the nodes that a tree may have."""
+        self._block = block
+        self._ranker = ranker
+        self._siblings = siblings
+        shape = block.context_shape
+        self._reader = ContextReader(taps, block.context)
+        self._trees = PathTrees(draft, block.depths, form)
+        self._sessions = Sessions(
+            lambda start: BlockSession(start, shape, store, block.device),
+            vocabulary_size=block.vocabulary_size,
+            most=most_sequences,
+        )
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """See `DraftMethod`."""
+        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
+        served: list[tuple[DraftRow, BlockSession]] = []
+        for row in rows:
+            session = self._sessions.apply(row)
+            fault = session if isinstance(session, RowFault) else self._take(session, row)
+            if isinstance(session, RowFault) or fault is not None:
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
+            else:
+                served.append((row, session))
+        self._reader.store()
+        wanted: list[tuple[DraftRow, DraftBudget, BlockSession]] = []
+        for row, session in served:
+            self._trees.observe(session, session.history)
+            budget = self._trees.within(row.budget)
+            repeated = self._trees.repeated(session, session.history, budget)
+            if repeated is not None:
+                proposals[row.sequence_id] = repeated
+            elif budget.max_depth and session.window.is_known(session.anchor - 1, session.anchor):
+                wanted.append((row, budget, session))
+        if wanted:
+            self._draft_blocks(wanted, proposals)
+        return tuple(proposals[row.sequence_id] for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See `DraftMethod`."""
+        self._sessions.release(sequence_ids)
+
+    def _take(self, session: BlockSession, row: DraftRow) -> RowFault | None:
+        if row.start is not None:
+            session.restore()
+        try:
+            self._reader.take(session, row)
+        except ValueError as error:
+            return RowFault(RowFaultCode.INVALID, f"evidence: {error}")
+        return None
+
+    def _draft_blocks(
+        self, wanted: Sequence[tuple[DraftRow, DraftBudget, BlockSession]], proposals: dict[SequenceId, Proposal]
+    ) -> None:
+        """Draft all rows' blocks in one pass, rank them to the same depth and build a tree for each."""
+        sessions = [session for _, _, session in wanted]
+        hidden = self._block.draft(
+            [session.tokens[-1] for session in sessions],
+            [session.anchor for session in sessions],
+            [session.window for session in sessions],
+        )
+        depths = max(budget.max_depth for _, budget, _ in wanted)
+        ranked = self._ranker.rank(hidden[:, :depths], decision_contexts(sessions, depths), self._siblings)
+        for (row, budget, session), paths in zip(wanted, ranked, strict=True):
+            proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
+
+
+def load_block_drafter(
+    settings: ContextModuleSettings,
+    draft: DraftSection,
+    target: TargetSection,
+    siblings: int,
+    form: Shape | None = None,
+) -> BlockTreeDrafter:
+    """Load the module of the kind `block`; see `BlockTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
+    dtype = torch.float32 if settings.weights == "float32" else torch.bfloat16
+    device = choose_device(target.device, 0)
+    loaded = load_drafter(Path(settings.path), Path(target.path), dtype, device, kind="block")
+    if not isinstance(loaded.module, BlockDrafter):
+        raise TypeError(f"{type(loaded.module).__name__} is no block drafter")
+    block = BlockPass(loaded.module, loaded.ends, settings.weights, target.compile_directory)
+    make = partial(make_product, weights=settings.weights, directory=target.compile_directory)
+    largest = load_largest(device, target.compile_directory)
+    shortlist = Shortlist(loaded.ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
+    ranker = PathRanker(loaded.ends, loaded.module.selector, make, shortlist)
+    taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
+    store = ContextStore(settings.store_tokens, dtype)
+    return BlockTreeDrafter(block, ranker, taps, draft, siblings, store, settings.sequences, form)

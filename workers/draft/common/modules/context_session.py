@@ -1,0 +1,81 @@
+"""One sequence of a drafter that reads hidden states: its tokens and their context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cluster.core.request import SequenceStart
+from workers.draft.common.modules.context_store import BLOCK, BlockKeys, ContextStore
+from workers.draft.common.modules.context_window import ContextRows, ContextShape, ContextWindow
+from workers.draft.common.sessions import Session
+from workers.sampling.context import GREEDY_BELOW
+
+
+class ContextSession(Session):
+    """Committed tokens, and the keys and values of those that the target showed."""
+
+    __slots__ = ("_keys", "_lead", "_shape", "_store", "window")
+
+    def __init__(
+        self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device, lead: int = 0
+    ) -> None:
+        """`lead`: see `BlockKeys`."""
+        super().__init__(start)
+        self._lead = lead
+        self._shape = shape
+        self._store = store
+        self._keys = BlockKeys(start.cache_salt, lead)
+        self.window = ContextWindow(shape, device)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the target decodes this sequence greedily."""
+        return self.start.sampling.temperature < GREEDY_BELOW
+
+    @property
+    def anchor(self) -> int:
+        """Position of the last committed token, whose hidden states the target has not computed."""
+        return len(self.tokens) - 1
+
+    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
+        """See `Session`. The context of tokens that stay the same is kept."""
+        held = self.tokens[known_len:]
+        most = min(len(held), len(new_tokens))
+        same = next((index for index in range(most) if held[index] != new_tokens[index]), most)
+        if same < len(held):
+            length = known_len + same
+            del self.tokens[length:]
+            self._keys.cut(length)
+            self.window.truncate(max(0, length - self._lead))
+            self.forget_draft()
+        self.tokens.extend(new_tokens[same:])
+
+    def restore(self) -> None:
+        """Take the blocks that the store has of these tokens and that are not known here."""
+        keys = self._keys.of(self.tokens)
+        for index in range(max(0, self.anchor - self._shape.window) // BLOCK, self.anchor // BLOCK):
+            first = index * BLOCK
+            found = None if self.window.is_known(first, first + BLOCK) else self._store.find(keys[index])
+            if found is not None:
+                self.window.store(first, found)
+
+    def add(self, first: int, rows: ContextRows) -> None:
+        """Store the context of consecutive tokens, and share full blocks."""
+        end, begin = first + len(rows.features), first
+        while begin < end:
+            piece_end = min(end, begin - begin % BLOCK + BLOCK)
+            self.window.store(begin, rows.part(begin - first, piece_end - first))
+            self.share(begin, piece_end)
+            begin = piece_end
+
+    def share(self, first: int, end: int) -> None:
+        """Keep the full blocks that end within these positions, which are known, for other sequences."""
+        keys = self._keys.of(self.tokens)
+        for index in range(first // BLOCK, min(end // BLOCK, len(keys))):
+            if self.window.is_known(index * BLOCK, (index + 1) * BLOCK):
+                self._store.add(keys[index], self.window, index * BLOCK)
+
+    def forget_draft(self) -> None:
+        """Drop what was drafted, because a token before it has changed."""

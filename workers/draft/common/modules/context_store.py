@@ -1,0 +1,69 @@
+"""Keeps what drafting modules computed for earlier sequences, for later ones with the same first tokens.
+
+A target that finds a prefix in its cache computes no hidden states for it, and a drafter receives none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from workers.draft.common.modules.context_window import ContextRows, ContextWindow
+from workers.kv.prefix_cache import next_key, root_key
+
+BLOCK = 16
+"""Tokens per block."""
+
+
+class ContextStore:
+    """Blocks of positions by the hash of all tokens up to their end. The least recently used ones are dropped."""
+
+    def __init__(self, most_tokens: int, dtype: torch.dtype) -> None:
+        self._most = most_tokens // BLOCK
+        self._dtype = dtype
+        self._blocks: OrderedDict[bytes, ContextRows] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def find(self, key: bytes) -> ContextRows | None:
+        """The block with this key."""
+        found = self._blocks.get(key)
+        if found is not None:
+            self._blocks.move_to_end(key)
+        return found
+
+    def add(self, key: bytes, window: ContextWindow, first: int) -> None:
+        """Keep a copy of the block that begins at position `first`, unless it is kept already."""
+        if not self._most or self.find(key) is not None:
+            return
+        while len(self._blocks) >= self._most:
+            self._blocks.popitem(last=False)
+        self._blocks[key] = window.stored(first, first + BLOCK).copied(self._dtype)
+
+
+class BlockKeys:
+    """The keys of one sequence's full blocks.
+
+    With `lead` 1, what is kept of a position depends on the token after it, too: a block of positions then has the key
+    of all tokens up to the one after its end.
+    """
+
+    def __init__(self, salt: str, lead: int = 0) -> None:
+        self._root = root_key(salt)
+        self._lead = lead
+        self._keys: list[bytes] = []
+
+    def cut(self, length: int) -> None:
+        """Forget the blocks that depend on a token at or after position `length`."""
+        del self._keys[max(0, length - self._lead) // BLOCK :]
+
+    def of(self, tokens: Sequence[int]) -> list[bytes]:
+        """The keys of all full blocks of `tokens`, which continue those of the last call."""
+        while (len(self._keys) + 1) * BLOCK + self._lead <= len(tokens):
+            first, end = len(self._keys) * BLOCK, (len(self._keys) + 1) * BLOCK + self._lead
+            before = self._keys[-1] if self._keys else self._root
+            self._keys.append(next_key(before, tokens[first:end]))
+        return self._keys

@@ -1,0 +1,133 @@
+"""The layers of a drafting module for serving, with packed products and merged projections.
+
+On CPU all layers are one call of the kernels. Elsewhere torch computes them; vectors between products are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.product import make_product, stored_type
+from workers.forward.native.packed_linear import InputNorm
+from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
+from workers.model.drafting.layer import DrafterLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary positions of some tokens. Both are [tokens, 1, head width]; the first half of `sine` is negated."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def apply(self, states: Tensor) -> Tensor:
+        """Rotate [tokens, heads, head width], halves paired as in Llama."""
+        return states * self.cosine + states.roll(states.shape[-1] // 2, dims=-1) * self.sine
+
+
+class RotaryTable:
+    """Computes rotations for positions."""
+
+    def __init__(self, width: int, theta: float, device: torch.device) -> None:
+        half = width // 2
+        self._steps = theta ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
+
+    def at(self, positions: Tensor) -> Rotation:
+        """The rotation of positions, integers [tokens]."""
+        angles = positions.to(torch.float32).unsqueeze(-1) * self._steps
+        cosine, sine = angles.cos(), angles.sin()
+        return Rotation(torch.cat([cosine, cosine], dim=-1).unsqueeze(1), torch.cat([-sine, sine], dim=-1).unsqueeze(1))
+
+
+class LayerStack:
+    """All layers of a module, each with the norm before its projections."""
+
+    def __init__(
+        self, layers: Sequence[DrafterLayer], input_norms: Tensor, weights: Weights, directory: str | None
+    ) -> None:
+        """`input_norms` [layers, hidden size] are the norms' weights. `directory` keeps the compiled CPU kernels."""
+        shape = layers[0].shape
+        own = WindowShape(shape.heads, shape.kv_heads, shape.head_width, shape.norm_epsilon, shape.rope_theta)
+        given = [_weights_of(layer, norm) for layer, norm in zip(layers, input_norms, strict=True)]
+        self._packed = pack_window_layers(given, own, stored_type(weights, directory), directory)
+        if self._packed is None:
+            device = layers[0].q_proj.weight.device
+            self._rotary = RotaryTable(shape.head_width, shape.rope_theta, device)
+            self._layers = [_TorchLayer(one, own, weights) for one in given]
+
+    def run(self, residual: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece]) -> Tensor:
+        """Write the keys and values of all pieces; return the residual stream after the layers.
+
+        `residual` [tokens, hidden size] is float32. See `WindowLayers`.
+        """
+        if self._packed is not None:
+            return self._packed.run(residual, positions, pieces)
+        rotation = self._rotary.at(torch.tensor(positions, device=residual.device))
+        for number, layer in enumerate(self._layers):
+            queries, keys, values = layer.project(residual, rotation)
+            attended, first = [], 0
+            for piece in pieces:
+                part = slice(first, first + piece.count)
+                all_keys, all_values = piece.keys[number, :, : piece.end], piece.values[number, :, : piece.end]
+                all_keys[:, piece.slot :] = keys[part].transpose(0, 1)
+                all_values[:, piece.slot :] = values[part].transpose(0, 1)
+                attended.append(attend(queries[part], all_keys, all_values, piece.is_seen))
+                first += piece.count
+            residual = layer.output(residual, torch.cat(attended))
+        return residual
+
+
+class _TorchLayer:
+    """One layer whose queries, keys and values come from one product of the residual."""
+
+    def __init__(self, layer: LayerWeights, shape: WindowShape, weights: Weights) -> None:
+        self._shape = shape
+        size = len(layer.input_norm)
+        norms = [InputNorm(norm, shape.epsilon, size) for norm in (layer.input_norm, layer.post_norm)]
+        self._joined = make_product(layer.qkv, weights, None, norms[0])
+        self._out, self._down = make_product(layer.out, weights), make_product(layer.down, weights)
+        self._gate_up = make_product(torch.cat([layer.gate, layer.up]), weights, None, norms[1])
+
+    def project(self, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [tokens, heads, head width], keys and values [tokens, KV heads, head width], rotated."""
+        heads, both = self._shape.heads, self._shape.heads + self._shape.kv_heads
+        joined = self._joined(residual).view(len(residual), -1, self._shape.head_width)
+        rotated = rotation.apply(joined[:, :both])
+        return rotated[:, :heads], rotated[:, heads:], joined[:, both:]
+
+    def output(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads × head width]."""
+        residual = residual + self._out(attended)
+        gate, up = self._gate_up(residual).chunk(2, dim=-1)
+        return residual + self._down(functional.silu(gate) * up)
+
+
+def _weights_of(layer: DrafterLayer, input_norm: Tensor) -> LayerWeights:
+    return LayerWeights(
+        torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]),
+        *(layer.o_proj.weight, layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight),
+        *(input_norm, layer.mlp_norm),
+    )
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor | None) -> Tensor:
+    """Attention of one row: queries [tokens, heads, head width] → [tokens, heads × head width].
+
+    `keys` and `values` are [KV heads, context, head width]. `is_seen`, bool, is [context] or [tokens, context]; `None`
+    if everything is seen. Every token must see something.
+    """
+    tokens, heads, width = queries.shape
+    group = heads // len(keys)
+    folded = queries.view(tokens, len(keys), group * width).transpose(0, 1)  # [KV heads, tokens, group × width]
+    folded = folded.reshape(1, len(keys), tokens * group, width)
+    if is_seen is not None and is_seen.dim() == 2:
+        is_seen = is_seen.repeat_interleave(group, dim=0)
+    mask = None if is_seen is None else is_seen.expand(1, 1, tokens * group, -1)
+    found = functional.scaled_dot_product_attention(folded, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask)
+    return found.view(len(keys), tokens, group * width).transpose(0, 1).reshape(tokens, heads * width)

@@ -1,0 +1,81 @@
+"""Settings of drafting modules that were trained for the target: weights, memory, trees, and what they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from cluster.core.config.draft_section import DraftModuleSection, DraftSection
+from cluster.core.drafting import EvidenceNeeds
+from workers.draft.common.modules.ranked_paths import Shape
+from workers.model.draft_card import read_card
+
+Weights = Literal["auto", "float32", "bfloat16", "int8"]
+"""The types that a module's weights can be stored in."""
+
+_MOST_CANDIDATES = 16
+
+TreePath = Annotated[tuple[Annotated[int, Field(ge=0, lt=_MOST_CANDIDATES)], ...], Field(min_length=1, max_length=64)]
+Tree = Literal["auto"] | Annotated[tuple[TreePath, ...], Field(min_length=1, max_length=256)]
+
+
+class ModuleSettings(DraftModuleSection):
+    """A module that was trained for the target."""
+
+    weights: Weights = "auto"
+    """Type that the module's weights are stored in. `auto` is int8 on a CPU that multiplies integers (AMX, VNNI), else
+    bfloat16. A GPU stores int8 as bfloat16, too."""
+
+
+class ContextModuleSettings(ModuleSettings):
+    """A module that keeps keys and values made from the target's hidden states, and the memory for them."""
+
+    sequences: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Most sequences whose keys and values are kept. Beyond it, the least recently used one is sent again."""
+    store_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1 << 15
+    """Most tokens whose keys and values are kept for later sequences with the same beginning; 0 keeps none."""
+
+
+class TreeSettings(DraftModuleSection):
+    """The form of the trees of a module that predicts all depths at once."""
+
+    candidates: Annotated[int, Field(ge=1, le=_MOST_CANDIDATES)] = 8
+    """Most candidates below one node, if `tree` lists no nodes."""
+    tree: Tree | None = None
+    """Nodes that a tree may have, each as the ranks along its path: `[[0], [1], [0, 0]]` is the best and the second
+    candidate, and the best one after the best. `auto` drafts the nodes of the highest estimated probability; unset: the
+    static tree of the module's card, else `auto`."""
+
+    @field_validator("tree")
+    @classmethod
+    def _check(cls, tree: Tree | None) -> Tree | None:
+        paths = () if tree is None or tree == "auto" else tree
+        for path in paths:
+            if len(path) > 1 and path[:-1] not in paths:
+                raise ValueError(f"tree: {list(path)} needs its parent {list(path[:-1])}")
+        return tree
+
+    def form(self, draft: DraftSection) -> tuple[int, Shape | None]:
+        """The most candidates below one node, and the nodes that a tree may have; `None`: any.
+
+        Of the tree of a card, as many nodes as `draft.max_nodes`; one with fewer nodes is not used.
+        """
+        nodes = () if self.tree == "auto" else self.tree
+        if nodes is None:
+            nodes = read_card(Path(self.path)).tree[: draft.max_nodes]
+            nodes = nodes if len(nodes) == draft.max_nodes else ()
+        if not nodes:
+            return self.candidates, None
+        return 1 + max(rank for path in nodes for rank in path), frozenset(nodes)
+
+
+def module_taps(settings: DraftModuleSection) -> tuple[int, ...]:
+    """The taps that a module reads: those of its settings, else those of its card."""
+    return settings.taps or read_card(Path(settings.path)).taps
+
+
+def needs_of_module(settings: DraftModuleSection) -> EvidenceNeeds:
+    """What the target must show to a module: the hidden states at its taps."""
+    return EvidenceNeeds(taps=module_taps(settings))

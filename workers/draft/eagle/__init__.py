@@ -1,0 +1,45 @@
+"""An EAGLE-3-like head (Li et al. 2025): a small decoder on the target's hidden states drafts a tree, depth by depth.
+
+Each pass expands the most probable nodes of all sequences (as in EAGLE-2, Li et al. 2024). Keys and values of drafted
+tokens are made from the head's own outputs; once tokens are committed, the target's hidden states replace them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from workers.draft.common.modules.module_settings import ContextModuleSettings, needs_of_module
+from workers.draft.registry import register
+
+if TYPE_CHECKING:
+    from workers.draft.eagle.eagle_drafter import EagleTreeDrafter
+
+
+class EagleSettings(ContextModuleSettings):
+    """The EAGLE head, and the form of its trees."""
+
+    candidates: Annotated[int, Field(ge=1, le=16)] = 4
+    """Most candidates below one node."""
+    width: Annotated[int, Field(ge=1, le=32)] = 4
+    """Most nodes of one tree that one pass expands."""
+
+
+@register(
+    "eagle",
+    EagleSettings,
+    needs=needs_of_module,
+    placements=("target", "drafter"),
+    for_encoder_decoder=False,
+)
+def create_eagle(settings: EagleSettings, draft: DraftSection, target: TargetSection) -> EagleTreeDrafter:
+    """Create the method `eagle`: load the module.
+
+    Raises `ModelLoadError`, and `ConfigurationError` if the target does not take its taps.
+    """
+    from workers.draft.eagle.eagle_drafter import load_eagle_drafter
+
+    return load_eagle_drafter(settings, draft, target, settings.candidates, settings.width)

@@ -1,0 +1,199 @@
+"""Drafts with an EAGLE head: committed tokens catch up with the target's hidden states, then a tree is expanded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.ids import SequenceId
+from workers.draft.common.modules.context_store import ContextStore
+from workers.draft.common.modules.module_settings import ContextModuleSettings, module_taps
+from workers.draft.common.modules.shortlist import Shortlist
+from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.sessions import Sessions
+from workers.draft.common.trees.calibration import KINDS, Calibration
+from workers.draft.common.trees.pass_cost import PassCost
+from workers.draft.eagle.eagle_growth import EagleGrowth
+from workers.draft.eagle.eagle_pass import EaglePass, committed_piece
+from workers.draft.eagle.eagle_session import EagleSession, Piece
+from workers.forward.native.largest import load_largest
+from workers.model.devices import choose_device
+from workers.model.drafting.eagle import EagleHead
+from workers.model.drafting.files import load_drafter
+
+_COUPLED = "coupled"
+_LEAST_SCRATCH = 64
+"""Least number of committed tokens of one sequence that go through the head in one pass."""
+
+
+class EagleTreeDrafter:
+    """Drafts trees with one pass for each depth. It is a `DraftMethod`.
+
+    A sequence whose hidden states at the last position but one are unknown gets no draft. Other unknown positions are
+    not attended to.
+    """
+
+    def __init__(
+        self,
+        head: EaglePass,
+        taps: TapReader,
+        draft: DraftSection,
+        siblings: int,
+        width: int,
+        store: ContextStore,
+        most_sequences: int,
+        shortlist: Shortlist,
+    ) -> None:
+        """`siblings` is the number of candidates below one node, `width` the most nodes of one tree in a pass."""
+        self._head = head
+        self._taps = taps
+        self._draft = draft
+        self._siblings = siblings
+        self._width = width
+        self._shortlist = shortlist
+        self._calibration = Calibration()
+        self._cost = PassCost()
+        shape = head.context_shape
+        self._sessions = Sessions(
+            lambda start: EagleSession(start, shape, store, head.device),
+            vocabulary_size=head.vocabulary_size,
+            most=most_sequences,
+        )
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """See `DraftMethod`."""
+        now = time.perf_counter()
+        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
+        served: list[tuple[DraftRow, EagleSession]] = []
+        queues: dict[EagleSession, list[Piece]] = {}
+        for row in rows:
+            session = self._sessions.apply(row)
+            if isinstance(session, RowFault):
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=session)
+                continue
+            if row.start is not None:
+                session.restore()
+            try:
+                queues[session] = session.take(row.evidence, self._taps)
+            except ValueError as error:
+                fault = RowFault(RowFaultCode.INVALID, f"evidence: {error}")
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
+                continue
+            served.append((row, session))
+        self._catch_up(queues)
+        growths: list[tuple[DraftRow, EagleGrowth]] = []
+        for row, session in served:
+            session.observe(self._calibration)
+            session.record_call(now, self._cost)
+            budget, last = self._within(row.budget), session.grown
+            if last is not None and last.budget == budget and last.start == session.start:
+                proposals[row.sequence_id] = last.proposal
+            elif budget.max_depth and session.output is not None and session.output[0] == session.anchor - 1:
+                growths.append((row, self._growth(session, session.output[1], budget)))
+        if growths:
+            self._grow([growth for _, growth in growths])
+        for row, growth in growths:
+            tree, probabilities = growth.tree()
+            proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities)
+            growth.session.set_grown(growth.budget, growth.root, proposal)
+            proposals[row.sequence_id] = proposal
+        return tuple(proposals[row.sequence_id] for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See `DraftMethod`."""
+        self._sessions.release(sequence_ids)
+
+    def _within(self, budget: DraftBudget) -> DraftBudget:
+        max_nodes = max(0, min(budget.max_nodes, self._draft.max_nodes))
+        return DraftBudget(max_nodes, max(0, min(budget.max_depth, self._draft.max_depth, max_nodes)))
+
+    def _growth(self, session: EagleSession, output: Tensor, budget: DraftBudget) -> EagleGrowth:
+        shape = self._head.context_shape
+        return EagleGrowth(session, output, budget, shape.window, shape.scratch)
+
+    def _catch_up(self, queues: dict[EagleSession, list[Piece]]) -> None:
+        """Run committed tokens through the head, in each pass some of each sequence."""
+        most, reach = self._head.context_shape.scratch, self._head.context_shape.window
+        while queues := {session: queue for session, queue in queues.items() if queue}:
+            parts: list[tuple[EagleSession, Piece]] = []
+            for session, queue in queues.items():
+                first, taps = queue.pop(0)
+                dropped = max(0, session.window.oldest - first)  # beyond the window
+                first, taps = first + dropped, taps[dropped:]
+                if len(taps) > most:
+                    queue.insert(0, (first + most, taps[most:]))
+                if len(taps):
+                    parts.append((session, (first, taps[:most])))
+            if not parts:
+                continue
+            pieces = [
+                committed_piece(session.window, first, session.tokens[first + 1 : first + 1 + len(taps)], reach)
+                for session, (first, taps) in parts
+            ]
+            outputs = self._head.run(self._head.features(torch.cat([taps for _, (_, taps) in parts])), pieces)
+            for (session, (first, taps)), output in zip(parts, outputs, strict=True):
+                end = first + len(taps)
+                session.window.mark(first, end)
+                session.share(first, end)
+                session.output = (end - 1, output)
+
+    def _grow(self, growths: Sequence[EagleGrowth]) -> None:
+        """Expand all trees, depth by depth."""
+        outputs = torch.stack([growth.root_output for growth in growths])
+        active, depth, begun = list(growths), 0, 0.0
+        while True:
+            self._add_candidates(active, outputs)
+            if depth:
+                self._cost.record_pass(time.perf_counter() - begun)
+            depth += 1
+            active = [growth for growth in active if growth.choose(depth, self._width, self._first_rate(growth))]
+            gain = sum(growth.gain for growth in active)
+            if not any(growth.is_short for growth in active) and not self._cost.is_worthwhile(gain, len(growths)):
+                return
+            begun = time.perf_counter()
+            features = torch.stack([feature for growth in active for feature in growth.features()])
+            outputs = self._head.run(features, [growth.piece() for growth in active])
+            parts = torch.split(outputs, [len(growth.frontier) for growth in active])
+            for growth, part in zip(active, parts, strict=True):
+                growth.keep_outputs(part)
+
+    def _first_rate(self, growth: EagleGrowth) -> float:
+        """The rate at which the target takes a first candidate below another."""
+        return self._calibration.first_rate(KINDS[growth.session.is_greedy, True])
+
+    def _add_candidates(self, growths: Sequence[EagleGrowth], outputs: Tensor) -> None:
+        """Add the candidates below all nodes of the frontiers, whose outputs are [nodes, hidden size]."""
+        contexts = [context for growth in growths for context in growth.contexts()]
+        leading = self._shortlist.leading(self._head.logits(outputs), contexts, self._siblings)
+        tokens, confidences = self._shortlist.tokens(leading.columns).tolist(), leading.confidences.tolist()
+        first = 0
+        for growth in growths:
+            part = slice(first, first + len(growth.frontier))
+            growth.add(tokens[part], confidences[part], self._calibration)
+            first = part.stop
+
+
+def load_eagle_drafter(
+    settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, siblings: int, width: int
+) -> EagleTreeDrafter:
+    """Load the module of the kind `eagle`; see `EagleTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
+    dtype = torch.float32 if settings.weights == "float32" else torch.bfloat16
+    device = choose_device(target.device, 0)
+    loaded = load_drafter(Path(settings.path), Path(target.path), dtype, device, kind="eagle")
+    if not isinstance(loaded.module, EagleHead):
+        raise TypeError(f"{type(loaded.module).__name__} is no EAGLE head")
+    scratch = max(_LEAST_SCRATCH, width * draft.max_depth)
+    head = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
+    taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
+    store = ContextStore(settings.store_tokens, dtype)
+    largest = load_largest(device, target.compile_directory)
+    shortlist = Shortlist(head.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
+    return EagleTreeDrafter(head, taps, draft, siblings, width, store, settings.sequences, shortlist)

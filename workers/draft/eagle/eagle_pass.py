@@ -1,0 +1,102 @@
+"""An EAGLE head's passes for serving; see `EagleHead`, whose results these are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.draft.common.modules.context_window import ContextShape, ContextWindow
+from workers.draft.common.modules.layer_stack import LayerStack
+from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.product import make_product
+from workers.forward.native.packed_linear import InputNorm
+from workers.forward.native.window_layers import WindowPiece
+from workers.model.drafting.eagle import EagleHead
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.layer import DrafterLayer
+
+
+@dataclass(frozen=True, slots=True)
+class EaglePiece:
+    """Consecutive tokens of one sequence in a pass."""
+
+    window: WindowPiece
+    following: Sequence[int]
+    """For each token, the token one position later."""
+    positions: Sequence[int]
+    wanted: Sequence[int]
+    """The tokens whose outputs are wanted, by index."""
+
+
+def committed_piece(window: ContextWindow, first: int, following: Sequence[int], reach: int) -> EaglePiece:
+    """A piece of committed tokens, the first one at position `first`; each attends to `reach` positions with its own.
+
+    The output of the last one is wanted.
+    """
+    count = len(following)
+    keys, values, begin = window.scratch(first, count)
+    known = np.concatenate([window.known_before(first), np.ones(count, dtype=np.bool_)])
+    slots, own = np.arange(begin + count)[None, :], begin + np.arange(count)[:, None]
+    is_seen = torch.from_numpy(known[None, :] & (slots <= own) & (slots > own - reach)).to(keys.device)
+    window_piece = WindowPiece(keys, values, begin, count, is_seen)
+    return EaglePiece(window_piece, following, range(first, first + count), (count - 1,))
+
+
+class EaglePass:
+    """The weights of an EAGLE head, packed."""
+
+    def __init__(
+        self, module: EagleHead, ends: TargetEnds, weights: Weights, scratch: int, directory: str | None = None
+    ) -> None:
+        """`scratch` is the largest number of tokens of one sequence in a pass, and in a draft.
+
+        `directory` keeps the compiled CPU kernels.
+        """
+        shape, layer = module.shape, module.shape.layer
+        self.vocabulary_size = len(ends.embedding)
+        self.vocabulary = ends.vocabulary
+        self.device = ends.embedding.device
+        self._embedding = ends.embedding
+        size, epsilon = layer.hidden_size, layer.norm_epsilon
+        taps, feature, output = (
+            InputNorm(*of_input)
+            for of_input in (
+                (module.fusion.norm.flatten(), epsilon, size),
+                (module.feature_norm, epsilon, size, size),  # after the embedding
+                (module.output_norm, epsilon, size),
+            )
+        )
+        self._fuse = make_product(module.fusion.proj.weight, weights, directory, taps)
+        self._entry = make_product(module.entry.weight, weights, directory, feature)
+        layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
+        self._layers = LayerStack(layers, module.input_norms, weights, directory)
+        self._head = make_product(ends.head, weights, directory, output)
+        self.context_shape = ContextShape(shape.layers, layer.kv_heads, layer.head_width, 0, layer.window, scratch)
+        """What is kept of each position; there is no feature."""
+
+    def features(self, taps: Tensor) -> Tensor:
+        """Features [tokens, hidden size] of taps [tokens, taps, hidden size]."""
+        return self._fuse(taps.to(self.device).float().flatten(1))
+
+    def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
+        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
+
+        `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
+        """
+        following = [token for piece in pieces for token in piece.following]
+        tokens = self._embedding[following].float()
+        residual = self._entry(torch.cat([tokens, features], dim=-1))
+        positions = [position for piece in pieces for position in piece.positions]
+        outputs = self._layers.run(residual, positions, [piece.window for piece in pieces])
+        starts = accumulate((piece.window.count for piece in pieces), initial=0)
+        wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
+        return outputs[wanted] if len(wanted) < len(outputs) else outputs
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
+        return self._head(outputs)

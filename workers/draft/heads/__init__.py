@@ -1,0 +1,43 @@
+"""Medusa (Cai et al. 2024): heads on the target's last hidden state predict all depths at once.
+
+`heads` drafts the tree of their best candidates. A low-rank layer adds the last token's embedding first, as in Hydra
+(Ankner et al. 2024), and a selector ranks the candidates of each depth anew below each candidate of the depth before.
+`blockwise` drafts one chain of their best tokens (blockwise parallel decoding, Stern et al. 2018). The approximate
+criteria of that paper are the acceptance rule `blockwise`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from workers.draft.common.modules.module_settings import ModuleSettings, TreeSettings, needs_of_module
+from workers.draft.registry import register
+
+if TYPE_CHECKING:
+    from workers.draft.heads.heads_drafter import HeadsDrafter
+
+
+class HeadsSettings(ModuleSettings, TreeSettings):
+    """The heads, and the form of their trees."""
+
+
+class BlockwiseSettings(ModuleSettings):
+    """The heads; the length of a chain is `draft.max_depth`, at most one token for each head."""
+
+
+@register("heads", HeadsSettings, needs=needs_of_module, placements=("target", "drafter"))
+def create_heads(settings: HeadsSettings, draft: DraftSection, target: TargetSection) -> HeadsDrafter:
+    """Create the method `heads`. Raises `ModelLoadError`, and `ConfigurationError` if the target lacks its taps."""
+    from workers.draft.heads.heads_drafter import load_heads_drafter
+
+    return load_heads_drafter(settings, draft, target, *settings.form(draft))
+
+
+@register("blockwise", BlockwiseSettings, needs=needs_of_module, placements=("target", "drafter"))
+def create_blockwise(settings: BlockwiseSettings, draft: DraftSection, target: TargetSection) -> HeadsDrafter:
+    """Create the method `blockwise`. Raises `ModelLoadError`, and `ConfigurationError` if the target lacks its taps."""
+    from workers.draft.heads.heads_drafter import load_heads_drafter
+
+    return load_heads_drafter(settings, draft, target, siblings=1)

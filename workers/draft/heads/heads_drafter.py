@@ -1,0 +1,147 @@
+"""A drafter with heads that predict all depths at once from one hidden state of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFault, RowFaultCode
+from cluster.core.ids import SequenceId
+from cluster.core.request import SequenceStart
+from workers.draft.common.modules.module_settings import ModuleSettings, module_taps
+from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
+from workers.draft.common.modules.ranked_paths import RankedPaths, Shape
+from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.sessions import Session, Sessions
+from workers.draft.heads.heads_pass import ParallelHeads
+from workers.sampling.context import DecisionContext
+
+
+class Heads(Protocol):
+    """Predicts all depths of rows at once."""
+
+    depths: int
+    vocabulary_size: int
+
+    def rank(
+        self, taps: Sequence[Tensor], last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
+    ) -> list[RankedPaths]:
+        """Rank the candidates of each row at each depth; see `ParallelHeads`."""
+        ...
+
+
+class HeadsSession(Session):
+    """Committed tokens, the target's last hidden state, and the last draft."""
+
+    __slots__ = ("hidden", "hidden_position", "history")
+
+    def __init__(self, start: SequenceStart) -> None:
+        super().__init__(start)
+        self.hidden: Tensor | None = None
+        """[hidden size] at `hidden_position`."""
+        self.hidden_position = -1
+        self.history = PathHistory()
+
+    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
+        """See `Session`. What depends on a token that changes is dropped."""
+        held = self.tokens[known_len:]
+        most = min(len(held), len(new_tokens))
+        same = next((index for index in range(most) if held[index] != new_tokens[index]), most)
+        if same < len(held):
+            self.history.last = None
+            if self.hidden_position >= known_len + same:
+                self.hidden = None
+        self.tokens[known_len + same :] = new_tokens[same:]
+
+    def take(self, evidence: Sequence[Evidence], reader: TapReader) -> None:
+        """Store the hidden state at the last position but one. Raises `ValueError` for one of a wrong width."""
+        position = len(self.tokens) - 2
+        for one in reversed(evidence):
+            if one.hidden is not None and one.hidden.first <= position < one.hidden.end:
+                found = reader.read(one)
+                if found is not None:
+                    self.hidden, self.hidden_position = found[1][position - found[0], -1].clone(), position
+                return
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the hidden state that a draft needs is stored. It is not where its KV came from a cache."""
+        return self.hidden is not None and self.hidden_position == len(self.tokens) - 2
+
+
+class HeadsDrafter:
+    """Drafts trees of the heads' candidates, one pass for all rows. It is a `DraftMethod`.
+
+    A sequence without the hidden state before its last token gets no draft.
+    """
+
+    def __init__(
+        self, heads: Heads, reader: TapReader, draft: DraftSection, siblings: int, shape: Shape | None
+    ) -> None:
+        """`siblings` is the number of candidates below one node. `shape`: see `draft_paths`."""
+        self._heads = heads
+        self._reader = reader
+        self._siblings = siblings
+        self._trees = PathTrees(draft, heads.depths, shape)
+        self._sessions = Sessions(HeadsSession, vocabulary_size=heads.vocabulary_size)
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """See `DraftMethod`."""
+        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
+        wanted: list[tuple[DraftRow, DraftBudget, HeadsSession]] = []
+        for row in rows:
+            session = self._sessions.apply(row)
+            if isinstance(session, RowFault):
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=session)
+                continue
+            try:
+                session.take(row.evidence, self._reader)
+            except ValueError as error:
+                fault = RowFault(RowFaultCode.INVALID, f"evidence: {error}")
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
+                continue
+            self._trees.observe(session, session.history)
+            budget = self._trees.within(row.budget)
+            if budget.max_depth and session.is_ready:
+                repeated = self._trees.repeated(session, session.history, budget)
+                if repeated is not None:
+                    proposals[row.sequence_id] = repeated
+                else:
+                    wanted.append((row, budget, session))
+        if wanted:
+            self._draft(wanted, proposals)
+        return tuple(proposals[row.sequence_id] for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """See `DraftMethod`."""
+        self._sessions.release(sequence_ids)
+
+    def _draft(
+        self, wanted: Sequence[tuple[DraftRow, DraftBudget, HeadsSession]], proposals: dict[SequenceId, Proposal]
+    ) -> None:
+        """Rank all rows' candidates to the same depth and build a tree for each."""
+        depths = max(budget.max_depth for _, budget, _ in wanted)
+        taps = [session.hidden for _, _, session in wanted if session.hidden is not None]
+        last = [session.tokens[-1] for _, _, session in wanted]
+        contexts = decision_contexts([session for _, _, session in wanted], depths)
+        ranked = self._heads.rank(taps, last, contexts, self._siblings)
+        for (row, budget, session), paths in zip(wanted, ranked, strict=True):
+            proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
+
+
+def load_heads_drafter(
+    settings: ModuleSettings, draft: DraftSection, target: TargetSection, siblings: int, shape: Shape | None = None
+) -> HeadsDrafter:
+    """Load the heads, warm them up and make their drafter; see `HeadsDrafter`.
+
+    Raises `ModelLoadError`, and `ConfigurationError` if the target does not take the taps.
+    """
+    heads = ParallelHeads(Path(settings.path), target, settings.weights)
+    heads.warm_up(siblings)
+    reader = TapReader(module_taps(settings), target, heads.hidden_size)
+    return HeadsDrafter(heads, reader, draft, siblings, shape)

@@ -1,0 +1,83 @@
+"""Medusa heads as serving runs them: few products for all rows and all depths. See `MedusaHeads`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from cluster.core.config.target_section import TargetSection
+from cluster.core.request import SamplingParameters
+from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.path_ranker import PathRanker
+from workers.draft.common.modules.product import MakeProduct, Product, make_product
+from workers.draft.common.modules.ranked_paths import RankedPaths
+from workers.draft.common.modules.shortlist import Shortlist
+from workers.forward.native.largest import load_largest
+from workers.model.devices import choose_device
+from workers.model.drafting.ends import rms_norm
+from workers.model.drafting.files import load_drafter
+from workers.model.drafting.heads import MedusaHeads
+from workers.model.drafting.selector import Selector
+from workers.sampling.context import DecisionContext
+
+_COUPLED = "coupled"
+_KIND = "heads"
+
+
+class ParallelHeads:
+    """The weights of trained heads, packed for the device, and the ranking of their candidates."""
+
+    def __init__(self, directory: Path, target: TargetSection, weights: Weights) -> None:
+        """Load the heads in `directory`. Raises `ModelLoadError`, and `ConfigurationError` without the device."""
+        dtype = torch.float32 if weights == "float32" else torch.bfloat16
+        device = choose_device(target.device, 0)
+        drafter = load_drafter(directory, Path(target.path), dtype, device, _KIND)
+        module, ends = drafter.module, drafter.ends
+        if not isinstance(module, MedusaHeads):
+            raise TypeError(f"{type(module).__name__} is no module of the kind {_KIND}")
+        self.depths = module.shape.depths
+        self.hidden_size = ends.hidden_size
+        self.vocabulary_size = len(ends.embedding)
+        self._embedding, self._epsilon = ends.embedding, ends.epsilon
+        self._norm = None if ends.norm is None else ends.norm.float()
+        make = partial(make_product, weights=weights, directory=target.compile_directory)
+        self._mix = None if module.mix is None else _mix_of(module.mix, make)
+        self._heads = make(module.weights)
+        largest = load_largest(device, target.compile_directory)
+        shortlist = Shortlist(ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
+        self._ranker = PathRanker(ends, module.selector, make, shortlist)
+
+    def warm_up(self, siblings: int) -> None:
+        """Rank zeros in a few widths, so that the first proposals do not wait for one-time work."""
+        zeros = torch.zeros(self.hidden_size)
+        for rows in (1, 2, 4, 8):
+            contexts = [DecisionContext(SamplingParameters(seed=0), (0,), 1)] * (rows * self.depths)
+            self.rank([zeros] * rows, [0] * rows, contexts, siblings)
+
+    @torch.inference_mode()
+    def rank(
+        self, taps: Sequence[Tensor], last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
+    ) -> list[RankedPaths]:
+        """Rank the candidates after each row's last token.
+
+        `taps` are the rows' residual streams after the last layer, [hidden size] each, at the position before the last
+        token; `contexts` [rows x depths] are those of the decisions at each depth, at most `self.depths`.
+        """
+        hidden = torch.stack(tuple(taps)).to(self._embedding.device).float()
+        if self._norm is not None:
+            hidden = rms_norm(hidden, self._norm, self._epsilon)
+        if self._mix is not None:
+            inner, outer = self._mix
+            hidden = hidden + outer(silu(inner(torch.cat([hidden, self._embedding[list(last)].float()], dim=1))))
+        rows, size = hidden.shape
+        deep = silu(self._heads(hidden)).view(rows, self.depths, size)[:, : len(contexts) // rows]
+        return self._ranker.rank(hidden.unsqueeze(1) + deep, contexts, siblings)
+
+
+def _mix_of(mix: Selector, make: MakeProduct) -> tuple[Product, Product]:
+    return make(mix.inner.weight), make(mix.outer.weight)

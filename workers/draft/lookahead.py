@@ -1,0 +1,139 @@
+"""Lookahead decoding (Fu et al. 2024): the target itself finds the n-grams that are drafted, beside verifying them.
+
+Each step of the target verifies candidates from a pool of n-grams, and computes one Jacobi iteration of a window of
+provisional tokens. Both are branches of one token tree. The decisions at the window's nodes complete new n-grams, which
+the pool stores. The window adds tokens to a step, but no pass. It pays where more tokens hardly make a step longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cluster.core.config.base import Choice, PluginSettings
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import DraftBudget, Evidence, EvidenceNeeds
+from cluster.core.request import SequenceStart
+from cluster.core.tree import ROOT, TokenTree
+from workers.draft.lookup.continuation_tree import Continuation, ContinuationTree
+from workers.draft.lookup.jacobi_window import JacobiWindow
+from workers.draft.lookup.lookup_drafter import LookupSession
+from workers.draft.lookup.ngram_pool import NgramPool
+from workers.draft.lookup.reliability import Reliability
+from workers.draft.lookup.sequence_drafter import EstimatingDrafter
+from workers.draft.registry import register
+
+_FIRST_RATE, _NEXT_RATE = 0.4, 0.6
+"""Assumed acceptance rates of a candidate's first token (divided by the candidate's rank) and of each further one."""
+_WINDOW_RATE = 0.03
+"""Assumed acceptance rate of a window's token that is no candidate's."""
+_STRIDE = 7919
+"""A prime. Where the pool has no n-gram, a new column is copied from index `position * _STRIDE` modulo length."""
+
+
+class LookaheadSettings(PluginSettings):
+    """Settings of lookahead decoding. A whole tree needs `draft.max_nodes` of (window + candidates) × (ngram - 1) and
+    `draft.max_depth` of window + ngram - 2; with less, the window shrinks."""
+
+    window: Annotated[int, Field(ge=1, le=64)] = 4
+    """Columns of the window (W in the paper)."""
+    ngram: Annotated[int, Field(ge=2, le=16)] = 4
+    """Tokens of an n-gram (N in the paper)."""
+    candidates: Annotated[int, Field(ge=1, le=64)] = 4
+    """Most n-grams in the pool with the same first token, and most that one tree has (G in the paper)."""
+    text: Choice[Literal["off", "on"]] = "on"
+    """`on` adds the n-grams of prompt and answer to the pool."""
+
+
+class LookaheadSession(LookupSession):
+    """Committed tokens, the pool of n-grams, and the window after the tokens."""
+
+    __slots__ = ("_settings", "pool", "window")
+
+    def __init__(self, start: SequenceStart, settings: LookaheadSettings) -> None:
+        super().__init__(start)
+        self._settings = settings
+        self.pool = NgramPool(settings.candidates)
+        self.window = JacobiWindow()
+
+    def continuations(self, length: int) -> Sequence[Continuation]:
+        """See `LookupSession`."""
+        return [Continuation(found[:length], 1) for found in self.pool.after(self.tokens[-1])]
+
+    def remove(self, length: int) -> None:
+        """See `LookupSession`."""
+        super().remove(length)
+        self.window.clear()
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """See `LookupSession`."""
+        first = len(self.tokens) + 1
+        super().append(tokens)
+        size = self._settings.ngram
+        if self._settings.text == "on":
+            for end in range(max(first, size), len(self.tokens) + 1):
+                self.pool.add(self.tokens[end - size : end])
+
+    def learn(self, evidence: Sequence[Evidence]) -> None:
+        """See `DraftedSession`. Adds the n-grams that the target's decisions complete."""
+        for one in evidence:
+            for ngram in self.window.observe(one):
+                self.pool.add(ngram)
+
+    def guess(self, position: int, before: int | None) -> tuple[int, ...]:
+        """The first tokens of a new column: what the pool has after the token `before` it, or tokens of the text."""
+        known = self.pool.after(self.tokens[-1] if before is None else before)
+        if known:
+            return known[0]
+        first = position * _STRIDE
+        return tuple(self.tokens[(first + step) % len(self.tokens)] for step in range(self._settings.ngram - 1))
+
+
+class LookaheadDrafter(EstimatingDrafter[LookaheadSession]):
+    """Drafts each row's candidates and window in one tree."""
+
+    def __init__(self, settings: LookaheadSettings, draft: DraftSection) -> None:
+        super().__init__(lambda start: LookaheadSession(start, settings), draft)
+        self._settings = settings
+
+    def _draft(self, session: LookaheadSession, budget: DraftBudget, reliability: Reliability) -> ContinuationTree:
+        """Candidates get their share of the nodes, then the window gets as many columns as the rest allows."""
+        nodes, depth = budget.max_nodes, budget.max_depth
+        settings = self._settings
+        levels = settings.ngram - 1
+        share = max(1, nodes // levels * settings.candidates // (settings.window + settings.candidates))
+        candidates = [list(one.tokens) for one in session.continuations(depth)[:share]]
+        tree = TokenTree.from_candidates(candidates, nodes)
+        columns = max(0, min(settings.window, depth - levels + 1, (nodes - len(tree)) // levels))
+        session.window.place(len(session.tokens), columns, session.guess)
+        whole = TokenTree.from_candidates([*candidates, *session.window.paths(columns)], nodes)
+        return _with_rates(whole, len(tree), reliability)
+
+
+def _with_rates(tree: TokenTree, candidate_nodes: int, reliability: Reliability) -> ContinuationTree:
+    """Add the acceptance probabilities. The first `candidate_nodes` nodes are those of the candidates."""
+    conditionals: list[float] = []
+    probabilities: list[float] = []
+    rank = 0
+    for node, parent in enumerate(tree.parents):
+        rank += parent == ROOT
+        rate = _WINDOW_RATE if node >= candidate_nodes else _FIRST_RATE / rank if parent == ROOT else _NEXT_RATE
+        above = 1.0 if parent == ROOT else probabilities[parent]
+        conditionals.append(rate)
+        probabilities.append(above * reliability.probability(rate))
+    is_prunable = len(tree) <= candidate_nodes
+    return ContinuationTree(tree, tuple(probabilities), tuple(conditionals), is_prunable)
+
+
+@register(
+    "lookahead",
+    LookaheadSettings,
+    needs=lambda _: EvidenceNeeds(decisions=True),
+    placements=("target", "drafter"),
+)
+def create_lookahead(settings: LookaheadSettings, draft: DraftSection, target: TargetSection) -> LookaheadDrafter:  # noqa: ARG001
+    """Create the method `lookahead`."""
+    return LookaheadDrafter(settings, draft)

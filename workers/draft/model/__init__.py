@@ -1,0 +1,94 @@
+"""An independent draft model: a small language model that drafts with the target's sampling noise.
+
+It ranks tokens as the target would, with the sequence's parameters, seed and position. Where the two distributions are
+similar, the drafted tokens mostly equal the target's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from cluster.core.config.base import Choice
+from cluster.core.config.draft_section import DraftModelSection, DraftSection
+from cluster.core.config.target_section import TargetSection
+from cluster.core.errors import ConfigurationError
+from cluster.core.ports import DraftMethod
+from workers.draft.common.trees.expansion_settings import ExpansionSettings
+from workers.draft.common.trees.tree_drafter import TreeDrafter
+from workers.draft.registry import Placement, is_encoder_decoder, register
+from workers.sampling.acceptance import RULES, DrawnDrafts
+
+
+class DraftModelSettings(DraftModelSection, ExpansionSettings):
+    """The draft model, and how its trees are expanded."""
+
+    renamed: ClassVar[dict[str, str]] = {name: name for name in ("mode", "width", "candidates", "lookup", "kv")}
+
+    candidates: Annotated[int, Field(ge=1, le=16)] = 3
+    """Drafted tokens below each expanded node."""
+    lookup: Choice[Literal["off", "on"]] = "on"
+    """`on` adds tokens that followed the same tokens earlier in the sequence. They need no forward pass."""
+    quantization: Literal["auto", "none", "int8"] = "auto"  # type: ignore[assignment] # resolved before it is loaded
+    """`int8` stores the weights of linear layers in 8 bits, which takes less time and changes no answer; `auto` does so
+    for a draft with the encoder of its target on a CPU."""
+    distributions: Choice[Literal["auto", "on", "off"]] = "auto"
+    """`on` draws drafts at random in trees of a fixed shape, and sends the distributions that they were drawn from, for
+    the acceptance rules `rejection` and `block`. `candidates` siblings are drawn at each depth (1 with `block`), and
+    `mode`, `width` and `lookup` have no effect. `auto` is `on` where `target.acceptance` is such a rule. For the same
+    seed, the text then differs from decoding without drafts; its distribution does not."""
+
+
+def _preferred(target: TargetSection) -> Placement:
+    """On CPU, a translator's draft takes less time than a call to another process, and reads no source there."""
+    return "target" if target.device != "cuda" and is_encoder_decoder(Path(target.path)) else "drafter"
+
+
+def _resolved(settings: DraftModelSettings) -> DraftModelSettings:
+    """The settings with `quantization` settled. A draft's pass reads all weights, so smaller ones take less time."""
+    from workers.model.devices import choose_device
+    from workers.model.draft_card import is_distilled
+
+    if settings.quantization != "auto":
+        return settings
+    directory = Path(settings.path)
+    is_small = is_encoder_decoder(directory) and is_distilled(directory)
+    on_cpu = choose_device(settings.device, 0).type == "cpu"
+    return settings.model_copy(update={"quantization": "int8" if is_small and on_cpu else "none"})
+
+
+@register("model", DraftModelSettings, preferred=_preferred)
+def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> DraftMethod:
+    """Create the method `model`: load the weights and warm up.
+
+    Raises `ConfigurationError` when the draft's vocabulary is not the target's, and `ModelLoadError`.
+    """
+    from workers.draft.model.drawing_drafter import DrawingDrafter
+    from workers.draft.model.model_expander import ModelExpander, check_vocabularies
+    from workers.draft.model.token_drawer import TokenDrawer
+    from workers.kv.pool import KvPool
+    from workers.model.draft_card import is_distilled
+    from workers.model.loading import load_model
+
+    settings = _resolved(settings)
+    model = load_model(settings, target_directory=Path(target.path))
+    target_vocabulary_size = check_vocabularies(model, Path(settings.path), target)
+    expander = ModelExpander(
+        model,
+        KvPool(model.kv_spec, settings.kv, truncatable=True),
+        settings.candidates,
+        has_target_encoder=is_distilled(Path(settings.path)),
+    )
+    expander.warm_up()
+    drawn = RULES.get(target.acceptance).drawn_drafts
+    if settings.distributions == "on" or (settings.distributions == "auto" and drawn != DrawnDrafts.NONE):
+        if model.source is not None:
+            raise ConfigurationError(
+                f"draft.model.distributions: {settings.distributions} is refused for an encoder-decoder model with the "
+                f"rule {target.acceptance}; it must be off"
+            )
+        siblings = 1 if drawn == DrawnDrafts.CHAIN else settings.candidates
+        return DrawingDrafter(TokenDrawer(expander, target_vocabulary_size), draft, siblings)
+    return TreeDrafter(expander, settings, draft, has_lookup=settings.lookup == "on")

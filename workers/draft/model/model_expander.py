@@ -1,0 +1,167 @@
+"""An expander that runs a loaded language model, and the check that its vocabulary is the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoConfig
+
+from cluster.core.config.target_section import TargetSection
+from cluster.core.errors import ConfigurationError
+from cluster.core.ports import SourceStates
+from cluster.core.request import SequenceStart
+from workers.draft.common.trees.expander import DraftedToken, ExpansionRow, OpenSource
+from workers.draft.model.greedy_candidates import GreedyCandidates
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.largest import load_largest
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.pool import KvPool
+from workers.kv.sources import SourceStore, StoredSource
+from workers.sampling.candidates import candidates
+from workers.sampling.context import DecisionContext
+
+
+class ModelExpander:
+    """Expands nodes by forward passes of a loaded model. `pool` must be truncatable."""
+
+    def __init__(self, model: LoadedModel, pool: KvPool, count: int, *, has_target_encoder: bool = False) -> None:
+        """`has_target_encoder` says that the model's encoder is the target's."""
+        self._model = model
+        self._pool = pool
+        self._count = count
+        """Number of candidates drafted below each node."""
+        self._runner = ModelRunner(model, pool)
+        self._greedy: GreedyCandidates | None = None
+        if model.device.type == "cpu":
+            self._greedy = GreedyCandidates(load_largest(model.device, model.code_directory), model.vocabulary)
+        self._sources = None if model.source is None else SourceStore(pool)
+        self._has_target_encoder = has_target_encoder
+        self._states: SourceStates | None = None
+
+    @property
+    def memory(self) -> KvPool:
+        """See `Expander`."""
+        return self._pool
+
+    @property
+    def max_context_len(self) -> int:
+        """See `Expander`."""
+        return self._model.max_context_len
+
+    @property
+    def vocabulary_size(self) -> int:
+        """See `Expander`."""
+        return self._model.vocabulary_size
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """The tokens that the logits are of, int64 [size], ascending; `None` means all tokens of the vocabulary."""
+        return self._model.vocabulary
+
+    def open_source(self, start: SequenceStart) -> OpenSource | None:
+        """See `ReadsSources`. The encoder reads it in the next pass that has a row of it."""
+        if self._sources is None or not start.source:
+            return None
+        return _HeldSource(self._sources, self._sources.acquire(start.source, start.cache_salt))
+
+    def read_sources_from(self, states: SourceStates) -> None:
+        """See `ReadsSources`."""
+        self._states = states if self._has_target_encoder else None
+
+    def warm_up(self) -> None:
+        """Run passes of the usual shapes, so that the first proposals do not wait for one-time work."""
+        self._runner.warm_up()
+
+    def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
+        """See `Expander`."""
+        logits, contexts = self.compute(rows)
+        if not contexts:
+            return [()] * len(rows)
+        best = None if self._greedy is None else self._greedy.of(logits.float(), contexts, self._count)
+        found = iter(candidates(logits, contexts, self._count, self._model.vocabulary) if best is None else best)
+        return [
+            tuple((candidate.token, candidate.probability) for candidate in next(found)) if row.is_last else ()
+            for row in rows
+        ]
+
+    def compute(self, rows: Sequence[ExpansionRow]) -> tuple[Tensor, tuple[DecisionContext, ...]]:
+        """Run one forward pass and commit each row's tokens to its table.
+
+        Returns the logits [n, size] after the rows with `is_last`, and their contexts. The logits are valid until the
+        next pass.
+        """
+        sources = [row.source.stored if isinstance(row.source, _HeldSource) else None for row in rows]
+        unread = {
+            source: row.start
+            for source, row in zip(sources, rows, strict=True)
+            if source is not None and not source.is_encoded
+        }
+        if unread and self._sources is not None:
+            self._read(unread, self._sources)
+        forward_rows = [
+            ForwardRow(row.table, row.tokens, select=(len(row.tokens) - 1,) if row.is_last else (), source=source)
+            for row, source in zip(rows, sources, strict=True)
+        ]
+        logits = self._runner.forward(forward_rows)
+        for forward_row in forward_rows:
+            self._runner.commit(forward_row)
+        return logits, tuple(
+            DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len) for row in rows if row.is_last
+        )
+
+    def _read(self, sources: Mapping[StoredSource, SequenceStart], store: SourceStore) -> None:
+        """Store the keys and values of sources, by the target's states where they are known, else by the encoder."""
+        unknown: list[StoredSource] = []
+        for source, start in sources.items():
+            known = None if self._states is None else self._states.of(start.source, start.cache_salt)
+            if known is None:
+                unknown.append(source)
+            else:
+                states = torch.frombuffer(known.data, dtype=torch.bfloat16).view(len(known), known.width)
+                self._runner.store_encoded(source, states, store)
+        if unknown:
+            self._runner.encode(unknown, store)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldSource:
+    """See `OpenSource`."""
+
+    store: SourceStore
+    stored: StoredSource
+
+    def close(self) -> None:
+        """See `OpenSource`."""
+        self.store.release(self.stored)
+
+
+def check_vocabularies(draft: LoadedModel, draft_directory: Path, target: TargetSection) -> int | None:
+    """Raise `ConfigurationError` unless the draft's vocabulary has the target's size or its tokenizer is the same.
+
+    Returns the size of the target's vocabulary. Models of one family pad their embeddings differently: with the same
+    tokenizer the sizes may differ, and the coordinator drops drafted tokens beyond the target's vocabulary. Nothing is
+    checked, and `None` returned, where the target's directory is not on this machine.
+    """
+    directory = Path(target.path)
+    if not (directory / "config.json").is_file():
+        return None
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
+    if draft.vocabulary_size != config.vocab_size and not _same_tokenizer(draft_directory, directory):
+        raise ConfigurationError(
+            f"the draft model {draft.name!r} has a vocabulary of {draft.vocabulary_size} tokens and the target "
+            f"{directory.name!r} one of {config.vocab_size}; a draft must share the target's tokenizer"
+        )
+    return int(config.vocab_size)
+
+
+def _same_tokenizer(one: Path, other: Path) -> bool:
+    files = [directory / "tokenizer.json" for directory in (one, other)]
+    if not all(file.is_file() for file in files):
+        return False
+    first, second = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+    return bool(first == second)
