@@ -84,6 +84,8 @@ class PilotfishError(Exception):
     """What the client should do."""
     is_public: ClassVar[bool] = False
     """Whether clients may read the message. The message of any other error may name processes, addresses or files."""
+    retry_after_seconds: float | None = None
+    """After how many seconds the same request may succeed; `None` if waiting does not help."""
 
     @property
     def public_message(self) -> str:
@@ -188,6 +190,7 @@ class Overloaded(PilotfishError):
     meaning = "The queue is full. The request has not begun."
     advice = "Wait for the seconds in `retry-after`, then send it again."
     is_public = True
+    retry_after_seconds: float
 
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         self.retry_after_seconds = retry_after_seconds
@@ -207,6 +210,7 @@ class NotReady(PilotfishError):
     grpc_status = "UNAVAILABLE"
     http_status = 503
     http_code = "service_unavailable"
+    retry_after_seconds = 1.0
     meaning = "The server starts, stops, or has lost its target."
     advice = _RETRY
 
@@ -217,6 +221,7 @@ class WorkerUnavailable(PilotfishError):
     grpc_status = "UNAVAILABLE"
     http_status = 503
     http_code = "service_unavailable"
+    retry_after_seconds = 1.0
     meaning = "A process of the cluster failed while it answered."
     advice = _RETRY
 
@@ -236,7 +241,10 @@ class DrafterUnavailable(WorkerUnavailable):
 class KvPoolExhausted(PilotfishError):
     """The KV pool has too few free blocks."""
 
-    grpc_status = "RESOURCE_EXHAUSTED"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    http_code = "service_unavailable"
+    retry_after_seconds = 1.0
     meaning = "The target's KV memory is full."
     advice = _RETRY
 

@@ -13,7 +13,7 @@ from cluster.core.verification import TargetInfo
 from cluster.wire.codec.beam_search import decode_beam_search
 from pilotfish.v1 import generation_pb2
 
-_INCOMPATIBLE_WITH_BEAMS = (
+INCOMPATIBLE_WITH_BEAMS = (
     "top_k",
     "top_p",
     "min_p",
@@ -98,7 +98,7 @@ def _check_beam_compatible(sampling: SamplingParameters, stopping: StoppingCrite
     default = SamplingParameters(seed=sampling.seed)
     if sampling.temperature not in (0, default.temperature):
         raise _incompatible("temperature", sampling.temperature, "0, 1 or left out")
-    for name in _INCOMPATIBLE_WITH_BEAMS:
+    for name in INCOMPATIBLE_WITH_BEAMS:
         value = getattr(sampling, name)
         if value != getattr(default, name):
             raise _incompatible(name, value, "left out")

@@ -166,6 +166,7 @@ def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) 
         return await _generate(client, request, limits, translated)
 
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)  # not the model with an empty name
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model_card(model) for model in await client.list_models()]})
 

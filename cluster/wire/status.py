@@ -52,6 +52,7 @@ def to_status(error: PilotfishError, code: grpc.StatusCode | None = None) -> tup
         detail |= {"field": _cut(error.field, _FIELD_BYTES), "bound": _cut(error.bound, _BOUND_BYTES)}
     if isinstance(error, Overloaded):
         detail["retry_after_seconds"] = error.retry_after_seconds
+    if error.retry_after_seconds is not None:
         metadata.append(("retry-after", str(max(1, round(error.retry_after_seconds)))))
     metadata.append((DETAIL_KEY, json.dumps(detail).encode()))
     metadata.append((STATUS_KEY, _rich_status(code, error).SerializeToString()))
@@ -69,7 +70,7 @@ def _rich_status(code: grpc.StatusCode, error: PilotfishError) -> status_pb2.Sta
             field=field, description=f"must be {bound}", reason=name
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, Overloaded):
+    if error.retry_after_seconds is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(max(0, round(error.retry_after_seconds * 1000)))
         details.append(retry)

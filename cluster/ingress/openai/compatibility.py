@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from cluster.generation.answer_count import INCOMPATIBLE_WITH_BEAMS
 from cluster.ingress.openai.fields.unsupported import Unsupported
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 
 _NO_EFFECT = "No effect: "
 _OWN = frozenset({"early_stopping", "max_draft_tokens", "return_drafts", "speculation"})
 """Parameters that neither OpenAI nor vLLM has."""
+_GRAMMARS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_OWN_NAMES = {"grammar": _GRAMMARS, "thinking": ("thinking_token_budget",), "logprobs": ("logprobs", "top_logprobs")}
+"""The parameters of a field of the generation service, where their names differ from its own."""
+_NOT_WITH_BEAMS = "Refused with `use_beam_search`."
+_WITH_BEAMS = {
+    **{name: _NOT_WITH_BEAMS for field in INCOMPATIBLE_WITH_BEAMS for name in _OWN_NAMES.get(field, (field,))},
+    **dict.fromkeys(("return_drafts", "stop", "stream"), _NOT_WITH_BEAMS),
+    "temperature": "With `use_beam_search`, 0 or 1.",
+    "tool_choice": "With `use_beam_search`, `auto` or `none`.",
+}
+"""What a beam search takes of a parameter. It follows the model's own probabilities; all its answers end at once."""
 _HEAD = """# Compatibility
 
 What the HTTP API does with every parameter of OpenAI's API and of vLLM. This page is generated from the code by
@@ -33,7 +45,10 @@ def page() -> str:
 
 
 def _section(path: str, model: type[Parameters]) -> Iterator[str]:
-    rows = {name: _served(field.description or "") for name, field in model.model_fields.items()}
+    rows = {
+        name: _served(" ".join([field.description or "", _WITH_BEAMS.get(name, "")]))
+        for name, field in model.model_fields.items()
+    }
     rows |= {name: _unsupported(parameter) for name, parameter in model.unsupported.items()}
     yield from (f"## `POST {path}`", "", "| parameter | | |", "|---|---|---|")
     for name, (status, note) in sorted(rows.items()):

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass, field
 
-from cluster.core.errors import InvalidRequest, Overloaded, PilotfishError, Unauthenticated
+from cluster.core.errors import InvalidRequest, PilotfishError, Unauthenticated
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def _param(error: PilotfishError) -> str | None:
 
 
 def _headers(error: PilotfishError) -> dict[str, str]:
-    if isinstance(error, Overloaded):
+    if error.retry_after_seconds is not None:
         return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds)))}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}

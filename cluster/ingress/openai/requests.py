@@ -103,7 +103,7 @@ class Parameters(GrammarParameters, VllmParameters):
     speculation: Speculation | None = None
     """Turns speculation on or off, or bounds its draft tokens as `max_draft_tokens` does."""
     return_drafts: bool = False
-    """Report the draft tree of every verdict, and the text that each token completed. Not with beam search."""
+    """Report the draft tree of every verdict, and the text that each token completed."""
     prediction: Prediction | None = None
     """The answer that the client expects. Drafts may be taken from it; the text does not depend on it."""
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from cluster.core.errors import DeadlineExceeded, DrafterUnavailable, NotReady, Overloaded, TargetUnavailable
+from cluster.core.errors import (
+    DeadlineExceeded,
+    DrafterUnavailable,
+    KvPoolExhausted,
+    NotReady,
+    Overloaded,
+    TargetUnavailable,
+)
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import CONTEXT, MODEL, VOCABULARY, InProcessClient, ScriptedEngine, fake_service
@@ -128,6 +135,7 @@ async def test_completion_logprobs_have_offsets(api: HttpApi) -> None:
 async def test_models_are_listed_and_found(api: HttpApi) -> None:
     listed = (await api.http.get("/v1/models")).json()
     assert [model["id"] for model in listed["data"]] == [MODEL]
+    assert (await api.http.get("/v1/models/")).json() == listed
     assert (await api.http.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
     response = await api.http.get("/v1/models/org/other")
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
@@ -153,6 +161,7 @@ async def test_health_readiness_and_metrics(api: HttpApi) -> None:
         (NotReady("draining"), 503, "server_error"),
         (TargetUnavailable("gone"), 503, "server_error"),
         (DrafterUnavailable("gone"), 503, "server_error"),
+        (KvPoolExhausted("3 blocks are needed"), 503, "server_error"),
         (DeadlineExceeded("late"), 504, "timeout_error"),
     ],
 )
@@ -163,7 +172,7 @@ async def test_an_error_before_the_first_event_has_its_status_also_for_a_stream(
     api.engine.refusal = refusal
     response = await api.chat(stream=stream)
     assert (response.status_code, error_of(response)["type"]) == (status, kind)
-    assert response.headers.get("retry-after") == ("3" if status == 429 else None)
+    assert response.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
     api.engine.refusal = None
     assert (await api.chat(stream=stream)).status_code == 200
 

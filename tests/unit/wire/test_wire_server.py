@@ -218,7 +218,7 @@ ERRORS = [
     (TooLarge("body", "9 bytes", "at most 8 bytes"), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnknownModel("model", "x" * 200, "a served model: tiny"), grpc.StatusCode.NOT_FOUND),
     (Overloaded("the queue is full", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (KvPoolExhausted("no free block"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (KvPoolExhausted("no free block"), grpc.StatusCode.UNAVAILABLE),
     (NotReady("draining"), grpc.StatusCode.UNAVAILABLE),
     (TargetUnavailable("gone"), grpc.StatusCode.UNAVAILABLE),
     (DeadlineExceeded("late"), grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -250,10 +250,23 @@ async def test_an_error_is_raised_at_the_client_as_at_the_server(
     assert await words(client) == said
 
 
-async def test_overload_reports_when_to_retry(scripted: ScriptedServer, channel: grpc.aio.Channel) -> None:
-    scripted.target.failure = Overloaded("the queue is full", 3.0)
+@pytest.mark.parametrize(
+    ("failure", "seconds"),
+    [
+        (Overloaded("the queue is full", 3.0), "3"),
+        (KvPoolExhausted("no free block"), "1"),
+        (NotReady("draining"), "1"),
+        (TargetUnavailable("gone"), "1"),
+        (InvalidRequest("prompt", "", "longer"), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_an_error_reports_when_to_retry(
+    scripted: ScriptedServer, channel: grpc.aio.Channel, failure: PilotfishError, seconds: str | None
+) -> None:
+    scripted.target.failure = failure
     error = await refusal(channel, f"{TARGET}/Step", b"")
-    assert dict(error.trailing_metadata())["retry-after"] == "3"
+    assert dict(error.trailing_metadata()).get("retry-after") == seconds
 
 
 @pytest.mark.parametrize("length", [10_000, 100_000])

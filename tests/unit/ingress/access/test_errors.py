@@ -13,7 +13,7 @@ from cluster.ingress.endpoints.error_page import page
 from cluster.ingress.openai.errors import error_response
 from cluster.wire.status import to_status
 
-PAGE = Path(__file__).resolve().parents[3] / "ERRORS.md"
+PAGE = Path(__file__).resolve().parents[4] / "ERRORS.md"
 INTERNAL = "ipv4:10.0.0.7:50051: /srv/models/secret"
 
 

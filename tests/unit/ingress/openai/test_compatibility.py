@@ -148,5 +148,36 @@ def test_every_served_parameter_is_described_and_every_other_one_has_a_reason(mo
     assert [name for name, one in model.unsupported.items() if not one.reason] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", 3),
+        ("top_p", 0.5),
+        ("min_p", 0.5),
+        ("temperature", 0.5),
+        ("repetition_penalty", 1.5),
+        ("presence_penalty", 1.5),
+        ("frequency_penalty", 1.5),
+        ("logit_bias", {"5": 1}),
+        ("logprobs", 1),
+        ("allowed_token_ids", [5]),
+        ("bad_words", ["a"]),
+        ("prompt_logprobs", 1),
+        ("stop", ["a"]),
+        ("stream", True),
+        ("return_drafts", True),
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"regex": "a"}),
+        ("guided_regex", "a"),
+        ("thinking_token_budget", 3),
+    ],
+)
+async def test_the_page_says_what_beams_refuse(api: HttpApi, name: str, value: object) -> None:
+    refused = error_of(await api.complete(use_beam_search=True, best_of=2, **{name: value}))
+    assert "beam" in refused["message"] or refused["param"] in ("grammar.regex", name)
+    rows = [row for row in page().splitlines() if row.startswith(f"| `{name}`")]
+    assert rows and all("ith `use_beam_search`" in row for row in rows)
+
+
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make compatibility`"
