@@ -17,6 +17,9 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_SEQUENCE_ID_BYTES = 128
 MAX_CLIENT_BYTES = 64
 MAX_SALT_BYTES = 256
+"""Longest `cache_salt` of a request."""
+MAX_SCOPED_SALT_BYTES = MAX_CLIENT_BYTES + 1 + MAX_SALT_BYTES
+"""Longest salt with the name of its client, see `scoped_salt`."""
 MAX_TRACEPARENT_BYTES = 64
 MAX_NAME_BYTES = 256
 MAX_SPEAKER_NAME_BYTES = 64

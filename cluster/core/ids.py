@@ -19,6 +19,23 @@ BlockId = NewType("BlockId", int)
 """The index of a block in the paged KV pool."""
 
 
+CacheSalt = NewType("CacheSalt", str)
+"""Names who shares what is stored of requests: stored blocks, texts and tables serve requests with an equal one only.
+`scoped_salt` makes it."""
+NO_SALT = CacheSalt("")
+"""That of sequences which no client has sent."""
+
+
+def scoped_salt(client: str, salt: str, *, shares_between_keys: bool) -> CacheSalt:
+    """Return the salt by which the cluster stores what it keeps of a request.
+
+    `client` is the name of an API key, which contains no slash, or empty where no keys are demanded; `salt` is the
+    request's own `cache_salt`. Different pairs have different results, unless requests share between keys: then the
+    client does not count.
+    """
+    return CacheSalt(f"{'' if shares_between_keys else client}/{salt}")
+
+
 def scoped_request_id(client: str, request_id: str) -> RequestId:
     """Return the id by which the cluster knows a request: ids of different clients never meet.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.core.grammar.grammar import Grammar
-from cluster.core.ids import RequestId
+from cluster.core.ids import NO_SALT, CacheSalt, RequestId
 from cluster.core.tree import EMPTY_TREE, TokenTree
 
 
@@ -122,8 +122,8 @@ class SequenceStart:
     prompt_len: int
     """Number of prompt tokens at the start. Presence and frequency penalties count only the tokens after the prompt."""
     sampling: SamplingParameters
-    cache_salt: str = ""
-    """Only sequences with the same salt share KV blocks, so tenants cannot detect each other's prompts."""
+    cache_salt: CacheSalt = NO_SALT
+    """Only sequences with the same salt share KV blocks and drafts, so tenants cannot detect each other's prompts."""
     prediction: tuple[int, ...] = ()
     """The answer that the client expects. Drafts may be taken from it; the answer does not depend on it."""
     source: tuple[int, ...] = ()
@@ -200,7 +200,7 @@ class GenerationRequest:
     stopping: StoppingCriteria = field(default_factory=StoppingCriteria)
     deadline: float | None = None
     """Time on the coordinator's monotonic clock, in seconds; `None` means no deadline."""
-    cache_salt: str = ""
+    cache_salt: CacheSalt = NO_SALT
     """See `SequenceStart`."""
     n: int = 1
     """Number of answers. The seed of answer `i` is the seed of the request plus `i`, modulo 2**64."""

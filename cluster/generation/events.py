@@ -114,3 +114,5 @@ class ServedModel:
     """See `TargetInfo.is_lossless`."""
     max_source_len: int = 0
     """Longest source of an encoder-decoder model, in tokens; 0 for other models."""
+    shares_between_keys: bool = False
+    """See `ServerSection.sharing_between_keys`."""

@@ -51,6 +51,7 @@ class GenerationService:
         *,
         draft_method: str = "none",
         aliases: Sequence[str] = (),
+        shares_between_keys: bool = False,
         clock: Callable[[], float] = time.monotonic,
         created: float | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class GenerationService:
         self._limits = limits
         self._draft_method = draft_method
         self._aliases = tuple(aliases)
+        self._shares_between_keys = shares_between_keys
         self._clock = clock
         self._created = int(time.time() if created is None else created)
         self._running: dict[RequestId, asyncio.Event] = {}
@@ -78,7 +80,8 @@ class GenerationService:
         self._resolve_alias(message)
         longest = self._limits.max_timeout_seconds
         deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
-        valid = validate.validate(message, info, self._limits, info.eos_token_ids or self._tokenizer.eos_token_ids)
+        ends = info.eos_token_ids or self._tokenizer.eos_token_ids
+        valid = validate.validate(message, info, self._limits, ends, shares_between_keys=self._shares_between_keys)
         async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
             self._engine.check_room(valid.client, valid.scoped_id, valid.answers.engine_n, valid.priority)
             prompt = await encode_prompt(self._tokenizer, valid.prompt, valid.prompt_options, info)
@@ -220,6 +223,7 @@ class GenerationService:
             self._draft_method,
             info.is_lossless,
             info.max_source_len,
+            self._shares_between_keys,
         )
 
     def models(self) -> tuple[ServedModel, ...]:

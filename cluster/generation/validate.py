@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnknownModel
-from cluster.core.ids import RequestId, check_request_id, scoped_request_id
+from cluster.core.ids import CacheSalt, RequestId, check_request_id, scoped_request_id, scoped_salt
 from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria, TextOptions
 from cluster.core.verification import TargetInfo
 from cluster.generation.answer_count import AnswerCount, answer_count
@@ -52,7 +52,8 @@ class ValidatedRequest:
     bad_words: tuple[str, ...]
     """Words that the answer never contains, besides the token sequences in `sampling`."""
     answers: AnswerCount
-    cache_salt: str
+    cache_salt: CacheSalt
+    """The request's salt with the name of its client."""
     max_draft_tokens: int | None
     prediction: str | tuple[int, ...]
     """The expected answer, as text that is not yet tokenized or as tokens; empty if there is none."""
@@ -74,15 +75,23 @@ class ValidatedRequest:
 
 
 def validate(
-    request: generation_pb2.GenerateRequest, info: TargetInfo, limits: LimitsSection, eos_token_ids: Sequence[int]
+    request: generation_pb2.GenerateRequest,
+    info: TargetInfo,
+    limits: LimitsSection,
+    eos_token_ids: Sequence[int],
+    *,
+    shares_between_keys: bool = False,
 ) -> ValidatedRequest:
     """Check every value that does not depend on the length of the prompt in tokens.
 
+    `shares_between_keys`: see `ServerSection.sharing_between_keys`.
     Raises `InvalidRequest`, and `UnknownModel` for another model than the served one.
     """
     check_model(request.model if request.HasField("model") else None, info)
     bounds.text("coordinator", request.coordinator, bounds.MAX_NAME_BYTES)
     request_id = _request_id(request)
+    client = _client(request)
+    salt = bounds.text("cache_salt", request.cache_salt, bounds.MAX_SALT_BYTES)
     prompt = decode_prompt(request, info, limits)
     prompt_options = decode_prompt_options(request.prompt_options, info)
     stopping = _stopping(request.stopping, info, limits, eos_token_ids)
@@ -99,7 +108,7 @@ def validate(
     answers = answer_count(request, sampling, stopping, info, limits)
     return ValidatedRequest(
         request_id=request_id,
-        client=bounds.text("client", request.client, bounds.MAX_CLIENT_BYTES),
+        client=client,
         prompt=prompt,
         prompt_options=prompt_options,
         sampling=sampling,
@@ -114,7 +123,7 @@ def validate(
         ),
         bad_words=check_bad_words(request.bad_words),
         answers=answers,
-        cache_salt=bounds.text("cache_salt", request.cache_salt, bounds.MAX_SALT_BYTES),
+        cache_salt=scoped_salt(client, salt, shares_between_keys=shares_between_keys),
         max_draft_tokens=bounds.integer("max_draft_tokens", request.max_draft_tokens, 0, bounds.MAX_TREE_NODES)
         if request.HasField("max_draft_tokens")
         else None,
@@ -207,6 +216,14 @@ def _request_id(request: generation_pb2.GenerateRequest) -> RequestId:
     if request.HasField("request_id"):
         return check_request_id(request.request_id)
     return RequestId(secrets.token_hex(16))
+
+
+def _client(request: generation_pb2.GenerateRequest) -> str:
+    """Return the name of the caller's API key. A slash separates it from a request's id and salt."""
+    client = bounds.text("client", request.client, bounds.MAX_CLIENT_BYTES)
+    if "/" in client:
+        raise InvalidRequest("client", client, "without a slash")
+    return client
 
 
 def _prediction(

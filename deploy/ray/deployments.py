@@ -217,8 +217,12 @@ class IngressReplica:
         self._application = context.app_name
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
-        router = Router(self._coordinators, lambda address: CoordinatorClient(fixed_address(address), access))
         server = configuration.server
+        router = Router(
+            self._coordinators,
+            lambda address: CoordinatorClient(fixed_address(address), access),
+            shares_between_keys=server.sharing_between_keys == "on",
+        )
         self._cors_origins = server.cors_origins
         self._client = PublicClient(router, lambda name: self._keys.limits_of(name) or server.client_limits)
         self._metrics = IngressMetrics(_member_id(context))

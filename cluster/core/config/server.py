@@ -55,6 +55,9 @@ class ServerSection(Section):
     """Whether the page may kill drafters, to show that answers go on. Where API keys are demanded, operators only."""
     client_limits: ClientLimitsSection = ClientLimitsSection()
     """Limits of each client that has an API key."""
+    sharing_between_keys: Choice[Literal["off", "on"]] = "off"
+    """Whether requests with different API keys share the prefix cache, and drafts from earlier texts. Then answer times
+    and drafts of one client may tell what another one sent. Requests with different `cache_salt` never share."""
     cors_origins: Annotated[tuple[Origin, ...], Field(max_length=64)] = ()
     """Origins of web pages that may call the HTTP API from a browser, as `https://chat.example.com`, or `*` for all;
     unset: none."""

@@ -13,19 +13,20 @@ from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing, bearer_key
 from cluster.wire.status import to_status
 from cluster.wire.token_interceptor import HEALTH_METHODS
-from pilotfish.v1 import generation_pb2
+from pilotfish.v1 import generation_pb2, operations_pb2
 
 AUTHORIZATION = "authorization"
 """Key of the call metadata that holds the API key, as `Bearer KEY`."""
 _ADMIN_METHODS = "/pilotfish.v1.OperationsService/"
-_NAMED = (generation_pb2.GenerateRequest, generation_pb2.AbortRequest)
-"""Messages that name the client whose request they are about."""
+_ABORTS = (generation_pb2.AbortRequest, operations_pb2.AbortRequestRequest)
+"""Messages whose client is that of the request to end, which may be another one than the caller."""
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls without an API key as UNAUTHENTICATED and what the key does not allow as PERMISSION_DENIED.
 
-    Both happen before a message is read. Health checks are open.
+    Both happen before a message is read. Health checks are open. Of the other calls, the messages get the name of the
+    caller, whatever they said before: where no keys are demanded, none.
     """
 
     def __init__(self, keys: KeyRing, on_refusal: Callable[[PilotfishError], None] | None = None) -> None:
@@ -40,8 +41,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Return the method's handler, or one that refuses the call."""
         method = handler_call_details.method
-        if not self._keys.demands_keys or method.startswith(HEALTH_METHODS):
+        if method.startswith(HEALTH_METHODS):
             return await continuation(handler_call_details)
+        if not self._keys.demands_keys:
+            return _naming(await continuation(handler_call_details), lambda request: _name(request, None))
         try:
             key = self._identify(handler_call_details)
             if method.startswith(_ADMIN_METHODS) and not key.is_admin:
@@ -61,12 +64,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         return self._keys.identify(bearer_key(value.decode("latin-1") if isinstance(value, bytes) else value))
 
 
-def _name(request: Any, key: ApiKey) -> None:
-    """Write the caller's name into a request. An operator may abort requests of others."""
-    if isinstance(request, _NAMED) and not (
-        key.is_admin and isinstance(request, generation_pb2.AbortRequest) and request.client
-    ):
-        request.client = key.name
+def _name(request: Any, key: ApiKey | None) -> None:
+    """Write the caller's name into a request that names a client. An operator may abort requests of others."""
+    if "client" not in request.DESCRIPTOR.fields_by_name:
+        return
+    if key is not None and key.is_admin and request.client and isinstance(request, _ABORTS):
+        return
+    request.client = "" if key is None else key.name
 
 
 def _naming(handler: Any, name: Callable[[Any], None]) -> Any:

@@ -222,6 +222,7 @@ def model_card(model: generation_pb2.Model) -> Json:
         "lossless": not model.lossy,
         "kind": _KINDS.get(model.kind),
         "draft_method": model.draft_method,
+        "shares_between_keys": model.shares_between_keys,
     }
     if model.max_source_len:
         card["max_source_len"] = model.max_source_len

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from cluster.core.errors import ModelChanged
+from cluster.core.ids import scoped_salt
 from pilotfish.v1 import generation_pb2
 
 BLOCK_BYTES = 128
@@ -56,13 +57,15 @@ class CoordinatorView:
         return self.stalled_seconds > STALLED_SECONDS
 
 
-def prefix_hashes(request: generation_pb2.GenerateRequest) -> tuple[bytes, ...]:
+def prefix_hashes(request: generation_pb2.GenerateRequest, *, shares_between_keys: bool = False) -> tuple[bytes, ...]:
     """Return one hash per block of the input: equal hashes mean equal inputs up to the end of the block.
 
-    The salt is part of every hash, because requests with different salts share nothing. The last block may be short.
+    The salt and the client are part of every hash, because requests that differ in them share nothing. The last block
+    may be short. `shares_between_keys`: see `ServerSection.sharing_between_keys`.
     """
     kind, content = _content(request)
-    digest = blake2b(request.cache_salt.encode(), digest_size=8, key=kind).digest()
+    salt = scoped_salt(request.client, request.cache_salt, shares_between_keys=shares_between_keys)
+    digest = blake2b(salt.encode(), digest_size=8, key=kind).digest()
     hashes = []
     for start in range(0, min(len(content), MAX_BLOCKS * BLOCK_BYTES), BLOCK_BYTES):
         digest = blake2b(content[start : start + BLOCK_BYTES], digest_size=8, key=digest).digest()

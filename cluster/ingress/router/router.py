@@ -31,7 +31,7 @@ class Router:
     quick.
     `connect` returns a client of the coordinator at an address, for example a `GenerationClient`; the router closes
     it. A stream that has begun waits for a coordinator until its deadline; a request that no coordinator has accepted
-    waits `patience_seconds`.
+    waits `patience_seconds`. `shares_between_keys`: see `ServerSection.sharing_between_keys`.
     """
 
     def __init__(
@@ -39,10 +39,13 @@ class Router:
         members: Callable[[], Sequence[CoordinatorView]],
         connect: Callable[[str], FullClient],
         patience_seconds: float = 30.0,
+        *,
+        shares_between_keys: bool = False,
     ) -> None:
         self._pool = CoordinatorPool(members, connect)
         self._memory = PrefixMemory()
         self._patience_seconds = patience_seconds
+        self._shares_between_keys = shares_between_keys
 
     async def generate(self, request: generation_pb2.GenerateRequest, timeout_seconds: float) -> Responses:
         """Yield the responses of one request as one stream, also when coordinators are lost on the way.
@@ -50,7 +53,8 @@ class Router:
         Closing the iterator cancels the call. Raises what the coordinator raises; `DeadlineExceeded`, `NotReady` and
         `Overloaded` if no coordinator accepts the request in time; `ModelChanged` if none can continue the stream.
         """
-        progress, hashes = StreamProgress(request), prefix_hashes(request)
+        progress = StreamProgress(request)
+        hashes = prefix_hashes(request, shares_between_keys=self._shares_between_keys)
         attempts = Attempts(self._patience_seconds)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds

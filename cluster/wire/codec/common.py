@@ -9,7 +9,7 @@ from typing import cast
 from cluster.core import bounds
 from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import InvalidRequest
-from cluster.core.ids import SequenceId
+from cluster.core.ids import CacheSalt, SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart, ThinkingBudget, TokenLogprobs
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.wire.codec.grammar import decode_grammar, encode_grammar
@@ -177,7 +177,7 @@ def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
     return SequenceStart(
         prompt_len=bounds.integer(f"{field}.prompt_len", message.prompt_len, 1, bounds.MAX_TOKENS),
         sampling=replace(sampling, end_token_ids=ends, min_tokens=min_tokens),
-        cache_salt=bounds.text(f"{field}.cache_salt", message.cache_salt, bounds.MAX_SALT_BYTES),
+        cache_salt=CacheSalt(bounds.text(f"{field}.cache_salt", message.cache_salt, bounds.MAX_SCOPED_SALT_BYTES)),
         prediction=bounds.tokens(f"{field}.prediction", message.prediction, 0, bounds.MAX_PREDICTION_TOKENS),
         source=bounds.tokens(f"{field}.source", message.source, 0, bounds.MAX_SOURCE_TOKENS),
     )

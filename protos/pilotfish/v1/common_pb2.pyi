@@ -459,7 +459,9 @@ class SequenceStart(_message.Message):
     prompt_len: _builtins.int
     """Number of prompt tokens at the start. Bound: 1 to 2^20."""
     cache_salt: _builtins.str
-    """Only sequences with the same salt share KV blocks. Bound: 256 bytes."""
+    """Only sequences with the same salt share KV blocks and drafts. It has the name of the client's API key in it.
+    Bound: 321 bytes.
+    """
     min_tokens: _builtins.int
     """Fewest tokens of the answer before one that ends it. Bound: 0 to 2^20."""
     @_builtins.property

@@ -433,7 +433,9 @@ class GenerateRequest(_message.Message):
     Default: n.
     """
     cache_salt: _builtins.str
-    """Only requests with the same salt share KV blocks. Bound: 256 bytes. Default: the empty salt."""
+    """Only requests with the same salt and the same API key share KV blocks and drafts from earlier texts. Bound: 256
+    bytes. Default: the empty salt.
+    """
     max_draft_tokens: _builtins.int
     """Most draft tokens that are verified at once; 0 turns speculation off. The text does not depend on it.
     Bound: 256. Unset: the server's own bound.
@@ -1273,6 +1275,7 @@ class Model(_message.Message):
     ROOT_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     MAX_SOURCE_LEN_FIELD_NUMBER: _builtins.int
+    SHARES_BETWEEN_KEYS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name clients send."""
     created: _builtins.int
@@ -1291,6 +1294,8 @@ class Model(_message.Message):
     """How the model reads and writes."""
     max_source_len: _builtins.int
     """Longest source of an encoder-decoder model, in tokens; 0 for other models."""
+    shares_between_keys: _builtins.bool
+    """True if requests with different API keys share the prefix cache, and drafts from earlier texts."""
     def __init__(
         self,
         *,
@@ -1303,10 +1308,11 @@ class Model(_message.Message):
         root: _builtins.str = ...,
         kind: Global___ModelKind.ValueType = ...,
         max_source_len: _builtins.int = ...,
+        shares_between_keys: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "kind", b"kind", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "root", b"root", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "kind", b"kind", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "root", b"root", "shares_between_keys", b"shares_between_keys", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

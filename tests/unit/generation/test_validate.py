@@ -219,12 +219,12 @@ def test_beams_have_no_prediction() -> None:
 
 def test_the_default_is_one_answer_without_salt() -> None:
     request = admitted(Request(text="hi"))
-    assert (request.n, request.beam, request.cache_salt) == (1, None, "")
+    assert (request.n, request.beam, request.cache_salt) == (1, None, "/")
 
 
 def test_best_of_requests_all_samples_with_log_probabilities() -> None:
     request = admitted(several(n=2, best_of=5, cache_salt="mine"))
-    assert (request.n, request.sampling.logprobs, request.cache_salt) == (5, 0, "mine")
+    assert (request.n, request.sampling.logprobs, request.cache_salt) == (5, 0, "/mine")
     assert admitted(several(Sampling(logprobs=3), best_of=5)).sampling.logprobs == 3
     request = admitted(several(n=5, best_of=5))
     assert (request.n, request.sampling.logprobs) == (5, None)

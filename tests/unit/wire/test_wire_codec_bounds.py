@@ -85,9 +85,9 @@ REFUSED = [
     (opening(parent=LONG), "rows[0].parent", "between 1 and 128 bytes"),
     (opening(start=common_pb2.SequenceStart()), "rows[0].start.prompt_len", "between 1 and 1048576"),
     (
-        opening(start=common_pb2.SequenceStart(prompt_len=1, cache_salt="x" * 257)),
+        opening(start=common_pb2.SequenceStart(prompt_len=1, cache_salt="x" * 322)),
         "rows[0].start.cache_salt",
-        "at most 256 bytes",
+        "at most 321 bytes",
     ),
     (
         target_pb2.TargetServiceOpenRequest(rows=[opening().rows[0], opening().rows[0]]),

@@ -25,7 +25,7 @@ class VllmParameters(StrictModel):
     request_id: Text | None = None
     """Names the request for `Abort`. Running requests have distinct names."""
     cache_salt: Text | None = None
-    """Only requests with the same salt share prefix-cache blocks."""
+    """Only requests with the same salt and the same API key share prefix-cache blocks."""
     priority: Annotated[int, Field(ge=-MAX_INT32 - 1, le=MAX_INT32)] = 0
     """Requests with a lower priority start earlier. Other values than 0 need `scheduler.policy: priority`."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
