@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from cluster.core.bounds import MAX_CHOICES
 from cluster.core.grammar.grammar import Grammar, GrammarKind
 
-PARSER_LIMITS: Mapping[str, Any] = MappingProxyType(
+_LIMITS: Mapping[str, Any] = MappingProxyType(
     {
         "max_items_in_row": 2000,
         "initial_lexer_fuel": 1_000_000,
@@ -25,10 +26,20 @@ PARSER_LIMITS: Mapping[str, Any] = MappingProxyType(
         "verbose_errors": False,
     }
 )
-"""Arguments of `llguidance.LLParserLimits`. They bound work and memory and do not depend on the machine's speed."""
 _JSON_STYLE = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
 """JSON as `json.dumps` writes it. White space of any length would let a model write nothing else."""
+_CONTROL = re.compile(r"[\x7f-\x9f]")
 _SPECIAL_IN_REGEX = re.compile(r"(\\.)|/|\n", re.DOTALL)
+
+
+def parser_limits(grammar: Grammar) -> dict[str, Any]:
+    """Return arguments of `llguidance.LLParserLimits`.
+
+    They bound work and memory and do not depend on the machine's speed. The parser holds all texts of a choice at once.
+    """
+    if grammar.kind is GrammarKind.CHOICE:
+        return {**_LIMITS, "max_items_in_row": MAX_CHOICES + _LIMITS["max_items_in_row"]}
+    return dict(_LIMITS)
 
 
 def source_of(grammar: Grammar) -> str:
@@ -47,8 +58,8 @@ def source_of(grammar: Grammar) -> str:
 
 
 def lark_text(text: str) -> str:
-    """Return a text as a literal of Lark's syntax."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return a text as a literal of Lark's syntax, whose lexer takes no control characters."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def lark_json(schema: object) -> str:

@@ -2,65 +2,80 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar.grammar import Grammar, GrammarKind
-from cluster.core.grammar.source import source_of
-from cluster.generation.grammar.compiler_process import CompilerProcess
+from cluster.core.grammar.source import parser_limits, source_of
+from cluster.generation.grammar.compiler_process import Compiled, CompilerProcess
+from cluster.generation.grammar.compiler_queue import CompilerQueue
 
+QUICK_SECONDS = 0.25
+"""Processor time of the first attempt. What takes longer goes on in a process of its own, where it delays its kind."""
+COMPILE_SECONDS = 2.0
+"""Longest compilation, in seconds of processor time."""
 _MOST_RESULTS = 256
 """Most grammars whose result is kept."""
 _MOST_ERROR_CHARS = 400
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What the compilation of a grammar showed."""
-
-    grammar: Grammar
-    error: str
-
-
 class GrammarChecker:
-    """Compiles each new grammar once, in a process of its own with bounded time and memory."""
+    """Compiles each new grammar once, in processes of their own with bounded time and memory.
 
-    def __init__(self) -> None:
-        self._process = CompilerProcess()
-        self._results: OrderedDict[Grammar, _Result] = OrderedDict()
-        self._turn = asyncio.Lock()
+    Kept are results that depend on the grammar alone. A request that is cancelled changes nothing for others.
+    """
 
-    async def check(self, grammar: Grammar) -> Grammar:
-        """Return the grammar, in Lark's syntax if it is EBNF. Raises `InvalidRequest` (`grammar`)."""
-        if grammar not in self._results:
-            async with self._turn:
-                if grammar not in self._results:
-                    self._results[grammar] = await asyncio.to_thread(self._compile, grammar)
-        result = self._results[grammar]
-        self._results.move_to_end(grammar)
-        if len(self._results) > _MOST_RESULTS:
-            self._results.popitem(last=False)
+    def __init__(self, vocabulary: Path) -> None:
+        """`vocabulary` is the model's `tokenizer.json`."""
+        self._results: OrderedDict[Grammar, Compiled] = OrderedDict()
+        quick, slow = self._processes = CompilerProcess(vocabulary), CompilerProcess(vocabulary)
+        self._quick = CompilerQueue("quick-grammars", lambda one: _compile(quick, one, QUICK_SECONDS), self._keep_quick)
+        self._slow = CompilerQueue("slow-grammars", lambda one: _compile(slow, one, COMPILE_SECONDS), self._keep)
+
+    async def check(self, grammar: Grammar, flow: str = "") -> Grammar:
+        """Return the grammar, in Lark's syntax if it is EBNF.
+
+        Clients share the compiler by `flow`. Raises `InvalidRequest` (`grammar`), `Overloaded` and `NotReady`.
+        """
+        result = self._results.get(grammar)
+        if result is None:
+            result = await self._quick.compile(grammar, flow)
+            if result.was_too_slow:
+                result = await self._slow.compile(grammar, flow)
+        else:
+            self._results.move_to_end(grammar)
         if result.error:
             shown = grammar.text or grammar.kind.value
             raise InvalidRequest("grammar", shown, f"a {_NAMES[grammar.kind]} that can be compiled: {result.error}")
-        return result.grammar
+        return Grammar(GrammarKind.GRAMMAR, result.source) if grammar.kind is GrammarKind.GRAMMAR else grammar
 
     def close(self) -> None:
-        """End the process, if it runs."""
-        self._process.close()
+        """End the processes, if they run."""
+        for queue in (self._quick, self._slow):
+            queue.close()
+        for process in self._processes:
+            process.close()
 
-    def _compile(self, grammar: Grammar) -> _Result:
-        try:
-            source = source_of(grammar)
-        except (ValueError, RecursionError) as problem:
-            return _Result(grammar, str(problem))
-        is_ebnf = grammar.kind is GrammarKind.GRAMMAR
-        lark, error = self._process.compile(source, is_ebnf=is_ebnf)
-        if error:
-            return _Result(grammar, " ".join(error.split())[:_MOST_ERROR_CHARS])
-        return _Result(Grammar(GrammarKind.GRAMMAR, lark) if is_ebnf else grammar, "")
+    def _keep_quick(self, grammar: Grammar, result: Compiled) -> None:
+        if not result.was_too_slow:
+            self._keep(grammar, result)
+
+    def _keep(self, grammar: Grammar, result: Compiled) -> None:
+        self._results[grammar] = result
+        if len(self._results) > _MOST_RESULTS:
+            self._results.popitem(last=False)
+
+
+def _compile(process: CompilerProcess, grammar: Grammar, seconds: float) -> Compiled:
+    """Compile in the process. Raises `NotReady` for a failure that the grammar did not cause."""
+    try:
+        source = source_of(grammar)
+    except (ValueError, RecursionError) as problem:
+        return Compiled("", str(problem))
+    is_ebnf = grammar.kind is GrammarKind.GRAMMAR
+    found = process.compile(source, parser_limits(grammar), is_ebnf=is_ebnf, seconds=seconds)
+    return Compiled(found.source, " ".join(found.error.split())[:_MOST_ERROR_CHARS], found.was_too_slow)
 
 
 _NAMES = {

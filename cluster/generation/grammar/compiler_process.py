@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.core.grammar.source import PARSER_LIMITS
+from cluster.core.errors import NotReady
 
-COMPILE_SECONDS = 2.0
-"""Longest compilation, in seconds of processor time."""
 _MOST_SECONDS = 60.0
 """Longest time for an answer of the process, in seconds, also on a busy machine."""
 _MAIN = Path(__file__).with_name("compiler_main.py")
+_TOO_SLOW = signal.SIGPROF
+_NOT_ITS_OWN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that come from outside, so they say nothing about a grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compilation of a grammar showed."""
+
+    source: str
+    """The grammar in Lark's syntax, if it was given in Lark's syntax or EBNF."""
+    error: str = ""
+    """Why the grammar cannot be used; empty for a good one."""
+    was_too_slow: bool = False
+    """Whether it took more than the allowed time."""
 
 
 class CompilerProcess:
-    """Compiles one grammar at a time. The process starts with the first one, and again after one that ended it."""
+    """Compiles one grammar at a time. The process starts with the first one, and again if it has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: Path) -> None:
+        """`vocabulary` is the model's `tokenizer.json`."""
+        self._vocabulary = vocabulary
         self._process: subprocess.Popen[str] | None = None
 
-    def compile(self, source: str, *, is_ebnf: bool) -> tuple[str, str]:
-        """Return the source in Lark's syntax, and the error, which is empty for a good grammar. This call blocks."""
-        process = self._running()
-        request = {"source": source, "is_ebnf": is_ebnf, "limits": dict(PARSER_LIMITS), "seconds": COMPILE_SECONDS}
-        answer = _ask(process, json.dumps(request))
-        if answer is None:
+    def compile(self, source: str, limits: Mapping[str, Any], *, is_ebnf: bool, seconds: float) -> Compiled:
+        """Compile within `seconds` of processor time. This call blocks; only one thread may call at a time.
+
+        Raises `NotReady` for a failure that the grammar did not cause.
+        """
+        request = {"source": source, "is_ebnf": is_ebnf, "limits": dict(limits), "seconds": seconds}
+        try:
+            answer = _ask(self._running(), json.dumps(request))
+        except OSError:
+            answer = None
+        if answer is None or answer["signal"] in _NOT_ITS_OWN:
             self.close()
-            return "", f"it takes more than {COMPILE_SECONDS:g} s or too much memory to compile"
-        return str(answer["source"]), str(answer["error"])
+            raise NotReady("the process that compiles grammars has ended; send the request again")
+        if answer["signal"] == _TOO_SLOW:
+            return Compiled("", f"it takes more than {seconds:g} s to compile", was_too_slow=True)
+        if answer["signal"]:
+            return Compiled("", "it takes too much memory or is nested too deeply to compile")
+        return Compiled(str(answer["source"]), str(answer["error"]))
 
     def close(self) -> None:
         """End the process, if it runs."""
@@ -46,7 +73,7 @@ class CompilerProcess:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = subprocess.Popen(  # noqa: S603 - a file of this package
-                [sys.executable, "-P", str(_MAIN)],
+                [sys.executable, "-P", str(_MAIN), str(self._vocabulary)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -67,8 +94,6 @@ def _ask(process: subprocess.Popen[str], line: str) -> dict[str, Any] | None:
         process.stdin.write(line + "\n")
         process.stdin.flush()
         answer = process.stdout.readline()
-    except OSError:
-        return None
     finally:
         timer.cancel()
     return json.loads(answer) if answer else None

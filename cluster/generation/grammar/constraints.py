@@ -7,6 +7,7 @@ from dataclasses import replace
 from cluster.core.answer_format import AnswerFormat, ToolFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar.grammar import Grammar
+from cluster.core.queueing.fair_queue import flow_of
 from cluster.core.request import GenerationRequest
 from cluster.generation.grammar.checker import GrammarChecker
 from cluster.generation.grammar.tool_calls import MISTRAL_OPENING, tool_call_grammar, with_special_opening
@@ -20,7 +21,7 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._checker = GrammarChecker()
+        self._checker = None if tokenizer.file is None else GrammarChecker(tokenizer.file)
 
     async def apply(self, request: GenerationRequest, valid: ValidatedRequest, form: AnswerFormat) -> GenerationRequest:
         """Return the request with a grammar that compiles, if it has one or requires a call of a tool.
@@ -38,7 +39,7 @@ class Constraints:
     async def _grammar(self, grammar: Grammar | None, valid: ValidatedRequest) -> Grammar | None:
         prompt = valid.prompt
         if not isinstance(prompt, ChatPrompt) or prompt.required_tool is None:
-            return None if grammar is None else await self._checker.check(grammar)
+            return None if grammar is None else await self._checked(grammar, valid)
         if grammar is not None:
             raise InvalidRequest("grammar", grammar.kind.value, "left out where a tool is required")
         if valid.answers.beam is not None:
@@ -47,8 +48,14 @@ class Constraints:
         tools, required = prompt.options.tools, prompt.required_tool
         try:
             calls = tool_call_grammar(tools, required, form, single=prompt.single_call)
-            calls = await self._checker.check(calls)
+            calls = await self._checked(calls, valid)
         except InvalidRequest as error:
             raise error.renamed("tools") if error.field == "grammar" else error from None
         opening = self._tokenizer.special_token(MISTRAL_OPENING) if form is ToolFormat.MISTRAL else None
         return calls if opening is None else with_special_opening(calls, opening)
+
+    async def _checked(self, grammar: Grammar, valid: ValidatedRequest) -> Grammar:
+        if self._checker is None:
+            bound = "left out: this model has no tokenizer.json, so its tokens have no text that a grammar could match"
+            raise InvalidRequest("grammar", grammar.kind.value, bound)
+        return await self._checker.check(grammar, flow_of(valid.client, valid.request_id))

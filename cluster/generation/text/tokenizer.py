@@ -32,7 +32,10 @@ class Tokenizer:
         strips_first_space: bool = False,
         template: ChatTemplate | None = None,
         eos_token_ids: tuple[int, ...] = (),
+        file: Path | None = None,
     ) -> None:
+        self.file = file
+        """The `tokenizer.json` that was read. Grammars need it."""
         self._vocabulary = vocabulary
         self._piece_to_bytes = piece_to_bytes
         self._bytes: dict[int, bytes] = {}
@@ -52,11 +55,12 @@ class Tokenizer:
         Raises `ConfigurationError` if a file is missing, unreadable or of an unknown kind.
         """
         vocabulary: Vocabulary
+        file = directory / "tokenizer.json"
         if is_marian(directory):
             vocabulary = MarianVocabulary(directory)
             piece_to_bytes, strips_first_space = reader(METASPACE)
         else:
-            vocabulary, decoder = _read_vocabulary(directory / "tokenizer.json")
+            vocabulary, decoder = _read_vocabulary(file)
             piece_to_bytes, strips_first_space = reader(decoder)
         settings = _read_json(directory / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
@@ -67,6 +71,7 @@ class Tokenizer:
             strips_first_space=strips_first_space,
             template=None if template is None else ChatTemplate(template, special_tokens),
             eos_token_ids=_eos_token_ids(directory, vocabulary, special_tokens),
+            file=file if file.is_file() else None,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:

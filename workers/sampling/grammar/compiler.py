@@ -9,7 +9,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from cluster.core.grammar.grammar import Grammar
-from cluster.core.grammar.source import PARSER_LIMITS, source_of
+from cluster.core.grammar.source import parser_limits, source_of
 from workers.sampling.grammar.matcher import GrammarError, GrammarMatcher
 
 _MOST_CACHED = 64
@@ -48,7 +48,7 @@ class GrammarCompiler:
             source = source_of(grammar)
         except (ValueError, RecursionError) as error:
             raise GrammarError(str(error)) from None
-        matcher = LLMatcher(self._vocabulary, source, limits=LLParserLimits(**PARSER_LIMITS), log_level=0)
+        matcher = LLMatcher(self._vocabulary, source, limits=LLParserLimits(**parser_limits(grammar)), log_level=0)
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         return matcher

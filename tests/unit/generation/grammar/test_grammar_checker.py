@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.core.errors import InvalidRequest
+from cluster.core.errors import InvalidRequest, NotReady, Overloaded
 from cluster.core.grammar.grammar import Grammar, GrammarKind
-from cluster.generation.grammar import compiler_process
+from cluster.generation.grammar import checker as checker_module
 from cluster.generation.grammar.checker import GrammarChecker
+from cluster.generation.grammar.compiler_process import Compiled
+from cluster.generation.grammar.compiler_queue import MOST_OF_ONE_FLOW, CompilerQueue
 from tests.support.deadline import deadline
+from tests.support.models import tiny_tokenizer
 
 SECONDS = 60.0
 """Far above any compilation, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
-def checker() -> Iterator[GrammarChecker]:
-    checker = GrammarChecker()
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizer.byte_level(tmp_path_factory.mktemp("vocabulary")) / "tokenizer.json"
+
+
+@pytest.fixture
+def new_checker(vocabulary: Path) -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(vocabulary)
+    yield checker
+    checker.close()
+
+
+@pytest.fixture(scope="module")
+def checker(vocabulary: Path) -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(vocabulary)
     yield checker
     checker.close()
 
@@ -64,7 +81,7 @@ HOSTILE = {
 async def test_a_hostile_grammar_is_refused_in_bounded_time(
     checker: GrammarChecker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_process, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(checker_module, "COMPILE_SECONDS", 0.3)
     async with deadline(SECONDS):
         with pytest.raises(InvalidRequest) as caught:
             await checker.check(HOSTILE[name])
@@ -99,22 +116,110 @@ async def test_ebnf_is_translated(checker: GrammarChecker) -> None:
     assert "start:" in found.text and "::=" not in found.text
 
 
-async def test_a_process_that_ends_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    checker = GrammarChecker()
-    monkeypatch.setattr(compiler_process, "COMPILE_SECONDS", 0.05)
+async def test_a_process_that_ends_is_started_again(
+    new_checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker_module, "COMPILE_SECONDS", 0.3)
     async with deadline(SECONDS):
         with pytest.raises(InvalidRequest, match="takes more than"):
-            await checker.check(HOSTILE["many patterns at once"])
-        monkeypatch.setattr(compiler_process, "COMPILE_SECONDS", 30.0)
-        assert await checker.check(regex("ab*")) == regex("ab*")
-        process = checker._process._process
-        assert process is not None
-        process.kill()
-        process.wait()
-        found = await asyncio.gather(*(checker.check(regex(f"a{{{count}}}")) for count in range(1, 9)))
+            await new_checker.check(HOSTILE["many patterns at once"])
+        assert await new_checker.check(regex("ab*")) == regex("ab*")
+        for process in (one._process for one in new_checker._processes):
+            assert process is not None and process.poll() is None, "a hostile grammar ends no process"
+            process.kill()
+            process.wait()
+        found = await asyncio.gather(*(new_checker.check(regex(f"a{{{count}}}")) for count in range(1, 9)))
     assert found == [regex(f"a{{{count}}}") for count in range(1, 9)]
-    checker.close()
-    checker.close()
+    new_checker.close()
+
+
+async def test_a_client_that_leaves_changes_no_answer_to_others(new_checker: GrammarChecker) -> None:
+    """The compilation that it leaves behind is finished before the next one begins."""
+    schemas = [Grammar.of_schema({"enum": [f"{number}-{count}" for count in range(500)]}) for number in range(12)]
+    async with deadline(SECONDS):
+        for number, schema in enumerate(schemas):
+            leaving = asyncio.create_task(new_checker.check(schema, "leaving"))
+            await asyncio.sleep(0.003 * number)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            assert await new_checker.check(GOOD["object"], "staying") == GOOD["object"]
+            assert await new_checker.check(regex(f"b{{{number}}}"), "staying") == regex(f"b{{{number}}}")
+        assert await asyncio.gather(*(new_checker.check(schema, "staying") for schema in schemas)) == schemas
+
+
+async def test_a_failure_that_the_grammar_did_not_cause_is_not_kept(new_checker: GrammarChecker) -> None:
+    grammar = Grammar.of_schema({"allOf": PATTERNS})
+    async with deadline(SECONDS):
+        assert await new_checker.check(regex("x")) == regex("x")
+        process = new_checker._processes[0]._process
+        assert process is not None
+        checking = asyncio.create_task(new_checker.check(grammar))
+        await asyncio.sleep(0.05)
+        process.kill()  # as the kernel does when memory is short
+        with pytest.raises(NotReady):
+            await checking
+        with pytest.raises(InvalidRequest):
+            await new_checker.check(grammar)
+        assert await new_checker.check(regex("y")) == regex("y")
+
+
+class _SlowCompiler:
+    """Compiles in a time that the grammar's text names, in seconds, and notes the order."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def __call__(self, grammar: Grammar) -> Compiled:
+        self.order.append(grammar.text)
+        time.sleep(float(grammar.text.partition(" ")[2]))
+        return Compiled(grammar.text)
+
+
+@pytest.fixture
+def compiler() -> _SlowCompiler:
+    return _SlowCompiler()
+
+
+@pytest.fixture
+def queue(compiler: _SlowCompiler) -> Iterator[CompilerQueue]:
+    queue = CompilerQueue("test", compiler, lambda *_: None)
+    yield queue
+    queue.close()
+
+
+async def test_a_client_with_slow_grammars_waits_for_itself(queue: CompilerQueue, compiler: _SlowCompiler) -> None:
+    slow = [asyncio.create_task(queue.compile(lark(f"slow{number} 0.05"), "slow")) for number in range(5)]
+    await asyncio.sleep(0.02)  # the first one is compiled
+    quick = [asyncio.create_task(queue.compile(lark(f"quick{number} 0"), "quick")) for number in range(5)]
+    async with deadline(SECONDS):
+        await asyncio.gather(*slow, *quick)
+    names = [entry.partition(" ")[0] for entry in compiler.order]
+    assert names[0] == "slow0"
+    assert names[1:6] == [f"quick{number}" for number in range(5)]
+
+
+async def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
+    queue: CompilerQueue, compiler: _SlowCompiler
+) -> None:
+    first = asyncio.create_task(queue.compile(lark("first 0.05"), "a"))
+    await asyncio.sleep(0.01)
+    leaving = [asyncio.create_task(queue.compile(lark("left 0"), flow)) for flow in ("a", "b")]
+    one_of_two = [asyncio.create_task(queue.compile(lark("wanted 0"), flow)) for flow in ("a", "b")]
+    await asyncio.sleep(0.01)
+    for task in (*leaving, one_of_two[0]):
+        task.cancel()
+    async with deadline(SECONDS):
+        await asyncio.gather(first, one_of_two[1])
+    assert compiler.order == ["first 0.05", "wanted 0"]
+
+
+async def test_one_client_has_few_grammars_waiting(queue: CompilerQueue) -> None:
+    waiting = [asyncio.create_task(queue.compile(lark(f"{i} 0.001"), "a")) for i in range(MOST_OF_ONE_FLOW + 1)]
+    other = asyncio.create_task(queue.compile(lark("other 0"), "b"))
+    async with deadline(SECONDS):
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        await other
+    assert [type(result) for result in results].count(Overloaded) == 1
 
 
 async def test_a_clients_own_options_of_the_library_have_no_effect(checker: GrammarChecker) -> None:
