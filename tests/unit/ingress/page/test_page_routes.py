@@ -16,7 +16,7 @@ from cluster.ingress.endpoints.page import Page
 from cluster.ingress.http import create_app
 from tests.support.fakes.http_app import LIMITS, HttpApi, error_of
 
-FILES = Path(__file__).parents[3] / "cluster" / "ingress" / "page"
+FILES = Path(__file__).parents[4] / "cluster" / "ingress" / "page"
 ALICE, OPERATOR = "alice-key-0123456789", "operator-key-0123456789"
 JSON = {"content-type": "application/json"}
 
