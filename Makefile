@@ -113,13 +113,9 @@ $(FUZZ): $(INSTALLED)
 fuzz: $(FUZZ)  ## 100,000 wrong messages to both APIs: no error of the server, no hang, no growth (ARGS='--messages 10000 --seed 3')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.fuzz --schemathesis $(VENV)/fuzz/bin/schemathesis $(ARGS)
 
-.PHONY: compatibility
-compatibility: $(INSTALLED)  ## Regenerate COMPATIBILITY.md from the code of the HTTP API
-	$(BIN)/python -c "import sys; from cluster.ingress.openai.compatibility import page; sys.stdout.write(page())" > COMPATIBILITY.md
-
-.PHONY: errors
-errors: $(INSTALLED)  ## Regenerate ERRORS.md from the code of both APIs
-	$(BIN)/python -c "import sys; from cluster.ingress.endpoints.error_page import page; sys.stdout.write(page())" > ERRORS.md
+.PHONY: pages
+pages: $(INSTALLED)  ## Regenerate deploy/docs/reference from the code: settings, metrics, parameters, errors
+	$(BIN)/python -m tests.pages
 
 .PHONY: simulate
 simulate: $(INSTALLED)  ## 10,000 fault schedules of simulated clusters (ARGS='--schedules 1000 --seed 7', '--replay SEED')
@@ -130,6 +126,7 @@ check: $(INSTALLED)  ## Check style, format, types, imports and gRPC stubs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.pages --check
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(MAKE) --no-print-directory stubs OUT="$$fresh" && \
 	for file in $$(cd "$$fresh" && find . -type f); do \
 		cmp "$$fresh/$$file" "protos/$$file" || { echo "make proto, then commit: $$file is out of date"; exit 1; }; \

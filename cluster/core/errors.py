@@ -22,7 +22,7 @@
 
 A class carries its statuses over gRPC and HTTP, its name for clients, its meaning and its advice; a subclass that says
 nothing else has those of its base. `cluster.wire.status` sends errors over gRPC and reads them back, and
-`cluster.ingress.openai.errors` makes HTTP responses of them. ERRORS.md is generated from the classes.
+`cluster.ingress.openai.errors` makes HTTP responses of them. The page of errors is generated from the classes.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class UnsupportedParameter(InvalidRequest):
     """A parameter that the API has and this server does not support."""
 
     http_code = "unsupported_parameter"
-    meaning = "The API has this parameter, and this server does not serve it. COMPATIBILITY.md lists what is served."
+    meaning = (
+        "The API has this parameter, and this server does not serve it. The page of parameters lists what is served."
+    )
     advice = "Leave the parameter out."
 
     def __init__(self, field: str, value: object, bound: str = "left out: it is not supported") -> None:
@@ -305,4 +307,4 @@ def _with_subclasses(kind: type[PilotfishError]) -> Iterator[type[PilotfishError
 
 
 ERROR_CLASSES: tuple[type[PilotfishError], ...] = tuple(_with_subclasses(PilotfishError))[1:]
-"""Every error that a client or a peer may meet, in the order of ERRORS.md: a base stands before its subclasses."""
+"""Every error that a client or a peer may meet, in the order of the page of errors: a base stands before its subclasses."""

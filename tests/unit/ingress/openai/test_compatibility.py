@@ -13,12 +13,11 @@ from openai.types.chat import completion_create_params as chat_params
 from cluster.core.config.sections import LimitsSection
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
-from cluster.ingress.openai.compatibility import page
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
+from tests.pages.parameters import page
 from tests.support.fakes.fake_engine import InProcessClient, fake_service
 from tests.support.fakes.http_app import HI, HttpApi, error_of
 
-PAGE = Path(__file__).resolve().parents[4] / "COMPATIBILITY.md"
 VLLM_BOTH = [
     "add_special_tokens",
     "allowed_token_ids",
@@ -177,7 +176,3 @@ async def test_the_page_says_what_beams_refuse(api: HttpApi, name: str, value: o
     assert "beam" in refused["message"] or refused["param"] in ("grammar.regex", name)
     rows = [row for row in page().splitlines() if row.startswith(f"| `{name}`")]
     assert rows and all("ith `use_beam_search`" in row for row in rows)
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `make compatibility`"

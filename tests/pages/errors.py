@@ -10,7 +10,7 @@ from cluster.wire.status import to_status
 
 _HEAD = """# Errors
 
-Every error of the HTTP API and of the gRPC API. This page is generated from the code by `make errors`.
+Every error of the HTTP API and of the gRPC API. This page is generated from the code by `make pages`.
 
 Over HTTP, the body is `{"error": {"message", "type", "param", "code"}}`; `param` names the field of the request. A
 stream that has begun sends the same object as its last event. Over gRPC, the status has the code below, and the

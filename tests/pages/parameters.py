@@ -23,10 +23,10 @@ _WITH_BEAMS = {
     "tool_choice": "With `use_beam_search`, `auto` or `none`.",
 }
 """What a beam search takes of a parameter. It follows the model's own probabilities; all its answers end at once."""
-_HEAD = """# Compatibility
+_HEAD = """# Parameters
 
 What the HTTP API does with every parameter of OpenAI's API and of vLLM. This page is generated from the code by
-`make compatibility`.
+`make pages`.
 
 - **served**: the parameter has its usual meaning.
 - **no effect**: every value is accepted; the answer does not depend on it.
