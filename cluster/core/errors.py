@@ -130,9 +130,9 @@ class UnsupportedParameter(InvalidRequest):
 
     http_code = "unsupported_parameter"
     meaning = (
-        "The API has this parameter, and this server does not serve it. The page of parameters lists what is served."
+        "The API has this parameter, and this server does not serve it."
     )
-    advice = "Leave the parameter out."
+    advice = "Leave the parameter out. The page of parameters lists what is served."
 
     def __init__(self, field: str, value: object, bound: str = "left out: it is not supported") -> None:
         super().__init__(field, value, bound)
@@ -307,4 +307,4 @@ def _with_subclasses(kind: type[PilotfishError]) -> Iterator[type[PilotfishError
 
 
 ERROR_CLASSES: tuple[type[PilotfishError], ...] = tuple(_with_subclasses(PilotfishError))[1:]
-"""Every error that a client or a peer may meet, in the order of the page of errors: a base stands before its subclasses."""
+"""Every error that a client or a peer may meet. A base stands before its subclasses."""

@@ -1,4 +1,4 @@
-"""`python -m tests.pages`: write the generated pages of `deploy/docs/reference`. `--check` says which are out of date."""
+"""`python -m tests.pages`: write the pages of `deploy/docs/reference`. `--check` says which are out of date."""
 
 from __future__ import annotations
 
