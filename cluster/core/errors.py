@@ -129,9 +129,7 @@ class UnsupportedParameter(InvalidRequest):
     """A parameter that the API has and this server does not support."""
 
     http_code = "unsupported_parameter"
-    meaning = (
-        "The API has this parameter, and this server does not serve it."
-    )
+    meaning = "The API has this parameter, and this server does not serve it."
     advice = "Leave the parameter out. The page of parameters lists what is served."
 
     def __init__(self, field: str, value: object, bound: str = "left out: it is not supported") -> None:
