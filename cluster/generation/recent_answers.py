@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
 from cluster.core.request import GenerationRequest
@@ -18,20 +19,37 @@ RequestKey = bytes
 
 
 def request_key(request: GenerationRequest) -> RequestKey:
-    """Return the key of a request: equal only for requests with one id that have the same answers."""
+    """Return the key of a request: equal only for requests with one id that have the same answers.
+
+    All fields count but those named here, so that a new one is never forgotten.
+    """
     stopping = request.stopping
-    values = (
-        request.request_id,
-        request.sampling,
-        sorted(stopping.stop_token_ids),
-        stopping.stop_strings,
-        request.text,
-        request.cache_salt,
-        request.n,
-        # A forced last token makes the tokens depend on the length.
-        None if stopping.forced_eos_token_id is None else (stopping.forced_eos_token_id, stopping.max_tokens),
+    counted = replace(
+        request,
+        # How and when the answer is computed, not which one.
+        deadline=None,
+        priority=0,
+        traceparent="",
+        max_draft_tokens=None,
+        prediction=(),
+        returns_drafts=False,
+        resumed=(),
+        client="",  # a part of the id
+        # A longer answer begins with the shorter one, unless its last token is forced.
+        stopping=replace(
+            stopping,
+            max_tokens=0 if stopping.forced_eos_token_id is None else stopping.max_tokens,
+            stop_token_ids=frozenset(),
+        ),
+        # What follows has other forms: the order of a set is not its content, and the text of many tokens is long.
+        prompt=(),
+        source=(),
     )
-    return blake2b(array("I", request.input).tobytes() + repr(values).encode(), digest_size=16).digest()
+    tokens = [request.prompt, request.source, tuple(sorted(stopping.stop_token_ids))]
+    digest = blake2b(repr((counted, [*map(len, tokens)])).encode(errors="surrogatepass"), digest_size=16)
+    for part in tokens:
+        digest.update(array("I", part).tobytes())
+    return digest.digest()
 
 
 class RecentAnswers:

@@ -34,6 +34,18 @@ class Allowance:
         self._refill(now)
         self._left -= amount
 
+    def is_full(self, now: float) -> bool:
+        """Whether nothing counts any more of what was used."""
+        self._refill(now)
+        return self._left >= self._per_minute
+
+    def changed(self, per_minute: int, now: float) -> Allowance:
+        """Return the allowance of another limit, of which as much is used as of this one."""
+        self._refill(now)
+        new = Allowance(per_minute, now)
+        new._left -= self._per_minute - self._left
+        return new
+
     def _refill(self, now: float) -> None:
         refilled = (now - self._at) * self._per_minute / _MINUTE
         self._left = min(float(self._per_minute), self._left + refilled)
@@ -53,12 +65,20 @@ class ClientUse:
     @classmethod
     def begin(cls, limits: ClientLimitsSection, now: float) -> ClientUse:
         """Return the use of a client that has used nothing."""
-        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        return cls(
-            limits,
-            None if requests is None else Allowance(requests, now),
-            None if tokens is None else Allowance(tokens, now),
-        )
+        use = cls(limits, None, None)
+        use.limit(limits, now)
+        return use
+
+    def limit(self, limits: ClientLimitsSection, now: float) -> None:
+        """Set other limits. What was used counts on, and so do the answers that are generated."""
+        self.limits = limits
+        self.requests = _changed(self.requests, limits.requests_per_minute, now)
+        self.tokens = _changed(self.tokens, limits.tokens_per_minute, now)
+
+    def is_idle(self, now: float) -> bool:
+        """Whether this is the use of a client that has used nothing."""
+        shares = (self.requests, self.tokens)
+        return not self.answers and all(share is None or share.is_full(now) for share in shares)
 
     def enter(self, name: str, answers: int, now: float) -> None:
         """Count a request for `answers` answers. Raises `RateLimited`."""
@@ -81,3 +101,30 @@ class ClientUse:
     def leave(self, answers: int) -> None:
         """Count that a request has ended."""
         self.answers -= answers
+
+
+class ClientUses:
+    """The use of each client by name. A client that is idle is forgotten when the next one comes, so the table holds
+    only clients that have used something within the last minutes."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, ClientUse] = {}
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def of(self, name: str, limits: ClientLimitsSection, now: float) -> ClientUse:
+        """Return the use of a client, held to `limits` from now on, the same one while it has running requests."""
+        use = self._uses.get(name)
+        if use is None:
+            self._uses = {other: use for other, use in self._uses.items() if not use.is_idle(now)}
+            use = self._uses[name] = ClientUse.begin(limits, now)
+        elif use.limits != limits:
+            use.limit(limits, now)
+        return use
+
+
+def _changed(share: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:
+    if per_minute is None:
+        return None
+    return Allowance(per_minute, now) if share is None else share.changed(per_minute, now)

@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 
 from cluster.core.config.client_limits import ClientLimitsSection
 from cluster.core.errors import PilotfishError
-from cluster.ingress.access.key_limits import ClientUse
+from cluster.ingress.access.key_limits import ClientUses
 from cluster.ingress.client import FullClient
 from pilotfish.v1 import generation_pb2
 
@@ -30,16 +30,17 @@ class PublicClient:
         self._client = client
         self._limits_of = limits_of
         self._clock = clock
-        self._uses: dict[str, ClientUse] = {}
+        self._uses = ClientUses()
 
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of one request. Raises `RateLimited`, and the errors of the client."""
-        use = self._use(request.client) if request.client else None
+        name = request.client
+        use = self._uses.of(name, self._limits_of(name), self._clock()) if name else None
         answers = max(1, request.n, request.best_of)
         if use is not None:
-            use.enter(request.client, answers, self._clock())
+            use.enter(name, answers, self._clock())
         try:
             with _public_errors(request.request_id):
                 async with aclosing(self._client.generate(request, timeout_seconds)) as responses:
@@ -50,15 +51,6 @@ class PublicClient:
         finally:
             if use is not None:
                 use.leave(answers)
-
-    def _use(self, name: str) -> ClientUse:
-        limits = self._limits_of(name)
-        use = self._uses.get(name)
-        if use is None or use.limits != limits:
-            running = 0 if use is None else use.answers
-            use = self._uses[name] = ClientUse.begin(limits, self._clock())
-            use.answers = running
-        return use
 
     # --- calls without limits ---
 

@@ -110,3 +110,19 @@ def test_limits_in_key_files_and_settings_are_checked() -> None:
         with pytest.raises(ConfigurationError, match=r"server\.cors_origins"):
             load({"server": {"cors_origins": [origin]}})
     assert load({"server": {"cors_origins": ["*", "http://a:1"]}}).server.cors_origins == ("*", "http://a:1")
+
+
+async def test_limits_that_change_while_answers_are_generated_leave_nothing_counted(tmp_path: Path) -> None:
+    limits = ClientLimitsSection(concurrent_answers=2)
+    async with serving(tmp_path) as both:
+        both.engine.hold_after = 1
+        client = PublicClient(both.client, lambda _: limits)
+        held = client.generate(Request(text="hi", request_id="held", n=2, client="alice"), 10.0)
+        await anext(held)
+        both.engine.hold_after = None
+        limits = ClientLimitsSection(concurrent_answers=3)
+        assert [one async for one in client.generate(Request(text="hi", client="alice"), 10.0)]
+        with pytest.raises(RateLimited, match="has 2"):
+            await anext(client.generate(Request(text="hi", n=2, client="alice"), 10.0))
+        await held.aclose()
+        assert [one async for one in client.generate(Request(text="hi", n=3, client="alice"), 10.0)]
