@@ -112,6 +112,70 @@ def test_a_planted_fault_breaks_its_contract(copied_sources: Path, name: str) ->
     assert any(contract in row for row in broken), outcome.stdout
 
 
+C_FAULTS = {
+    "two sources call each other": {
+        "fault.c": "void pilotfish_one(void)\n{\n    pilotfish_two();\n}\n",
+        "fault_two.c": "void pilotfish_two(void)\n{\n    pilotfish_one();\n}\n",
+    },
+    "a macro defines one of two sources that call each other": {
+        "fault.c": (
+            "#define DEFINE(NAME) \\\nvoid pilotfish_many_##NAME(void) \\\n{ \\\n    pilotfish_two(); \\\n}\n"
+            "DEFINE(float)\n"
+        ),
+        "fault_two.c": "void pilotfish_two(void)\n{\n    pilotfish_many_float();\n}\n",
+    },
+    "two headers include each other": {
+        "fault.h": '#include "fault_two.h"\n',
+        "fault_two.h": '#include "fault.h"\n',
+    },
+}
+
+
+def c_sources() -> dict[str, str]:
+    return {file.name: file.read_text("utf-8") for file in (ROOT / "workers/forward/native").glob("*.[ch]")}
+
+
+def c_dependencies(sources: dict[str, str]) -> dict[str, set[str]]:
+    """From each C file to those that it includes and to those that define functions which it calls."""
+    code = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.S) for name, text in sources.items()}
+    defined = {
+        function: name
+        for name, text in code.items()
+        for function in re.findall(r"^(?!static)[\w *]*?\b(pilotfish_\w+)(?:##\w+)?\([^;{]*?\)[\s\\]*\{", text, re.M)
+    }
+
+    def definition(function: str) -> str | None:
+        prefixes = (one for one in defined if one.endswith("_") and function.startswith(one))  # a macro adds the rest
+        return defined.get(function) or next((defined[prefix] for prefix in prefixes), None)
+
+    found: dict[str, set[str]] = {}
+    for name, text in code.items():
+        called = {definition(function) for function in re.findall(r"\bpilotfish_\w+", text) if name.endswith(".c")}
+        found[name] = ({*re.findall(r'#include "([\w.]+)"', text)} | {file for file in called if file}) - {name}
+    return found
+
+
+def cycles(dependencies: dict[str, set[str]]) -> set[str]:
+    """The files that are on a cycle, or depend on one."""
+    left = {name: set(files) for name, files in dependencies.items()}
+    while free := [name for name, files in left.items() if not files & left.keys()]:
+        for name in free:
+            del left[name]
+    return set(left)
+
+
+def test_no_c_files_include_or_call_each_other() -> None:
+    dependencies = c_dependencies(c_sources())
+    assert "tiles.c" in dependencies["products.c"]  # calls are found
+    assert "attention.c" in dependencies["decoder.c"]  # also of functions that a macro defines
+    assert cycles(dependencies) == set()
+
+
+@pytest.mark.parametrize("name", C_FAULTS)
+def test_a_planted_cycle_of_c_files_is_found(name: str) -> None:
+    assert cycles(c_dependencies(c_sources() | C_FAULTS[name])) == set(C_FAULTS[name])
+
+
 def test_no_file_is_too_long() -> None:
     sizes = {str(file.relative_to(ROOT)): line_count(file) for file in source_files()}
     assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}

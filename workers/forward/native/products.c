@@ -11,7 +11,7 @@
 #include <sched.h>
 #include <stddef.h>
 
-#include "products.h"
+#include "finish.h"
 #include "tiles.h"
 
 #if defined(IS_AVX512) || defined(IS_AVX2)
@@ -43,55 +43,6 @@ void pilotfish_wait_for_all(Barrier *barrier)
     }
     for (int waited = 0; atomic_load_explicit(&barrier->generation, memory_order_acquire) == generation; waited++)
         if (waited > SPINS) sched_yield();
-}
-
-/* --- after a product ------------------------------------------------------------------------- */
-
-/* Apply the operations after a product to one row of a block. */
-INLINE void finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, Vector first, Vector second)
-{
-    const int64_t at = block * COLUMNS;
-    if (matrix->scale) {
-        first *= *(const Vector *)(matrix->scale + at);
-        second *= *(const Vector *)(matrix->scale + at + LANES);
-    }
-    if (matrix->bias) {
-        first += *(const Vector *)(matrix->bias + at);
-        second += *(const Vector *)(matrix->bias + at + LANES);
-    }
-    if (output->after == GATE) {
-        const Vector gated = sigmoid_weighted(first) * second;
-        const int64_t from = at / 2, left = output->width - from, to = row * output->width + from;
-        if (left >= LANES && output->kind == BFLOAT16) *(Halves *)((uint16_t *)output->input + to) = narrow_bfloat16s(gated);
-        else if (left >= LANES) *(Vector *)((float *)output->input + to) = gated;
-        else if (left > 0) {
-            float value[LANES];
-            memcpy(value, &gated, sizeof gated);
-            put(output->input, output->kind, to, value, left);
-        }
-        return;
-    }
-    float *to = output->to + row * output->width + at;
-    const int64_t left = matrix->outputs - at;
-    if (left >= COLUMNS) {
-        if (output->after == ADD) {
-            first += *(const Vector *)to;
-            second += *(const Vector *)(to + LANES);
-        }
-        *(Vector *)to = first;
-        *(Vector *)(to + LANES) = second;
-        return;
-    }
-    float value[COLUMNS];
-    memcpy(value, &first, sizeof first);
-    memcpy(value + LANES, &second, sizeof second);
-    for (int64_t c = 0; c < left; c++) to[c] = output->after == ADD ? to[c] + value[c] : value[c];
-}
-
-void pilotfish_finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, const float *sums, int64_t rows)
-{
-    for (int64_t r = 0; r < rows; r++, sums += COLUMNS)
-        finish(matrix, output, block, row + r, *(const Vector *)sums, *(const Vector *)(sums + LANES));
 }
 
 /* --- tiles ----------------------------------------------------------------------------------- */
@@ -403,4 +354,18 @@ void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Ou
     pilotfish_finish_pending(&pending);
     if (pilotfish_on_tiles(matrix)) pilotfish_leave_tiles();
     pilotfish_wait_for_all(barrier);
+}
+
+/* --- a row of a packed matrix, unpacked: a head that is tied to the embedding serves as its table ------- */
+
+void pilotfish_row(const Matrix *matrix, int64_t id, float *to)
+{
+    const int64_t inputs = matrix->inputs, block = id / COLUMNS * inputs * COLUMNS, column = id % COLUMNS;
+    if (matrix->kind == BFLOAT16) {
+        const uint16_t *pairs = (const uint16_t *)matrix->weights + block;
+        for (int64_t i = 0; i < inputs; i++) to[i] = widen_bfloat16(pairs[(i / 2 * COLUMNS + column) * 2 + i % 2]);
+    } else {
+        const float *values = (const float *)matrix->weights + block;
+        for (int64_t i = 0; i < inputs; i++) to[i] = values[i * COLUMNS + column];
+    }
 }

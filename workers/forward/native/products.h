@@ -60,7 +60,4 @@ void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Ou
 /* Write row `id` of a packed FLOAT32 or BFLOAT16 matrix to `to` [inputs]. */
 void pilotfish_row(const Matrix *matrix, int64_t id, float *to);
 
-/* Apply the operations after a product to `rows` rows of a block: sums are [rows, COLUMNS]. */
-void pilotfish_finish(const Matrix *matrix, const Output *output, int64_t block, int64_t row, const float *sums, int64_t rows);
-
 #endif

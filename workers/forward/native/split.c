@@ -8,6 +8,7 @@
 
 #include <stddef.h>
 
+#include "finish.h"
 #include "tiles.h"
 
 #if defined(IS_AVX512) && defined(__AVX512VNNI__)

@@ -10,6 +10,7 @@
    Tiles are used after a trial on the processor itself shows that they compute what the same code computes on
    emulated registers. */
 
+#include "finish.h"
 #include "registers.h"
 
 #if HAS_TILES
