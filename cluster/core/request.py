@@ -175,6 +175,9 @@ class BeamParameters:
     early_stopping: EarlyStopping = EarlyStopping.NO
 
 
+_SEEDS = 1 << 64
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratedPart:
     """What was generated of one answer before its request was sent again. The answer continues after it."""
@@ -233,6 +236,10 @@ class GenerationRequest:
     def open_answers(self) -> tuple[int, ...]:
         """The indices of the answers that are to be generated, ascending."""
         return tuple(index for index in range(self.n) if not (self.resumed and self.resumed[index].is_finished))
+
+    def seed_of(self, index: int) -> int:
+        """Return the seed of answer `index`; 0 for a beam search, which draws nothing."""
+        return 0 if self.beam is not None else (self.sampling.seed + index) % _SEEDS
 
 
 @dataclass(frozen=True, slots=True)

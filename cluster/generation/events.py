@@ -93,6 +93,8 @@ class Finished:
     """Number of tokens of the client's prediction that are in the answer; `None` without a prediction."""
     rejected_prediction: int | None = None
     """Number of tokens of the client's prediction that are not in the answer; `None` without a prediction."""
+    seed: int = 0
+    """The seed of the answer. A request for one answer with this seed gives the same answer. 0 of a beam search."""
 
 
 Event = Started | Delta | Finished

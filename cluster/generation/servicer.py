@@ -164,6 +164,7 @@ def _encode_finished(event: Finished) -> generation_pb2.GenerationFinished:
         usage=_encode_usage(event),
         stop_string=event.stop_string,
         stop_token_id=event.stop_token,
+        seed=event.seed,
     )
 
 

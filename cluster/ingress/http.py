@@ -78,7 +78,7 @@ class _Translated:
     options: ResponseOptions
     stream: bool
     requests: Sequence[generation_pb2.GenerateRequest]
-    """One request per prompt, with equal parameters."""
+    """One request per prompt. Their parameters are equal, apart from a seed that was drawn."""
     parameter_names: Mapping[str, str]
     headers: Mapping[str, str]
     """Headers of the response."""
@@ -244,7 +244,6 @@ def _metadata(first: generation_pb2.GenerateResponse, translated: _Translated) -
         translated.event_id.seed,
         system_fingerprint(first.started),
         is_lossless=not first.lossy,
-        answers=translated.n,
     )
 
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from cluster.coordinator.requests.decoding_strategy import NewSequence, StrategyStep
 from cluster.core.request import Commit, GenerationRequest
 
-_SEEDS = 1 << 64
-
 
 class ParallelSampling:
     """`n` answers that share a prompt. The first sequence computes the prompt; the others fork once it is stored.
@@ -52,7 +50,7 @@ def _sample(request: GenerationRequest, index: int) -> GenerationRequest:
     """The request for answer `index` alone."""
     if request.n == 1:
         return request
-    sampling = replace(request.sampling, seed=(request.sampling.seed + index) % _SEEDS)
+    sampling = replace(request.sampling, seed=request.seed_of(index))
     if index != request.open_answers[0]:
         sampling = replace(sampling, prompt_logprobs=None)  # the first sequence scores the prompt
     return replace(request, n=1, sampling=sampling, resumed=request.resumed[index : index + 1])

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -25,6 +25,10 @@ from cluster.core.errors import ConfigurationError, InvalidRequest
 RENDER_SECONDS = 5.0
 """Longest time for which a template may compute, in seconds of its thread."""
 Clock = Callable[[], float]
+_PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))
+"""Characters without a meaning, one of which marks a place in a text."""
+_MARGIN = " \t "
+"""White space after a mark, which shows whether a template strips a text."""
 
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception"})
 """Variables of templates that requests cannot set by name."""
@@ -37,7 +41,7 @@ class CalledTool:
     id: str
     name: str
     arguments: str
-    """A JSON object."""
+    """A JSON object, or other text where the model wrote no object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigurationError(f"chat template: {error}") from None
         self._special_tokens = dict(special_tokens)
+        self._characters = frozenset(source).union(*special_tokens.values())
         self.reasons = "</think>" in source
         """Whether the model writes what it thinks between `<think>` and `</think>`."""
         self._renders_tools = "tools" in source
@@ -151,23 +156,56 @@ class ChatTemplate:
         Raises `InvalidRequest` (`messages`) if the template rejects the conversation, or writes more than `most_chars`
         characters, or computes for more than `RENDER_SECONDS`.
         """
+        if options.continue_final_message:
+            return self._render_until_end_of_last(messages, options, most_chars)
+        return self._render(messages, options, most_chars)
+
+    def _render_until_end_of_last(
+        self, messages: Sequence[Message], options: TemplateOptions, most_chars: int | None
+    ) -> str:
+        """Return the conversation up to the end of the last message's content.
+
+        The content is rendered with a mark at its end, a character that occurs nowhere else, so its place is known.
+        White space at its end is left out where the template strips it. Raises `InvalidRequest`
+        (`continue_final_message`) if the template does not show the content.
+        """
+        *before, last = messages
+        mark = self._unused_character(messages, options)
+        marked = replace(last, content=f"{last.content}{mark}{_MARGIN}")
+        text = self._render([*before, marked], options, most_chars)
+        prompt, found, rest = text.rpartition(mark)
+        if not found:
+            raise InvalidRequest("continue_final_message", True, "false: the model's template changes the last message")
+        return prompt if rest.startswith(_MARGIN) else prompt.rstrip()
+
+    def _unused_character(self, messages: Sequence[Message], options: TemplateOptions) -> str:
+        """Return a private-use character that neither the template nor what it renders contains."""
+        rendered = (
+            [_variables(message, _as_text) for message in messages],
+            [json.loads(text) for text in (*options.tools, options.arguments or "{}")],
+        )
+        used = self._characters.union(_to_json(rendered))
+        found = next((char for char in map(chr, _PRIVATE_USE) if char not in used), None)
+        if found is None:
+            raise InvalidRequest("messages", f"{len(used)} different characters", "without all private-use characters")
+        return found
+
+    def _render(self, messages: Sequence[Message], options: TemplateOptions, most_chars: int | None) -> str:
         tools = [json.loads(tool) for tool in options.tools]
         if tools and not self._renders_tools:
             messages = with_tools_as_text(messages, options.tools)
         variables = {"documents": None, **(json.loads(options.arguments) if options.arguments else {})}
-        variables |= {
-            "messages": [_variables(message) for message in messages],
-            "tools": tools or None,
-            "add_generation_prompt": options.add_generation_prompt,
-        }
-        try:
-            text = self._generate({**self._special_tokens, **variables}, most_chars)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-            roles = [message.role for message in messages]
-            raise InvalidRequest(
-                "messages", roles, f"a conversation that the model's template accepts: {error}"
-            ) from None
-        return _until_end_of(messages[-1].content, text) if options.continue_final_message else text
+        variables |= {"tools": tools or None, "add_generation_prompt": options.add_generation_prompt}
+        # Arguments that are no object are shown as text. Some templates take objects only.
+        forms = (_as_text, _as_object) if any(map(_has_broken_call, messages)) else (_as_text,)
+        for form in forms:
+            turns = {"messages": [_variables(message, form) for message in messages]}
+            try:
+                return self._generate({**self._special_tokens, **variables, **turns}, most_chars)
+            except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+                reason = str(error)
+        roles = [message.role for message in messages]
+        raise InvalidRequest("messages", roles, f"a conversation that the model's template accepts: {reason}")
 
     def _generate(self, variables: Mapping[str, Any], most_chars: int | None) -> str:
         parts, length = [], 0
@@ -208,8 +246,33 @@ def _with_calls_as_text(message: Message) -> Message:
     return Message(message.role, "\n".join([*filter(None, [message.content]), *calls]), message.name)
 
 
-def _variables(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it. The arguments of calls are objects."""
+def _called_with(call: CalledTool) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object; `None` if what the model wrote is none."""
+    try:
+        value = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _has_broken_call(message: Message) -> bool:
+    return any(_called_with(call) is None for call in message.tool_calls)
+
+
+def _as_text(call: CalledTool) -> object:
+    """The arguments of a call as an object, or as the text that the model wrote instead."""
+    found = _called_with(call)
+    return call.arguments if found is None else found
+
+
+def _as_object(call: CalledTool) -> object:
+    """The arguments of a call as an object, which has the text that the model wrote instead of one."""
+    found = _called_with(call)
+    return {"partial_json": call.arguments} if found is None else found
+
+
+def _variables(message: Message, arguments: Callable[[CalledTool], object]) -> dict[str, Any]:
+    """Return a message as templates expect it."""
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         found["name"] = message.name
@@ -222,23 +285,11 @@ def _variables(message: Message) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                "function": {"name": call.name, "arguments": arguments(call)},
             }
             for call in message.tool_calls
         ]
     return found
-
-
-def _until_end_of(content: str, text: str) -> str:
-    """Cut a rendered conversation after its last message, which templates may strip.
-
-    Raises `InvalidRequest` (`continue_final_message`).
-    """
-    for ending in (content, content.strip()):
-        start = text.rfind(ending)
-        if ending and start >= 0:
-            return text[: start + len(ending)]
-    raise InvalidRequest("continue_final_message", True, "false: the model's template changes the last message")
 
 
 def _tool_format(source: str) -> ToolFormat:

@@ -26,6 +26,7 @@ class OutputProcessor:
         "_min_tokens",
         "_prediction",
         "_prompt_len",
+        "_seed",
         "_returns_drafts",
         "_resumed",
         "_steps",
@@ -43,6 +44,7 @@ class OutputProcessor:
         self._min_tokens = request.sampling.min_tokens
         self._prediction = PredictionMatch(request.prediction) if request.prediction else None
         self._prompt_len = len(request.input)
+        self._seed = request.seed_of(index)
         self._returns_drafts = request.returns_drafts
         self._tokens = 0
         self._drafted = 0
@@ -155,11 +157,12 @@ class OutputProcessor:
 
     def _end(self, commit: Commit, stop: str | None) -> Finished | None:
         if stop is not None:
-            return Finished(FinishReason.STOP, self._usage(), stop_string=stop, index=self._index)
+            return Finished(FinishReason.STOP, self._usage(), stop_string=stop, index=self._index, seed=self._seed)
         if commit.finish is None:
             return None
         stop_token = commit.tokens[-1] if commit.finish is FinishReason.STOP and commit.tokens else None
-        return Finished(commit.finish, commit.usage or self._usage(), stop_token=stop_token, index=self._index)
+        usage = commit.usage or self._usage()
+        return Finished(commit.finish, usage, stop_token=stop_token, index=self._index, seed=self._seed)
 
     def _usage(self) -> Usage:
         return Usage(

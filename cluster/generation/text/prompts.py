@@ -165,16 +165,10 @@ def _chat_message(field: str, message: generation_pb2.ChatMessage) -> Message:
     call_id = None
     if message.HasField("tool_call_id"):
         call_id = bounds.text(f"{field}.tool_call_id", message.tool_call_id, bounds.MAX_NAME_BYTES)
-    bounds.count(f"{field}.tool_calls", message.tool_calls, 0, bounds.MAX_TOOLS, "calls")
-    calls = tuple(_called(f"{field}.tool_calls[{position}]", call) for position, call in enumerate(message.tool_calls))
+    # What an earlier answer called is shown to the model as it is, whether or not a tool could take it.
+    calls = tuple(CalledTool(call.id, call.name, call.arguments) for call in message.tool_calls)
     reasoning = message.reasoning if message.HasField("reasoning") else None
     return Message(message.role, message.content, name, calls, call_id, reasoning)
-
-
-def _called(field: str, call: generation_pb2.ToolCall) -> CalledTool:
-    _check_object(f"{field}.arguments", call.arguments)
-    call_id = bounds.text(f"{field}.id", call.id, bounds.MAX_NAME_BYTES)
-    return CalledTool(call_id, bounds.text(f"{field}.name", call.name, bounds.MAX_NAME_BYTES), call.arguments)
 
 
 async def encode_prompt(

@@ -102,7 +102,7 @@ async def _events(responses: Responses, adapter: ChatAdapter) -> AsyncGenerator[
             else:
                 last = [event for part in choice.parser.parts(None) for event in adapter.add(part)]
                 name, is_lossless = system_fingerprint(started), not response.lossy
-                own = receipt(started.seed, name, response.finished, is_lossless=is_lossless)
+                own = receipt(name, response.finished, is_lossless=is_lossless)
                 yield [*last, *adapter.end(response.finished, own)]
 
 

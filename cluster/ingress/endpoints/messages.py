@@ -137,7 +137,7 @@ def _turns(field: str, message: Json) -> Iterator[Json]:
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            function = {"name": block.get("name") or "", "arguments": _written(block.get("input"))}
             calls.append({"id": block.get("id") or "", "type": "function", "function": function})
         elif kind == "tool_result":
             result = _text(f"{place}.content", block.get("content") or "")
@@ -262,6 +262,13 @@ class _Message:
             "index": len(self._blocks) - 1,
             "delta": delta,
         }
+
+
+def _written(value: object) -> str:
+    """Return the arguments of an earlier call as the model wrote them, see `_parsed`."""
+    if isinstance(value, dict) and set(value) == {"partial_json"} and isinstance(value["partial_json"], str):
+        return value["partial_json"]
+    return value if isinstance(value, str) else json.dumps(value or {})
 
 
 def _parsed(arguments: str) -> Json:

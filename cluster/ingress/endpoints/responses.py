@@ -19,7 +19,7 @@ from cluster.ingress.endpoints.responses_body import ResponsesBody
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
-from cluster.ingress.openai.requests import ChatRequest
+from cluster.ingress.openai.requests import ChatRequest, part_text
 from pilotfish.v1 import generation_pb2
 
 
@@ -92,7 +92,7 @@ def _turns(items: str | list[dict[str, Any]]) -> Iterator[Json]:
             role = "system" if item.get("role") == "developer" else item.get("role")
             yield {"role": role, "content": _text(f"{field}.content", item.get("content"))}
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            function = {"name": item.get("name") or "", "arguments": item.get("arguments")}
             call = {"id": item.get("call_id") or "", "type": "function", "function": function}
             yield {"role": "assistant", "content": "", "tool_calls": [call]}
         elif kind == "function_call_output":
@@ -103,16 +103,8 @@ def _turns(items: str | list[dict[str, Any]]) -> Iterator[Json]:
 
 
 def _text(field: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for part in content if isinstance(content, list) else [content]:
-        fields: Json = part if isinstance(part, dict) else {}
-        text = fields.get("text")
-        if not isinstance(text, str) or fields.get("type") not in ("input_text", "output_text", "text"):
-            raise UnsupportedParameter(field, part, "a text, or parts of text")
-        texts.append(text)
-    return "".join(texts)
+    parts = content if isinstance(content, list) else [content]
+    return "".join(part_text(f"{field}[{position}]", part) for position, part in enumerate(parts))
 
 
 class _ResponseObject:

@@ -26,6 +26,9 @@ from cluster.ingress.openai.fields.types import (
 from cluster.ingress.openai.fields.unsupported import CHAT, COMPLETIONS, UnsupportedParameters
 from cluster.ingress.openai.fields.vllm_parameters import VllmParameters
 
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Types of the parts of a message that are texts. `refusal` is what an assistant says instead of an answer."""
+
 
 class StreamOptions(StrictModel):
     """What a stream reports beside the answer."""
@@ -64,7 +67,7 @@ class Prediction(StrictModel):
     def _join_parts(cls, value: object) -> object:
         if not isinstance(value, list):
             return value
-        return "".join(_part_text(f"prediction.content[{position}]", part) for position, part in enumerate(value))
+        return "".join(part_text(f"prediction.content[{position}]", part) for position, part in enumerate(value))
 
 
 class Parameters(GrammarParameters, VllmParameters):
@@ -89,7 +92,7 @@ class Parameters(GrammarParameters, VllmParameters):
     logit_bias: dict[str, float] = Field(default_factory=dict)
     """Added to the logits of tokens, which are named by id."""
     n: UInt32 | None = None
-    """Number of answers. The seed of answer `i` is the seed plus `i`."""
+    """Number of answers to each prompt. The seed of answer `i` to a prompt is the prompt's seed plus `i`."""
     best_of: UInt32 | None = None
     """Number of answers to generate. The `n` best are returned. With beam search, the number of beams."""
     stop: Texts = Field(default_factory=list)
@@ -191,7 +194,8 @@ class ChatRequest(ChatExtensions, Parameters):
     unsupported: ClassVar[UnsupportedParameters] = CHAT
 
     messages: Annotated[list[ChatTurn], FirstErrorOnly()]
-    """The conversation: texts, or lists of text parts. The model's own template renders it."""
+    """The conversation: texts, or lists of text parts. The model's own template renders it. Calls of tools in earlier
+    messages are shown to the model as they are, also if their arguments are no JSON object."""
     max_completion_tokens: UInt32 | None = None
     """Most tokens of the answer; the newer name of `max_tokens`."""
     logprobs: bool = False
@@ -234,32 +238,40 @@ def _list_of_prompts(value: object) -> object:
 
 
 def _plain_message(field: str, message: object) -> object:
-    """Drop nulls and join text parts. Raises `InvalidRequest`."""
+    """Drop nulls, join text parts, and take what other servers' answers have. Raises `InvalidRequest`."""
     if not isinstance(message, dict):
         return message
     present = {name: value for name, value in message.items() if value is not None}
-    for name in ("audio", "function_call", "refusal", "annotations"):
-        if present.pop(name, []) != []:
-            raise UnsupportedParameter(f"{field}.{name}", message[name])
+    if "audio" in present:
+        raise UnsupportedParameter(f"{field}.audio", message["audio"])
+    present.pop("annotations", None)
     if "reasoning" in present:  # vLLM's name of it
         present.setdefault("reasoning_content", present.pop("reasoning"))
+    if "function_call" in present:  # the form of calls before there were tools
+        present.setdefault("tool_calls", [{"function": present.pop("function_call")}])
+    refusal = present.pop("refusal", "")
     if present.get("role") == "assistant":
-        present.setdefault("content", "")
+        present["content"] = present.get("content") or refusal
     if isinstance(present.get("content"), list):
         parts = present["content"]
         present["content"] = "\n".join(
-            _part_text(f"{field}.content[{position}]", part) for position, part in enumerate(parts)
+            part_text(f"{field}.content[{position}]", part) for position, part in enumerate(parts)
         )
     return present
 
 
-def _part_text(field: str, part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
+def part_text(field: str, part: object) -> str:
+    """Return the text of a part of a message: a plain text, or an object with a text. Raises `InvalidRequest`."""
+    if isinstance(part, str):
+        return part
+    fields = part if isinstance(part, dict) else {}
+    kind = fields.get("type", "text")
+    if not isinstance(part, dict) or kind not in _TEXT_PARTS:
         raise UnsupportedParameter(f"{field}.type", kind, "text: no other part is supported")
-    text = part.get("text") if isinstance(part, dict) else None
+    name = "refusal" if kind == "refusal" else "text"
+    text = fields.get(name)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{field}.text", text, "a valid string")
+        raise InvalidRequest(f"{field}.{name}", text, "a valid string")
     return text
 
 

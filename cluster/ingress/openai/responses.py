@@ -35,14 +35,11 @@ class ResponseMetadata:
     fingerprint: str
     is_lossless: bool
     """See `TargetInfo.is_lossless`."""
-    answers: int = 1
-    """Number of answers to each prompt."""
 
     def receipt(self, choice: Choice) -> Json:
         """Return the receipt of an answer as a field of its choice."""
-        seed = (self.seed + choice.index % self.answers) % (1 << 64)
         finished = choice.finished or generation_pb2.GenerationFinished()
-        return {"receipt": receipt(seed, self.fingerprint, finished, is_lossless=self.is_lossless)}
+        return {"receipt": receipt(self.fingerprint, finished, is_lossless=self.is_lossless)}
 
     def wrap(self, choices: list[Json], *, chunk: bool, **more: Json | None) -> Json:
         """Return the whole response, or with `chunk` one chunk of it."""
@@ -64,11 +61,11 @@ def system_fingerprint(started: generation_pb2.GenerationStarted) -> str:
     return "-".join(filter(None, (_PROGRAM, started.fingerprint)))
 
 
-def receipt(seed: int, fingerprint: str, finished: generation_pb2.GenerationFinished, *, is_lossless: bool) -> Json:
+def receipt(fingerprint: str, finished: generation_pb2.GenerationFinished, *, is_lossless: bool) -> Json:
     """Return what identifies an answer and what it took: its seed gives the same answer again."""
     usage = finished.usage
     return {
-        "seed": seed,
+        "seed": finished.seed,
         "fingerprint": fingerprint,
         "lossless": is_lossless,
         "target_passes": usage.target_steps,

@@ -31,9 +31,14 @@ _EARLY_STOPPING: dict[bool | str | None, generation_pb2.EarlyStopping.ValueType]
 def completion_requests(
     body: CompletionRequest, limits: LimitsSection, request_id: str, seed: int
 ) -> list[generation_pb2.GenerateRequest]:
-    """Return one request per prompt, all with the same seed. Raises `InvalidRequest`."""
+    """Return one request per prompt. Raises `InvalidRequest`.
+
+    Every prompt has the seed that the client gave. Where `seed` is drawn, the answers to all prompts have distinct
+    seeds: each prompt's first seed follows the last one of the prompt before.
+    """
     bounds.count("prompt", body.prompt, 1, limits.max_prompts, "prompts")
     sampling = _sampling(body, seed, body.logprobs)
+    seeds_per_prompt = 0 if body.seed is not None else max(1, body.n or 1, body.best_of or 1)
     # A prompt alone needs no answer, and the service generates at least one token.
     stopping = _stopping(body, 1 if body.only_echoes else body.max_tokens)
     stopping.fit_max_tokens = "max_tokens" not in body.model_fields_set
@@ -62,6 +67,7 @@ def completion_requests(
             priority=body.priority,
             **answers,
         )
+        request.sampling.seed = (seed + index * seeds_per_prompt) % _SEEDS
         if isinstance(prompt, str):
             request.text = prompt
         else:
@@ -109,7 +115,7 @@ def response_options(body: Parameters, *, logprobs: bool) -> ResponseOptions:
 
 
 def seed_of(body: Parameters) -> int:
-    """Return the seed of a request; draw one if it has none. All prompts of the request share it."""
+    """Return the seed of a request; draw one if it has none."""
     return draw_seed() if body.seed is None else body.seed % _SEEDS
 
 

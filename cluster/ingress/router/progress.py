@@ -152,7 +152,11 @@ class StreamProgress:
                     accepted_draft_tokens=answer.accepted,
                     target_steps=answer.steps,
                 )
-                end = generation_pb2.GenerationFinished(reason=generation_pb2.FINISH_REASON_ABORT, usage=usage)
+                is_beam = self._request.HasField("beam_search")
+                seed = 0 if is_beam else (self._request.sampling.seed + index) % (1 << 64)
+                end = generation_pb2.GenerationFinished(
+                    reason=generation_pb2.FINISH_REASON_ABORT, usage=usage, seed=seed
+                )
                 ends.append(generation_pb2.GenerateResponse(finished=end, index=index))
         return ends
 

@@ -110,11 +110,11 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The id of the call, which the tool's message repeats. Bound: 256 bytes."""
+    """The id of the call, which the tool's message repeats."""
     name: _builtins.str
-    """The name of the tool. Bound: 1 to 256 bytes."""
+    """The name of the tool, as the model wrote it."""
     arguments: _builtins.str
-    """The arguments. Bound: a JSON object."""
+    """The arguments: a JSON object. Other text, as of an answer that was cut off, is shown to the model as it is."""
     def __init__(
         self,
         *,
@@ -424,8 +424,8 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Plain text. Bound: not empty."""
     n: _builtins.int
-    """Number of answers. The seed of answer i is the seed of the request plus i. Bound: 1 to the server's max_n. Default:
-    1.
+    """Number of answers. The seed of generated answer i is the seed of the request plus i. Bound: 1 to the server's max_n.
+    Default: 1.
     """
     best_of: _builtins.int
     """Answers to generate. The n with the highest mean log-probability of their tokens are returned, best first, once all
@@ -877,6 +877,7 @@ class GenerationFinished(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     DRAFT_METHOD_FIELD_NUMBER: _builtins.int
     RESUMPTIONS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why the answer ended."""
     stop_string: _builtins.str
@@ -887,6 +888,8 @@ class GenerationFinished(_message.Message):
     """The drafting method in force while it was generated."""
     resumptions: _builtins.int
     """How often another coordinator, or the same one again, continued the request."""
+    seed: _builtins.int
+    """The seed of the answer. A request for one answer with this seed gives the same answer. 0 with beam_search."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Token and step counts of the answer."""
@@ -900,10 +903,11 @@ class GenerationFinished(_message.Message):
         stop_token_id: _builtins.int | None = ...,
         draft_method: _builtins.str = ...,
         resumptions: _builtins.int = ...,
+        seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "draft_method", b"draft_method", "reason", b"reason", "resumptions", b"resumptions", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "draft_method", b"draft_method", "reason", b"reason", "resumptions", b"resumptions", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015

@@ -26,25 +26,14 @@ class FunctionCall(StrictModel):
 
     path: ClassVar[str] = "messages.tool_calls.function."
 
-    name: Text
-    arguments: Text
-    """A JSON object, as text."""
+    name: Text = ""
+    arguments: Text = "{}"
+    """A JSON object, as text. What is none, because an answer was cut off, is shown to the model as it is."""
 
     @field_validator("arguments", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value or "{}"
-
-    @field_validator("arguments")
-    @classmethod
-    def _check_object(cls, value: str) -> str:
-        try:
-            is_object = isinstance(json.loads(value), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise InvalidRequest("messages.tool_calls.function.arguments", value, "a JSON object, as text")
-        return value
+        return value or "{}" if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 class ToolCall(StrictModel):

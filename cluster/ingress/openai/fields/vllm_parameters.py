@@ -13,7 +13,9 @@ class VllmParameters(StrictModel):
     """Parameters of both endpoints that OpenAI's own API lacks."""
 
     seed: Seed | None = None
-    """Any 64-bit integer. The response names the seed as an unsigned one."""
+    """Any 64-bit integer, for all prompts of the request: answer `i` to a prompt has the seed plus `i`. Unset: one is
+    drawn, and each answer has a seed of its own: choice `i` of the response has the drawn seed plus `i`. The response
+    names the seed as an unsigned one, and the receipt of each choice its own."""
     use_beam_search: bool = False
     """Return the best answers of a beam search instead of samples."""
     length_penalty: float | None = None

@@ -70,6 +70,38 @@ async def test_a_stream_ends_with_the_same_receipt(http: httpx.AsyncClient) -> N
     assert last["choices"][0]["receipt"]["seed"] == whole["receipt"]["seed"] == 5
 
 
+async def test_equal_prompts_of_one_body_have_different_answers(http: httpx.AsyncClient) -> None:
+    prompts = [BODY["prompt"]] * 3
+    choices = await answered(http, prompt=prompts, n=2, temperature=1.0)
+    seeds = [choice["receipt"]["seed"] for choice in choices]
+    assert seeds == list(range(seeds[0], seeds[0] + 6))
+    assert len({choice["text"] for choice in choices}) == 6
+    for choice in choices:
+        (alone,) = await answered(http, temperature=1.0, seed=choice["receipt"]["seed"])
+        assert alone["text"] == choice["text"]
+
+
+async def test_the_chunks_of_equal_prompts_name_their_own_seeds(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/completions", json={**BODY, "prompt": [BODY["prompt"]] * 2, "stream": True})
+    choices = [choice for chunk in chunks(response) for choice in chunk["choices"] if choice["finish_reason"]]
+    seeds = {choice["index"]: choice["receipt"]["seed"] for choice in choices}
+    assert seeds[1] == seeds[0] + 1
+
+
+async def test_a_seed_of_the_client_is_that_of_every_prompt(http: httpx.AsyncClient) -> None:
+    choices = await answered(http, prompt=[BODY["prompt"]] * 2, n=2, seed=7)
+    assert [choice["receipt"]["seed"] for choice in choices] == [7, 8, 7, 8]
+    assert [choice["text"] for choice in choices[:2]] == [choice["text"] for choice in choices[2:]]
+
+
+async def test_the_best_answers_have_receipts_of_their_own(http: httpx.AsyncClient) -> None:
+    choices = await answered(http, n=2, best_of=6, seed=3, temperature=1.0)
+    assert len({choice["receipt"]["seed"] for choice in choices}) == 2
+    for choice in choices:
+        (alone,) = await answered(http, temperature=1.0, seed=choice["receipt"]["seed"])
+        assert alone["text"] == choice["text"]
+
+
 async def test_every_answer_is_verified_by_its_receipt_alone(http: httpx.AsyncClient) -> None:
     for choice in await answered(http, n=3, seed=2**64 - 1):
         for sent in ({"text": choice["text"]}, {"token_ids": choice["token_ids"]}):

@@ -18,8 +18,6 @@ from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
 CALL = '<tool_call>\n{"name": "swim", "arguments": {"to": "the world"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "swim", "parameters": {"type": "object"}}}
 
-WRONG_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "5"}}]}
-
 
 def api_that_writes(directory: Path, text: str) -> HttpApi:
     api = HttpApi(directory, text)
@@ -84,7 +82,6 @@ async def test_tools_are_not_offered_if_the_choice_is_none(tmp_path: Path) -> No
         ({"tool_choice": "auto"}, "tool_choice", "unless there are tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "a name"),
-        ({"messages": [WRONG_CALL]}, "messages.tool_calls.function.arguments", "object"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "own variables"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt", "continue_final"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "never run"),

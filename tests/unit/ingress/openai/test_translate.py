@@ -105,12 +105,18 @@ def test_unset_parameters_stay_unset() -> None:
     assert not request.stopping.HasField("max_tokens")
 
 
-def test_prompts_become_requests_with_one_seed_and_distinct_ids() -> None:
-    requests = completion_requests(completion(prompt=["a", "b"]), LIMITS, "r", 3)
+def test_prompts_become_requests_with_distinct_ids_and_one_seed_if_the_client_gives_it() -> None:
+    requests = completion_requests(completion(prompt=["a", "b"], seed=3, n=2), LIMITS, "r", 3)
     assert [(request.request_id, request.text, request.sampling.seed) for request in requests] == [
         ("r-0", "a", 3),
         ("r-1", "b", 3),
     ]
+
+
+@pytest.mark.parametrize(("values", "second"), [({}, 4), ({"n": 2}, 5), ({"n": 2, "best_of": 5}, 8)])
+def test_a_drawn_seed_gives_every_answer_of_every_prompt_a_seed_of_its_own(values: dict[str, int], second: int) -> None:
+    requests = completion_requests(completion(prompt=["a", "b"], **values), LIMITS, "r", 3)
+    assert [request.sampling.seed for request in requests] == [3, second]
 
 
 def test_completions_have_openais_default_length() -> None:
