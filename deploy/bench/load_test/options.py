@@ -49,7 +49,13 @@ class LoadOptions:
             "May be repeated. Unset: random words."
         ),
     ] = ()
-    num_prompts: Annotated[int, typer.Option(help="Requests of each measurement. Prompts are repeated if needed.")] = 64
+    num_prompts: Annotated[
+        int, typer.Option(help="Requests of each measurement. A file with too few prompts begins anew.")
+    ] = 64
+    same_prompts: Annotated[
+        bool,
+        typer.Option("--same-prompts", help="Send the same prompts in each measurement, to measure the prefix cache."),
+    ] = False
     random_input_len: Annotated[int, typer.Option(help="Words of a random prompt.")] = 128
     max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in one answer.")] = 128
     ignore_eos: Annotated[

@@ -112,6 +112,12 @@ class Measurement:
         return sum(record.answer.completion_tokens for record in self.completed if record.answer is not None)
 
     @property
+    def cached_share(self) -> float | None:
+        """Share of the prompts' tokens that the server found stored; `None` if it reports no prompt tokens."""
+        cached = sum(record.answer.cached_tokens for record in self.completed if record.answer is not None)
+        return cached / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
     def most_in_flight(self) -> int:
         """Most requests that were running at the same time."""
         changes: list[tuple[float, int]] = []

@@ -48,7 +48,7 @@ def markdown(results: LoadResults) -> str:
 
 def _throughput(measurements: Sequence[Measurement]) -> str:
     columns = ["requests/s sent, in flight", "answered", "failed", "s", "requests/s", "output tokens/s", "tokens/s"]
-    columns += ["most in flight", "tokens drafted", "goodput, requests/s"]
+    columns += ["most in flight", "prompt tokens cached", "tokens drafted", "goodput, requests/s"]
     rows = [
         [
             _place(found),
@@ -59,6 +59,7 @@ def _throughput(measurements: Sequence[Measurement]) -> str:
             f"{found.per_second(found.output_tokens):.1f}",
             f"{found.per_second(found.prompt_tokens + found.output_tokens):.1f}",
             str(found.most_in_flight),
+            UNKNOWN if found.cached_share is None else f"{found.cached_share:.0%}",
             UNKNOWN if found.accepted_share is None else f"{found.accepted_share:.0%}",
             UNKNOWN if found.goodput is None else f"{found.goodput:.2f}",
         ]
@@ -143,6 +144,7 @@ def _measurement(found: Measurement) -> dict[str, Any]:
         "output_throughput": found.per_second(found.output_tokens),
         "total_token_throughput": found.per_second(found.prompt_tokens + found.output_tokens),
         "most_in_flight": found.most_in_flight,
+        "cached_prompt_share": found.cached_share,
         "accepted_draft_share": found.accepted_share,
         "goodput": found.goodput,
         "goodput_bounds_seconds": dict(found.goodput_bounds),

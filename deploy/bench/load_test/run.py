@@ -46,14 +46,15 @@ class LoadTest:
         """
         options = self._options
         requests = make_requests(options)
+        (warming,) = next(requests)
         self._model = self._model or await self._first_model()
-        warm = await self._send(requests[0], time.perf_counter())
+        warm = await self._send(warming, time.perf_counter())
         if warm.answer is None:
             raise WorkerUnavailable(f"{options.root}{options.endpoint.path} did not answer: {warm.error}")
         cells = [(rate, bound) for rate in options.request_rate for bound in options.max_concurrency]
-        total = len(cells) * len(requests)
+        total = len(cells) * options.num_prompts
         for rate, bound in cells:
-            measured(await self._measure(requests, rate, bound, total))
+            measured(await self._measure(next(requests), rate, bound, total))
 
     async def _measure(self, requests: Sequence[LoadRequest], rate: float, bound: int, total: int) -> Measurement:
         options = self._options

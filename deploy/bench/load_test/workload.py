@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice, zip_longest
+from itertools import count, cycle, islice, zip_longest
 
 from deploy.bench.load_test.options import Endpoint, LoadOptions
 from deploy.bench.race.tasks import read_tasks
@@ -46,19 +47,33 @@ class LoadRequest:
         return {**body, "prompt": self.prompt}
 
 
-def make_requests(options: LoadOptions) -> tuple[LoadRequest, ...]:
-    """The requests of every measurement. Raises `ConfigurationError` for files that cannot be read."""
+def make_requests(options: LoadOptions) -> Iterator[tuple[LoadRequest, ...]]:
+    """The requests of one measurement after another, without end. The first yields the request before all of them.
+
+    Each measurement has prompts that none before it had, as long as the files last; then they begin anew.
+    With `options.same_prompts`, all have the prompts of the first. Raises `ConfigurationError` for unreadable files.
+    """
+    texts = _texts(options)
+    yield tuple(_requests(options, islice(texts, 1)))
+    first = tuple(_requests(options, islice(texts, options.num_prompts)))
+    yield first
+    while True:
+        yield first if options.same_prompts else tuple(_requests(options, islice(texts, options.num_prompts)))
+
+
+def _texts(options: LoadOptions) -> Iterator[str]:
+    """The prompts, without end: those of the files, one of each task in turn, or random words."""
     if options.prompts:
         tasks = read_tasks(options.prompts, (), 1 << 30, None, None)
         rows = zip_longest(*tasks.values())
-        texts = [prompt.text for row in rows for prompt in row if prompt is not None]
-    else:
-        draw = random.Random(options.seed)  # noqa: S311 - prompts, not secrets
-        texts = [" ".join(draw.choices(_WORDS.split(), k=options.random_input_len)) for _ in range(options.num_prompts)]
-    return tuple(
-        LoadRequest(text, options.seed + index, options.max_tokens, options.temperature, options.ignore_eos)
-        for index, text in enumerate(islice(cycle(texts), options.num_prompts))
-    )
+        return cycle([prompt.text for row in rows for prompt in row if prompt is not None])
+    draw, words = random.Random(options.seed), _WORDS.split()  # noqa: S311 - prompts, not secrets
+    return (" ".join(draw.choices(words, k=options.random_input_len)) for _ in count())
+
+
+def _requests(options: LoadOptions, texts: Iterator[str]) -> Iterator[LoadRequest]:
+    for index, text in enumerate(texts):
+        yield LoadRequest(text, options.seed + index, options.max_tokens, options.temperature, options.ignore_eos)
 
 
 def arrival_seconds(count: int, rate: float, burstiness: float, seed: int) -> tuple[float, ...]:

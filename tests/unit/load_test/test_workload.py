@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ def test_prompts_take_one_of_each_task_in_turn_and_repeat(tmp_path: Path) -> Non
     file = tmp_path / "bench.jsonl"
     rows = [("writing", "w"), ("rag", "r1"), ("rag", "r2")]
     file.write_text("".join(json.dumps({"category": task, "turns": [text]}) + "\n" for task, text in rows))
-    requests = make_requests(LoadOptions(prompts=(file,), num_prompts=5, seed=3, max_tokens=7))
-    assert [request.prompt for request in requests] == ["w", "r1", "r2", "w", "r1"]
+    _, requests, more = islice(make_requests(LoadOptions(prompts=(file,), num_prompts=5, seed=3, max_tokens=7)), 3)
+    assert [request.prompt for request in requests] == ["r1", "r2", "w", "r1", "r2"]
+    assert [request.prompt for request in more] == ["w", "r1", "r2", "w", "r1"]
     assert [request.seed for request in requests] == [3, 4, 5, 6, 7]
-    chat, completion = (requests[1].body(endpoint, "small") for endpoint in Endpoint)
+    chat, completion = (requests[0].body(endpoint, "small") for endpoint in Endpoint)
     assert chat["messages"] == [{"role": "user", "content": "r1"}]
     assert completion["prompt"] == "r1" and "messages" not in completion
     assert chat["max_tokens"] == 7 and chat["stream_options"] == {"include_usage": True} and "ignore_eos" not in chat
@@ -46,11 +47,20 @@ def test_prompts_take_one_of_each_task_in_turn_and_repeat(tmp_path: Path) -> Non
 
 def test_random_prompts_repeat_from_their_seed() -> None:
     options = LoadOptions(num_prompts=4, random_input_len=9, ignore_eos=True)
-    requests = make_requests(options)
-    assert [len(request.prompt.split()) for request in requests] == [9] * 4
-    assert len({request.prompt for request in requests}) == 4
-    assert make_requests(options) == requests
+    measurements = list(islice(make_requests(options), 3))
+    assert [len(requests) for requests in measurements] == [1, 4, 4]
+    assert {len(request.prompt.split()) for requests in measurements for request in requests} == {9}
+    assert list(islice(make_requests(options), 3)) == measurements
+    requests = measurements[1]
     assert requests[0].body(Endpoint.COMPLETIONS, "m")["ignore_eos"] is True
+
+
+def test_no_measurement_sends_a_prompt_of_another_one_unless_asked_to() -> None:
+    measurements = list(islice(make_requests(LoadOptions(num_prompts=8)), 4))
+    prompts = [request.prompt for requests in measurements for request in requests]
+    assert len(set(prompts)) == len(prompts) == 25
+    _, first, second = islice(make_requests(LoadOptions(num_prompts=8, same_prompts=True)), 3)
+    assert first == second
 
 
 def test_goodput_is_written_as_for_vllm() -> None:
