@@ -5,6 +5,10 @@ are packed for oneDNN when the model is loaded. Projections of the same input (q
 become one product. Under tensor parallelism each rank multiplies with its own shard, and the ranks communicate only
 in the all-reduce after a row-parallel layer.
 
+On CPU a row's product has the same bits whichever rows are multiplied beside it. Libraries choose code by the number of
+rows, and other code adds in another order. So rows are multiplied in tiles of a fixed number of rows, and in smaller
+ones only where a trial shows the same bits.
+
 The products are custom operators (`pilotfish::linear`, `pilotfish::joined`), because the compiler cannot trace a
 packed weight. A layer identifies its weights by a handle in a tensor instead of a number, so that one compiled layer
 serves all layers of a model.
@@ -13,7 +17,7 @@ serves all layers of a model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -23,8 +27,10 @@ from torch import distributed, nn
 
 from workers.forward.operators import define
 
-_INT8_OPERATOR_ROWS = 48  # with more rows, converting the weights once is cheaper than torch's int8 operator
-_INT8_OPERATOR_INPUTS = 16  # in bfloat16, torch's int8 operator reads out of bounds unless 16 divides the inputs
+_INT8_OPERATOR_INPUTS = 16  # torch's int8 operator reads out of bounds unless 16 divides the inputs
+_INT8_SLICE_OUTPUTS = 256  # int8 weights are converted for so many outputs at a time, which the caches hold
+_TILE_ROWS = 64
+_ALIGNMENT = 64  # bytes; other alignments of its input can make a library add in another order
 _PACKED_FOR_ROWS = 8  # oneDNN's layout for this width serves the others as well
 
 
@@ -44,7 +50,11 @@ class DenseKernel:
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearKernel`."""
+        """Multiply `x` `[…, in]` → `[…, out]`. On CPU no row's product depends on the other rows."""
+        return self.product(x) if self.weight.device.type != "cpu" else _in_tiles(x, self)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply all rows at once."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
@@ -56,15 +66,59 @@ class OneDnnKernel:
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearKernel`."""
-        # oneDNN caches code and scratch memory for every width, so widths are padded to a few.
-        shape = x.shape[:-1]
-        rows = shape.numel()
-        missing = padded_rows(rows) - rows
-        if missing:
-            x = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, missing))
+        """Multiply `x` `[…, in]` → `[…, out]`. No row's product depends on the other rows."""
+        return _in_tiles(x, self)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply all rows at once."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
-        return product[:rows].view(*shape, -1) if missing else product
+        return product
+
+
+_exact_widths: dict[tuple[object, ...], tuple[int, ...]] = {}
+"""What `exact_widths` found, by all that a library may choose its code by."""
+
+
+def _in_tiles(x: torch.Tensor, kernel: DenseKernel | OneDnnKernel) -> torch.Tensor:
+    """Multiply `x` `[…, in]` → `[…, out]`, only with numbers of rows at which the kernel gives the same bits."""
+    weight = kernel.weight
+    strides = weight.stride() if weight.layout is torch.strided else None
+    key = (weight.layout, weight.shape, strides, weight.dtype, kernel.bias is None, torch.get_num_threads())
+    widths = _exact_widths.get(key)
+    if widths is None:
+        widths = _exact_widths[key] = exact_widths(kernel.product, weight.shape[1], weight.dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    parts = [_padded_product(rows, kernel.product, widths) for rows in flat.split(widths[-1])]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*x.shape[:-1], -1)
+
+
+def _padded_product(
+    rows: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor], widths: Sequence[int]
+) -> torch.Tensor:
+    """The product of at most `widths[-1]` rows, with rows of zeros up to the next width."""
+    missing = next(width for width in widths if width >= len(rows)) - len(rows)
+    if missing:
+        return product(nn.functional.pad(rows, (0, 0, 0, missing)))[: len(rows)]
+    return product(rows.contiguous() if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone())
+
+
+def exact_widths(product: Callable[[torch.Tensor], torch.Tensor], inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Find the numbers of rows, ascending, at which `product` gives each row the same bits, by a trial on random rows.
+
+    They are those widths of `padded_rows` that agree with the widest tile. If the tile's own rows depend on where they
+    stand in it, rows are multiplied one at a time.
+    """
+    tile = torch.randn(_TILE_ROWS, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole, shift = product(tile), _TILE_ROWS // 5
+    if not torch.equal(product(tile.roll(shift, 0)).roll(-shift, 0), whole):
+        return (1,)
+    widths = sorted({padded_rows(rows) for rows in range(1, _TILE_ROWS)} - {_TILE_ROWS})
+    firsts = [width % (_TILE_ROWS - width) for width in widths]
+    agree = [
+        torch.equal(product(tile[first : first + width].clone()), whole[first : first + width])
+        for first, width in zip(firsts, widths, strict=True)
+    ]
+    return (*(width for width, equal in zip(widths, agree, strict=True) if equal), _TILE_ROWS)
 
 
 def padded_rows(rows: int) -> int:
@@ -84,12 +138,17 @@ class Int8Kernel:
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearKernel`. Both branches compute `(x @ integers) * scale`; int8 values are exact in every dtype."""
+        """Multiply `x` `[…, in]` → `[…, out]`: `(x @ integers) * scale`. No row's product depends on the other rows.
+
+        The code is chosen by the type and the number of inputs alone. int8 values are exact in every floating type.
+        """
         flat = x.flatten(0, -2)
-        if flat.shape[0] <= _INT8_OPERATOR_ROWS and flat.shape[1] % _INT8_OPERATOR_INPUTS == 0:
+        if x.dtype is torch.bfloat16 and flat.shape[1] % _INT8_OPERATOR_INPUTS == 0:
             product = torch._weight_int8pack_mm(flat, self.weight, self.scale)
-        else:
-            product = nn.functional.linear(flat, self.weight.to(x.dtype)) * self.scale
+        else:  # in float32 torch's operator is not vectorized
+            slices = self.weight.split(_INT8_SLICE_OUTPUTS)
+            product = torch.cat([DenseKernel(part.to(x.dtype), None).multiply(flat) for part in slices], dim=-1)
+            product = product * self.scale
         if self.bias is not None:
             product = product + self.bias
         return product.view(*x.shape[:-1], -1)

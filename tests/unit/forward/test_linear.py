@@ -21,6 +21,7 @@ from workers.forward.linear import (
     Int8Kernel,
     LinearKernel,
     OneDnnKernel,
+    exact_widths,
     make_linear_kernel,
     merge_linears,
     padded_rows,
@@ -55,6 +56,43 @@ class TestOneDnnKernel:
         for width in (5, 11):
             x = numbers(IN, width, dtype=dtype).t()
             check(product.multiply(x), x, weight, None, roundings=2)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(OUT, IN), (300, 72), (33, 50)])
+def test_no_neighbour_changes_a_bit_of_a_row(dtype: torch.dtype, quantization: str, outputs: int, inputs: int) -> None:
+    weight, bias = numbers(outputs, inputs, dtype=dtype), numbers(outputs, dtype=dtype, seed=1)
+    for kernel in (make_linear_kernel(weight, bias, quantization), make_linear_kernel(weight.t().clone().t(), None)):
+        rows = numbers(WIDTHS[-1], inputs, dtype=dtype, seed=2)
+        expected = torch.cat([kernel.multiply(row[None]) for row in rows])
+        for width in WIDTHS:
+            for first in {0, (WIDTHS[-1] - width) // 2, WIDTHS[-1] - width}:
+                found = kernel.multiply(rows[first : first + width])
+                assert torch.equal(found, expected[first : first + width]), (width, first)
+
+
+class TestExactWidths:
+    @staticmethod
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return (x[:, :, None] * torch.linspace(-1, 1, IN * OUT).view(IN, OUT)).sum(1)
+
+    def test_numbers_of_rows_with_other_code_are_left_out(self) -> None:
+        def product(x: torch.Tensor) -> torch.Tensor:  # as a library that adds backwards for one row, and for 41 to 60
+            return (
+                self.product(x) if len(x) != 1 and not 40 < len(x) <= 60 else self.product(x).nextafter(x.new_ones(()))
+            )
+
+        widths = exact_widths(product, IN, torch.float32)
+        assert widths[-1] == 64
+        assert {2, 3, 8, 16, 40} <= {*widths}
+        assert not {1, 48, 56} & {*widths}
+
+    def test_rows_go_alone_where_their_place_in_a_tile_matters(self) -> None:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return self.product(x) + (torch.arange(len(x)) == len(x) - 1)[:, None]
+
+        assert exact_widths(product, IN, torch.float32) == (1,)
 
 
 def test_widths_are_padded_to_a_few_sizes_that_are_not_much_wider() -> None:
