@@ -18,8 +18,8 @@ from cluster.generation.text.tokenizer import Tokenizer
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.observability.operations import OperationsServicer
-from cluster.wire.calls.servicer import CoordinatorServicer
 from cluster.wire.connection import Resolve
+from cluster.wire.coordinator_service import CoordinatorServicer
 from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.server import WireServer
 from deploy.implied_settings import NOT_LOSSLESS

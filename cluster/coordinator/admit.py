@@ -9,16 +9,15 @@ from cluster.coordinator.emit import Emitter
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.observability.traces import RequestTracer
 from cluster.coordinator.requests.beam_search import BeamSearch
-from cluster.coordinator.requests.decoding_strategy import DecodingStrategy
+from cluster.coordinator.requests.decoding_strategy import DecodingStrategy, ParallelSampling
 from cluster.coordinator.requests.delivery import Delivery
 from cluster.coordinator.requests.live_request import LiveRequest
-from cluster.coordinator.requests.parallel_sampling import ParallelSampling
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core.config.sections import SchedulerSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded
+from cluster.core.fair_queue import displaced, flow_of, outranked
 from cluster.core.ids import RequestId
 from cluster.core.kv import check_fits
-from cluster.core.queueing.fair_queue import displaced, flow_of, outranked
 from cluster.core.request import GenerationRequest
 from cluster.core.verification import TargetInfo
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.core.grammar.grammar import Grammar
+from cluster.core.grammar import Grammar
 from cluster.core.ids import NO_SALT, CacheSalt, RequestId
 from cluster.core.tree import EMPTY_TREE, TokenTree
 

@@ -10,7 +10,7 @@ from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import BeamParameters, SamplingParameters, StoppingCriteria
 from cluster.core.verification import TargetInfo
-from cluster.wire.codec.beam_search import decode_beam_search
+from cluster.wire.codec.common import decode_beam_search
 from pilotfish.v1 import generation_pb2
 
 INCOMPATIBLE_WITH_BEAMS = (

@@ -14,6 +14,7 @@ from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError, Message
 
 from cluster.core.errors import InvalidRequest, PilotfishError, WorkerUnavailable
+from cluster.wire.peer_access import TOKEN_KEY, ClusterToken
 from cluster.wire.status import Metadata, to_status
 
 logger = logging.getLogger(__name__)
@@ -209,3 +210,33 @@ def _parts(message: Message, path: str) -> Iterator[tuple[str, Message]]:
         for index, inner in enumerate(values):
             name = f"{descriptor.name}[{index}]" if descriptor.is_repeated else descriptor.name
             yield from _parts(inner, f"{path}{name}.")
+
+
+HEALTH_METHODS = "/grpc.health.v1.Health/"
+"""Prefix of the methods of health checks. They need no credential, because probes have none."""
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Ends every call without the token as UNAUTHENTICATED, before a message is read. Health checks are open."""
+
+    def __init__(self, token: ClusterToken) -> None:
+        self._token = token
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the method's handler for a call with the token, otherwise a handler that refuses the call."""
+        if handler_call_details.method.startswith(HEALTH_METHODS) or self._is_presented(handler_call_details):
+            return await continuation(handler_call_details)
+        # A handler of streams, for every kind of method: gRPC does not wait for a message before it calls it.
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+    def _is_presented(self, details: grpc.HandlerCallDetails) -> bool:
+        presented = [value for key, value in details.invocation_metadata or () if key == TOKEN_KEY]
+        return len(presented) == 1 and self._token.is_equal_to(presented[0])
+
+
+async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED)

@@ -11,7 +11,7 @@ import grpc
 from cluster.core.config.cluster_section import TlsSection
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
-from cluster.wire.tls.public_credentials import channel_credentials
+from cluster.wire.tls import channel_credentials
 
 TOKEN_KEY = "x-pilotfish-cluster-token"  # noqa: S105 - the name of the metadata, not a secret
 """Key of the call metadata that holds the cluster token."""

@@ -17,10 +17,9 @@ from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
 from cluster.wire.channel import message_options
-from cluster.wire.interceptor import CallInterceptor
+from cluster.wire.interceptor import CallInterceptor, TokenInterceptor
 from cluster.wire.peer_access import OPEN, PeerAccess
-from cluster.wire.tls.public_credentials import server_credentials
-from cluster.wire.token_interceptor import TokenInterceptor
+from cluster.wire.tls import server_credentials
 
 logger = logging.getLogger(__name__)
 

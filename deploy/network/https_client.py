@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cluster.core.config.public_tls import PublicTlsSection
-from cluster.wire.tls.public_credentials import client_context
+from cluster.wire.tls import client_context
 
 CacertOption = Annotated[
     str | None,

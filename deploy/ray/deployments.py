@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.core.config.answer_version import answer_version
+from cluster.core.config.target_section import answer_version
 from cluster.core.membership import Member, MemberRole, View
 from cluster.core.ports import DraftMethod
 from cluster.ingress.access.api_keys import ApiKey
@@ -28,7 +28,7 @@ from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
 from cluster.wire.address import join_host_port
-from cluster.wire.calls.client import CoordinatorClient
+from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget

@@ -22,7 +22,7 @@ from cluster.core.config.server import ServerSection
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.ingress.connections.tls import tls_options
 from cluster.wire.address import http_url
-from cluster.wire.tls.public_credentials import client_context
+from cluster.wire.tls import client_context
 from deploy.preflight import Problem, port_problems, raise_problems
 from deploy.ray.start_ray import CALLBACK, CALLBACK_VARIABLE
 

@@ -20,7 +20,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.wire.address import http_url, join_host_port
-from cluster.wire.tls.public_credentials import client_context
+from cluster.wire.tls import client_context
 from deploy.models import ReportProgress, resolve_models, served_name, with_served_name
 from deploy.placement import Placement, Resources, plan
 from deploy.preflight import capacity_problems, model_problems, port_problems, raise_problems

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.grammar.grammar import Grammar
+from cluster.core.grammar import Grammar
 from cluster.core.tree import TokenTree
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.models.tiny_tokenizer import byte_level

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.coordinator.requests.turns import Turns
+from cluster.coordinator.requests.request_table import Turns
 from cluster.core.config.sections import SchedulerSection
 from cluster.core.drafting import DraftBudget
+from cluster.core.fair_queue import expected_cost
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
-from cluster.core.queueing.fair_queue import expected_cost
 from cluster.core.scheduling.scheduler import plan
 from cluster.core.scheduling.state import Plan, SequenceView, State
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.request import SamplingParameters
 from pilotfish.v1 import common_pb2, generation_pb2
 

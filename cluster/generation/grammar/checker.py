@@ -6,8 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from cluster.core.errors import InvalidRequest
-from cluster.core.grammar.grammar import Grammar, GrammarKind
-from cluster.core.grammar.source import parser_limits, source_of
+from cluster.core.grammar import Grammar, GrammarKind, parser_limits, source_of
 from cluster.generation.grammar.compiler_process import Compiled, CompilerProcess
 from cluster.generation.grammar.compiler_queue import CompilerQueue
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from cluster.core.errors import Overloaded
-from cluster.core.grammar.grammar import Grammar
-from cluster.core.queueing.fair_queue import FairQueue
+from cluster.core.fair_queue import FairQueue
+from cluster.core.grammar import Grammar
 from cluster.generation.grammar.compiler_process import Compiled
 
 MOST_WAITING = 1024

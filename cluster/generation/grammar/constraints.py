@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from cluster.core.answer_format import AnswerFormat, ToolFormat
 from cluster.core.errors import InvalidRequest
-from cluster.core.grammar.grammar import Grammar
-from cluster.core.queueing.fair_queue import flow_of
+from cluster.core.fair_queue import flow_of
+from cluster.core.grammar import Grammar
 from cluster.core.request import GenerationRequest
 from cluster.generation.grammar.checker import GrammarChecker
 from cluster.generation.grammar.tool_calls import MISTRAL_OPENING, tool_call_grammar, with_special_opening

@@ -8,8 +8,7 @@ from typing import Any
 
 from cluster.core.answer_format import ToolFormat
 from cluster.core.errors import InvalidRequest
-from cluster.core.grammar.grammar import Grammar, GrammarKind
-from cluster.core.grammar.source import lark_json, lark_text
+from cluster.core.grammar import Grammar, GrammarKind, lark_json, lark_text
 
 ANY_TOOL = ""
 """Requires a call of any tool."""

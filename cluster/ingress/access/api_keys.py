@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from cluster.core.config.client_limits import ClientLimitsSection
+from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import ConfigurationError
 
 MAX_KEYS = 1000

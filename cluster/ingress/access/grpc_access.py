@@ -11,8 +11,8 @@ import grpc
 from cluster.core.errors import PermissionDenied, PilotfishError, Unauthenticated
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.key_ring import KeyRing, bearer_key
+from cluster.wire.interceptor import HEALTH_METHODS
 from cluster.wire.status import to_status
-from cluster.wire.token_interceptor import HEALTH_METHODS
 from pilotfish.v1 import generation_pb2, operations_pb2
 
 AUTHORIZATION = "authorization"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.core.config.client_limits import ClientLimitsSection
+from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import RateLimited
 
 _MINUTE = 60.0

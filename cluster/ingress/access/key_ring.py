@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from cluster.core.config.client_limits import ClientLimitsSection
+from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import ConfigurationError, Unauthenticated
 from cluster.ingress.access.api_keys import ApiKey, check_keys, digest
 from cluster.ingress.access.key_file import SETTING, KeyFile

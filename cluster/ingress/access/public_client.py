@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
-from cluster.core.config.client_limits import ClientLimitsSection
+from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import PilotfishError
 from cluster.ingress.access.key_limits import ClientUses
 from cluster.ingress.client import FullClient

@@ -10,8 +10,7 @@ import uvicorn
 
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
-from cluster.wire.tls.certificate_files import CertificateFiles
-from cluster.wire.tls.public_credentials import server_files
+from cluster.wire.tls import CertificateFiles, server_files
 
 
 def tls_options(tls: PublicTlsSection | None) -> dict[str, str]:

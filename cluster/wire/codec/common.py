@@ -10,10 +10,18 @@ from cluster.core import bounds
 from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import CacheSalt, SequenceId
-from cluster.core.request import SamplingParameters, SequenceStart, ThinkingBudget, TokenLogprobs
+from cluster.core.request import (
+    BeamScoring,
+    EarlyStopping,
+    SamplingParameters,
+    SequenceStart,
+    ThinkingBudget,
+    TokenLogprobs,
+)
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.wire.codec.grammar import decode_grammar, encode_grammar
 from pilotfish.v1 import common_pb2 as pb
+from pilotfish.v1 import generation_pb2
 
 _FAULTS = {
     pb.ROW_FAULT_CODE_OUT_OF_SYNC: RowFaultCode.OUT_OF_SYNC,
@@ -279,3 +287,30 @@ def decode_sequence_ids(
     bounds.count(field, values, 0, most)
     named = [prefix + value if value else value for value in values] if prefix else values
     return cast("tuple[SequenceId, ...]", bounds.identifiers(field, named))
+
+
+_DECODED_STOPPING = {
+    generation_pb2.EARLY_STOPPING_NO: EarlyStopping.NO,
+    generation_pb2.EARLY_STOPPING_YES: EarlyStopping.YES,
+    generation_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
+_ENCODED_STOPPING = {decoded: encoded for encoded, decoded in _DECODED_STOPPING.items()}
+
+
+def encode_beam_search(scoring: BeamScoring) -> generation_pb2.BeamSearch:
+    """Encode how a beam search scores and ends."""
+    return generation_pb2.BeamSearch(
+        length_penalty=scoring.length_penalty, early_stopping=_ENCODED_STOPPING[scoring.early_stopping]
+    )
+
+
+def decode_beam_search(message: generation_pb2.BeamSearch, default: BeamScoring) -> BeamScoring:
+    """Decode how a beam search scores and ends; unset fields are those of `default`. Raises `InvalidRequest`."""
+    penalty = message.length_penalty if message.HasField("length_penalty") else default.length_penalty
+    ending = message.early_stopping
+    if ending != generation_pb2.EARLY_STOPPING_UNSPECIFIED and ending not in _DECODED_STOPPING:
+        raise InvalidRequest("early_stopping", ending, "true, false or never")
+    return BeamScoring(
+        bounds.number("length_penalty", penalty, -bounds.MAX_LENGTH_PENALTY, bounds.MAX_LENGTH_PENALTY),
+        _DECODED_STOPPING.get(ending, default.early_stopping),
+    )

@@ -6,7 +6,7 @@ import json
 
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind
 from pilotfish.v1 import common_pb2 as pb
 
 

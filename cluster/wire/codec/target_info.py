@@ -6,8 +6,7 @@ from cluster.core import bounds
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
 from cluster.core.request import USUAL_SCORING
 from cluster.core.verification import StepSample, TargetInfo
-from cluster.wire.codec.beam_search import decode_beam_search, encode_beam_search
-from cluster.wire.codec.common import decode_words
+from cluster.wire.codec.common import decode_beam_search, decode_words, encode_beam_search
 from pilotfish.v1 import common_pb2
 from pilotfish.v1 import target_pb2 as pb
 

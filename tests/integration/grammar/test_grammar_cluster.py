@@ -17,7 +17,7 @@ import pytest_asyncio
 from pydantic import BaseModel
 
 from cluster.core.config.sections import Configuration
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.request import SamplingParameters
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.codec.common import encode_sampling

@@ -30,7 +30,7 @@ from cluster.ingress.http import create_app
 from cluster.ingress.observability.operations import RoutedOperationsServicer
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
-from cluster.wire.calls.client import CoordinatorClient
+from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget

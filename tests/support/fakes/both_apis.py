@@ -23,7 +23,7 @@ from cluster.ingress.observability.operations import OperationsServicer
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
 from cluster.wire.server import WireServer
-from cluster.wire.tls.public_credentials import client_context
+from cluster.wire.tls import client_context
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2_grpc
 from tests.support.fakes.fake_engine import OneMetric, ScriptedEngine, fake_service, listening
 

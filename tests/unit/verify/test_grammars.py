@@ -14,7 +14,7 @@ import pytest
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree

@@ -16,7 +16,7 @@ import pytest
 
 from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.errors import TargetUnavailable
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree

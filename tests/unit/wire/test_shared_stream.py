@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
-from cluster.wire.calls import client as calls_client
-from cluster.wire.calls.client import CoordinatorClient
-from cluster.wire.calls.servicer import WINDOW, CoordinatorServicer
+from cluster.wire import coordinator_client
+from cluster.wire.coordinator_client import CoordinatorClient
+from cluster.wire.coordinator_service import WINDOW, CoordinatorServicer
 from cluster.wire.server import WireServer
 from deploy.coordinator_server import COORDINATOR_SERVICE, fixed_address
 from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
@@ -199,7 +199,7 @@ async def test_a_stopping_server_sends_what_ended_calls_have_left() -> None:
 async def test_the_coordinator_knows_the_deadline_and_the_client_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls_client, "_LATE_SECONDS", 0.0)
+    monkeypatch.setattr(coordinator_client, "_LATE_SECONDS", 0.0)
     async with served() as it:
         with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.2 s"):
             await read_all(it.client, request("hangs", 1), 0.2)

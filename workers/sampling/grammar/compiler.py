@@ -8,8 +8,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from cluster.core.grammar.grammar import Grammar
-from cluster.core.grammar.source import parser_limits, source_of
+from cluster.core.grammar import Grammar, parser_limits, source_of
 from workers.sampling.grammar.matcher import GrammarError, GrammarMatcher
 
 _MOST_CACHED = 64

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.ingress.openai.fields.types import StrictModel, Text, Texts, is_encodable
 
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.GRAMMAR}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from cluster.coordinator.requests.decoding_strategy import ParallelSampling
 from cluster.coordinator.requests.delivery import Delivery
 from cluster.coordinator.requests.live_request import LiveRequest
-from cluster.coordinator.requests.parallel_sampling import ParallelSampling
 from cluster.coordinator.requests.request_table import RequestTable
 from tests.support.fakes.fake_cluster import request
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import InvalidRequest, NotReady, Overloaded
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.generation.grammar import checker as checker_module
 from cluster.generation.grammar.checker import GrammarChecker
 from cluster.generation.grammar.compiler_process import Compiled

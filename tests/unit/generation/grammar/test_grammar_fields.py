@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.grammar.grammar import Grammar, GrammarKind
-from cluster.core.grammar.source import source_of
+from cluster.core.grammar import Grammar, GrammarKind, source_of
 from tests.support.fakes.http_app import HttpApi, error_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

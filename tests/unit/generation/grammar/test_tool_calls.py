@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from cluster.core.answer_format import ToolFormat
 from cluster.core.errors import InvalidRequest
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.generation.grammar.tool_calls import ANY_TOOL, tool_call_grammar, with_special_opening
 from cluster.ingress.openai.parsing.call_parser import CallParser
 from cluster.ingress.openai.parsing.parts import PartKind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.core.config.client_limits import ClientLimitsSection
+from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import RateLimited
 from cluster.ingress.access.key_limits import ClientUse, ClientUses
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.core.config.client_limits import ClientLimitsSection
 from cluster.core.config.load import load
+from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import ConfigurationError, RateLimited
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.grpc_access import AccessInterceptor

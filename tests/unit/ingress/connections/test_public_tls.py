@@ -15,9 +15,7 @@ from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError, PilotfishError
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.tls import certificate_files
-from cluster.wire.tls.certificate_files import CertificateFiles
-from cluster.wire.tls.public_credentials import client_context
+from cluster.wire.tls import CertificateFiles, certificate_files, client_context
 from deploy.coordinator_server import fixed_address
 from tests.support.certificates import Authority
 from tests.support.fakes.both_apis import HI, BothApis, Request, serving

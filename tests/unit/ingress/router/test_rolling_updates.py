@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.core.config.answer_version import answer_version
 from cluster.core.config.sections import LimitsSection
+from cluster.core.config.target_section import answer_version
 from cluster.core.errors import ModelChanged
 from cluster.ingress.http import create_app
 from cluster.ingress.router import pool

@@ -7,8 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.core.ids import RequestId
-from cluster.core.queueing.fair_queue import (
+from cluster.core.fair_queue import (
     EXPECTED_ANSWER_TOKENS,
     FairQueue,
     QueuedRequest,
@@ -16,6 +15,7 @@ from cluster.core.queueing.fair_queue import (
     expected_cost,
     flow_of,
 )
+from cluster.core.ids import RequestId
 
 
 def test_two_flows_take_turns_however_many_sequences_one_sends() -> None:

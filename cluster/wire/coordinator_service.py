@@ -7,12 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from cluster.core.errors import InvalidRequest
-from cluster.wire.calls.outbox import Outbox
 from cluster.wire.interceptor import parsed, status_of
 from cluster.wire.status import DETAIL_KEY
 from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
@@ -24,6 +23,36 @@ _MOST_EVENTS = 512
 
 Generate = Callable[[generation_pb2.GenerateRequest, float], AsyncGenerator[generation_pb2.GenerateResponse, None]]
 """Yields the responses of one request with a timeout in seconds. Raises Pilotfish errors."""
+
+
+Item = TypeVar("Item")
+
+
+class Outbox(Generic[Item]):
+    """Items in the order in which they were put. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._items: list[Item] = []
+        self._filled = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, item: Item) -> None:
+        """Add an item."""
+        self._items.append(item)
+        self._filled.set()
+
+    def close(self) -> None:
+        """End `take` once it has returned all items."""
+        self._is_closed = True
+        self._filled.set()
+
+    async def take(self) -> list[Item]:
+        """Wait for items and return all of them; none after `close`."""
+        await self._filled.wait()
+        items, self._items = self._items, []
+        if not self._is_closed:
+            self._filled.clear()
+        return items
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):

@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 
 from cluster.core.errors import DeadlineExceeded, NotReady, PilotfishError
-from cluster.wire.calls.outbox import Outbox
-from cluster.wire.calls.servicer import WINDOW
+from cluster.wire.coordinator_service import WINDOW, Outbox
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.status import DETAIL_KEY, from_rpc_error
 from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.core.errors import InvalidRequest, Overloaded
+from cluster.core.fair_queue import QueuedRequest, outranked
 from cluster.core.ids import RequestId
-from cluster.core.queueing.fair_queue import QueuedRequest, outranked
 from cluster.core.request import GenerationRequest
 from tests.support.fakes.fake_cluster import read, request, serving, until
 from tests.support.fakes.fake_drafters import WrongDrafter

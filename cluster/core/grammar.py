@@ -1,4 +1,4 @@
-"""The form of a grammar for the library `llguidance`, and the limits of its parser.
+"""What an answer is constrained to, and its form for the library `llguidance` with the limits of its parser.
 
 The process that decides tokens and the one that checks requests compile the same source with the same limits.
 """
@@ -7,12 +7,52 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
 from cluster.core.bounds import MAX_CHOICES
-from cluster.core.grammar.grammar import Grammar, GrammarKind
+
+
+class GrammarKind(Enum):
+    """How a grammar is written."""
+
+    JSON_OBJECT = "json_object"
+    """Any JSON object. The text is empty."""
+    JSON_SCHEMA = "json_schema"
+    """JSON that a schema, given as JSON text, describes."""
+    REGEX = "regex"
+    """Text that a regular expression matches from its beginning to its end."""
+    CHOICE = "choice"
+    """One of several texts, which are given as a JSON array."""
+    GRAMMAR = "grammar"
+    """A context-free grammar in Lark's syntax, or in the EBNF of GBNF files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    @classmethod
+    def of_choices(cls, choices: Sequence[str]) -> Grammar:
+        """Return the grammar of one of several texts."""
+        return cls(GrammarKind.CHOICE, json.dumps(list(choices), ensure_ascii=False))
+
+    @classmethod
+    def of_schema(cls, schema: object) -> Grammar:
+        """Return the grammar of a JSON schema."""
+        return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts of a choice."""
+        return tuple(json.loads(self.text))
+
 
 _LIMITS: Mapping[str, Any] = MappingProxyType(
     {
