@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +33,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def plan_command(
     config: ConfigOption = None, assignments: SetOption = None, node: NodeOption = None, as_json: JsonOption = False
 ) -> None:
-    """Print the placement that `serve` would use on this machine or its Ray cluster. Start nothing."""
+    """Print the placement that `serve` would use on this machine or its Ray cluster. Start nothing.
+
+    The exit status is 1 if something is missing. Models are looked for where the plan is for this machine.
+    """
     settings = load_settings(config, assignments or ())
     nodes = parse_nodes(node) if node else _nodes(settings)
     # Importing it takes seconds, so the settings are checked first.
@@ -41,12 +44,26 @@ def plan_command(
 
     placement = plan(settings.configuration, nodes)
     problems = list(capacity_problems(placement, nodes))
+    if not node and settings.ray_address is None:
+        problems += _model_problems(settings)
     if as_json:
         output.print_json(json.dumps(description(settings.configuration, placement, nodes, problems)))
-        return
-    output.print(placement_table(settings.configuration, placement, nodes))
-    for problem in problems:
-        output.print(f"would not start: {problem}", markup=False)
+    else:
+        output.print(placement_table(settings.configuration, placement, nodes))
+        for problem in problems:
+            output.print(f"would not start: {problem}", markup=False)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _model_problems(settings: Settings) -> Iterator[Problem]:
+    """Problems with models that should be on this machine. `serve` fetches those of a hub itself."""
+    from deploy.doctor.models import model_findings
+    from deploy.preflight import Problem
+
+    for finding in model_findings(settings.configuration, settings.cache_directory):
+        if finding.remedy is not None:
+            yield Problem(finding.subject, "a model that can be loaded", finding.found, finding.remedy)
 
 
 def _nodes(settings: Settings) -> tuple[Resources, ...]:

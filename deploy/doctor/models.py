@@ -65,4 +65,4 @@ def _on_hub(key: str, path: str) -> Finding:
 
     if isinstance(try_to_load_from_cache(path, "config.json"), str):
         return Finding(key, f"{path}, in the hub's cache")
-    return Finding(key, f"{path}, not fetched yet", "run `pilotfish prepare`, which fetches and converts it")
+    return Finding(key, f"{path}, not fetched yet: the first start fetches it, or `pilotfish prepare`")

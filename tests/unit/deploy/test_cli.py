@@ -54,7 +54,7 @@ class TestSettings:
 
         found = settings.load_settings(environment=environment)
 
-        assert found.configuration.target.tensor_parallel == 4
+        assert found.configuration.target.dtype == "bfloat16"
         assert found.cache_directory == tmp_path
         assert found.ray_address == "auto"
 
@@ -135,8 +135,21 @@ class TestCommands:
     ) -> None:
         arguments = ("--set", "target.device=cuda", "--set", "target.tensor_parallel=64")
 
-        assert run(monkeypatch, "plan", *arguments) == 0
+        assert run(monkeypatch, "plan", *arguments) == 1
         assert "would not start: GPUs: needed 64" in capsys.readouterr().out
+
+    def test_a_plan_refuses_a_directory_without_a_model(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        assert run(monkeypatch, "plan", "--set", f"target.path={tmp_path}") == 1
+        assert "a model directory needs config.json and .safetensors files" in capsys.readouterr().out
+
+    def test_the_preset_for_gpus_starts_on_one_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        node = Resources(cpus=8, gpus=1, memory_bytes=1 << 36, gpu_memory_bytes=24 << 30)
+        monkeypatch.setattr("deploy.machine.local_resources", lambda: node)
+
+        assert run(monkeypatch, "plan", "--config", "gpu") == 0
+        assert run(monkeypatch, "plan", "--config", "gpu", "--set", "target.tensor_parallel=2") == 1
 
     @pytest.mark.parametrize(("method", "gpus"), [("model", 5), ("ngram", 4), ("none", 4)])
     def test_only_a_method_that_loads_a_model_claims_a_gpu(
@@ -145,11 +158,13 @@ class TestCommands:
         node = Resources(cpus=64, gpus=8, memory_bytes=1 << 40, gpu_memory_bytes=1 << 37)
         monkeypatch.setattr("deploy.machine.local_resources", lambda: node)
 
-        assert run(monkeypatch, "plan", "--config", "gpu", "--set", f"draft.method={method}") == 0
+        settings = ("target.tensor_parallel=4", "draft.model.path=Qwen/Qwen3-0.6B", f"draft.method={method}")
+        assignments = [part for setting in settings for part in ("--set", setting)]
+        assert run(monkeypatch, "plan", "--config", "gpu", *assignments) == 0
 
         printed = capsys.readouterr().out
         assert printed.count("cuda") == gpus
-        assert ("Llama-3.2" in "".join(printed.split())) == (method == "model")
+        assert ("Qwen3-0.6B" in "".join(printed.split())) == (method == "model")
 
     @pytest.mark.parametrize("command", ["plan", "serve", "demo", "prepare"])
     def test_a_bad_setting_is_one_line_and_exit_code_2(

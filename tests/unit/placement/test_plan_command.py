@@ -43,7 +43,8 @@ def test_json_lists_nodes_and_processes(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_json_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(monkeypatch, capsys, "--node", "3*cpus=32,gpus=3")
+    assert run(monkeypatch, "--json", "--node", "3*cpus=32,gpus=3") == 1
+    found = json.loads(capsys.readouterr().out)
     (problem,) = found["problems"]
     assert problem["subject"] == "GPUs on one node"
     assert {process["node"] for process in found["processes"] if process["role"] == "target"} == {None}
