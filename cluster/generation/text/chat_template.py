@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.core.answer_format import ToolFormat
 from cluster.core.errors import ConfigurationError, InvalidRequest
+from cluster.core.json_text import find_half
 
 RENDER_SECONDS = 5.0
 """Longest time for which a template may compute, in seconds of its thread."""
@@ -252,7 +253,7 @@ def _called_with(call: CalledTool) -> dict[str, Any] | None:
         value = json.loads(call.arguments)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and find_half(value) is None else None
 
 
 def _has_broken_call(message: Message) -> bool:

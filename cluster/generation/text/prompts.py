@@ -15,6 +15,7 @@ from cluster.core import bounds
 from cluster.core.answer_format import TEXT_ONLY, AnswerFormat
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
+from cluster.core.json_text import WHOLE, find_half
 from cluster.core.verification import TargetInfo
 from cluster.generation.text.chat_template import OWN_VARIABLES, PLAIN, CalledTool, Message, TemplateOptions
 from cluster.generation.text.tokenizer import Tokenizer
@@ -153,6 +154,8 @@ def _check_object(field: str, text: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequest(field, text, "a JSON object")
+    if find_half(value) is not None:
+        raise InvalidRequest(field, text, WHOLE)
     return value
 
 

@@ -11,11 +11,12 @@ from pydantic import Field
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.core.json_text import find_half
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.chat_adapter import Event, Named, respond
 from cluster.ingress.openai.errors import ErrorResponse
-from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32
+from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32, Untyped
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
 from cluster.ingress.openai.requests import ChatRequest
@@ -36,9 +37,9 @@ class MessagesBody(StrictModel):
     """A served name of the model."""
     max_tokens: UInt32
     """Most tokens of the answer."""
-    messages: Annotated[list[dict[str, Any]], FirstErrorOnly()]
+    messages: Annotated[list[Untyped], FirstErrorOnly()]
     """The conversation: texts, or lists of blocks."""
-    system: str | list[dict[str, Any]] | None = None
+    system: str | list[Untyped] | None = None
     """What the system says first."""
     stop_sequences: list[Text] = Field(default_factory=list)
     """Strings that end the answer."""
@@ -50,13 +51,13 @@ class MessagesBody(StrictModel):
     """Keep the smallest set of most probable tokens whose probability reaches it."""
     top_k: int | None = None
     """Keep this many of the most probable tokens."""
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[Untyped] = Field(default_factory=list)
     """Functions that the model may call."""
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: Untyped | None = None
     """`auto`, `none`, `any` (a call of any tool) or `tool` (a call of the named one)."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """No effect: labels that the client chooses."""
-    thinking: dict[str, Any] | None = None
+    thinking: Untyped | None = None
     """`disabled`, `adaptive`, or `enabled` with `budget_tokens`, after which the end of thinking is forced."""
     service_tier: Literal["auto", "standard_only"] = "auto"
     """No effect."""
@@ -93,7 +94,7 @@ def _chat(body: MessagesBody) -> Json:
         kind = body.tool_choice.get("type")
         if kind == "tool":
             chat["tool_choice"] = {"function": {"name": body.tool_choice.get("name")}}
-        elif kind in _CHOICES:
+        elif isinstance(kind, str) and kind in _CHOICES:
             chat["tool_choice"] = _CHOICES[kind]
         else:
             raise InvalidRequest("tool_choice.type", kind, "auto, none, any or tool")
@@ -272,9 +273,12 @@ def _written(value: object) -> str:
 
 
 def _parsed(arguments: str) -> Json:
-    """Return the arguments of a call. Those that the end of the answer cut off are not JSON."""
+    """Return the arguments of a call. Those that the end of the answer cut off, and those whose strings have half of a
+    surrogate pair, are no JSON that can be sent."""
     try:
         value = json.loads(arguments or "{}", strict=False)
     except ValueError:
         return {"partial_json": arguments}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    return {"partial_json": arguments} if find_half(value) is not None else value

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.ingress.openai.fields.types import Seed, StrictModel, Text, UInt32
+from cluster.ingress.openai.fields.types import Seed, StrictModel, Text, UInt32, Untyped
 from cluster.ingress.openai.fields.unsupported import Unsupported, UnsupportedParameters
 
 _HOSTED = "it belongs to OpenAI's hosted service"
@@ -27,7 +27,7 @@ class ResponsesBody(StrictModel):
 
     model: Text | None = None
     """A served name of the model."""
-    input: str | list[dict[str, Any]]
+    input: str | list[Untyped]
     """A text of the user, or items of a conversation."""
     instructions: Text | None = None
     """What the system says first. It is not kept for later responses."""
@@ -45,15 +45,15 @@ class ResponsesBody(StrictModel):
     """Keep the smallest set of most probable tokens whose probability reaches it."""
     seed: Seed | None = None
     """The seed, as in chat completions."""
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[Untyped] = Field(default_factory=list)
     """Functions that the model may call."""
     tool_choice: Any = None
     """`auto`, `none`, `required` (a call of any tool) or the name of a function."""
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls."""
-    reasoning: dict[str, Any] | None = None
+    reasoning: Untyped | None = None
     """Settings of reasoning models. `effort` becomes `reasoning_effort` in the model's chat template."""
-    text: dict[str, Any] | None = None
+    text: Untyped | None = None
     """The form of the answer. `format` takes what `response_format` of a chat completion takes."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """No effect: labels that the client chooses."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.core.json_text import WHOLE, find_half
 from cluster.ingress.openai.fields.types import StrictModel, UnknownFields
 from cluster.ingress.openai.fields.unsupported import Unsupported
 from cluster.ingress.openai.requests import Parameters
 
 _MAX_NAME_CHARS = 64
 """Longer names are cut before they are compared or reported."""
+_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+"""What a body has that holds a surrogate. Most bodies have none, and are not searched."""
 
 _Request = TypeVar("_Request", bound=StrictModel)
 
@@ -26,6 +30,8 @@ def parse(model: type[_Request], body: bytes, unknown: UnknownFields | None = No
     Raises `InvalidRequest` (`body` when it is not a JSON object) and `UnsupportedParameter`.
     """
     values = {name: value for name, value in _read_object(body).items() if value is not None}
+    if _ESCAPED_HALF.search(body) is not None:
+        _refuse_halves({name: value for name, value in values.items() if name in model.model_fields})
     for name, parameter in model.unsupported.items():
         if name in values:
             _refuse_unless_neutral(name, values.pop(name), parameter)
@@ -57,6 +63,12 @@ def _read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest("body", value, "a JSON object")
     return value
+
+
+def _refuse_halves(values: dict[str, Any]) -> None:
+    found = find_half(values)
+    if found is not None:
+        raise InvalidRequest(found[0][:_MAX_NAME_CHARS], found[1], WHOLE)
 
 
 def _is_deeper_than(value: object, levels: int) -> bool:

@@ -21,7 +21,7 @@ from cluster.ingress.openai.fields.types import (
     Text,
     Texts,
     UInt32,
-    is_encodable,
+    without_nulls,
 )
 from cluster.ingress.openai.fields.unsupported import CHAT, COMPLETIONS, UnsupportedParameters
 from cluster.ingress.openai.fields.vllm_parameters import VllmParameters
@@ -130,7 +130,7 @@ class Parameters(GrammarParameters, VllmParameters):
         """Keep one wrong entry, to report it."""
         if isinstance(value, dict):
             for key, entry in value.items():
-                if not (isinstance(entry, str) and is_encodable(key) and is_encodable(entry)):
+                if not isinstance(entry, str):
                     return {key: entry}
         return value
 
@@ -264,7 +264,7 @@ def part_text(field: str, part: object) -> str:
     """Return the text of a part of a message: a plain text, or an object with a text. Raises `InvalidRequest`."""
     if isinstance(part, str):
         return part
-    fields = part if isinstance(part, dict) else {}
+    fields = without_nulls(part) if isinstance(part, dict) else {}
     kind = fields.get("type", "text")
     if not isinstance(part, dict) or kind not in _TEXT_PARTS:
         raise UnsupportedParameter(f"{field}.type", kind, "text: no other part is supported")

@@ -7,6 +7,7 @@ import json
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind
+from cluster.core.json_text import WHOLE, find_half
 from pilotfish.v1 import common_pb2 as pb
 
 
@@ -67,3 +68,5 @@ def _check_schema(field: str, text: str) -> None:
         value = None
     if not (isinstance(value, dict) or value is True):
         raise InvalidRequest(field, text, "a JSON schema: a JSON object")
+    if find_half(value) is not None:
+        raise InvalidRequest(field, text, WHOLE)

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.core.grammar import Grammar, GrammarKind
-from cluster.ingress.openai.fields.types import StrictModel, Text, Texts, is_encodable
+from cluster.ingress.openai.fields.types import StrictModel, Text, Texts, Untyped
 
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.GRAMMAR}
 _NAMES = ("json", "regex", "choice", "grammar", "json_object")
@@ -27,10 +27,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class GrammarParameters(StrictModel):
     """Parameters of both endpoints that say what an answer matches. At most one of them may do so."""
 
-    response_format: dict[str, Any] | None = None
+    response_format: Untyped | None = None
     """`text`, `json_object`, or `json_schema` with a schema, which every answer matches whether or not `strict` is set.
     JSON is written on one line, as `json.dumps` does."""
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Untyped | None = None
     """What the answer matches: `json` (a schema), `regex`, `choice`, `grammar` (Lark's syntax or EBNF) or
     `json_object`."""
     guided_json: dict[str, Any] | Text | None = None
@@ -99,12 +99,12 @@ def _grammar(field: str, kind: str, value: object) -> Grammar:
             raise InvalidRequest(field, value, "true")
         return Grammar(GrammarKind.JSON_OBJECT)
     if kind == "choice":
-        if not (isinstance(value, list) and all(isinstance(text, str) and is_encodable(text) for text in value)):
+        if not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
             raise InvalidRequest(field, value, "a list of strings")
         bounds.count(field, value, 1, bounds.MAX_CHOICES, "strings")
         return Grammar.of_choices(value)
     if kind == "json" and isinstance(value, dict):
-        value = json.dumps(value, ensure_ascii=not is_encodable(json.dumps(value, ensure_ascii=False)))
-    if not isinstance(value, str) or not is_encodable(value):
+        value = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str):
         raise InvalidRequest(field, value, "a JSON schema: a JSON object" if kind == "json" else "a string")
     return Grammar(_KINDS[kind], value)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text
+from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, Untyped
 
 MAX_TOOLS = 128
 
@@ -60,7 +60,7 @@ class NamedTool(StrictModel):
 class ChatExtensions(StrictModel):
     """Parameters of chats for tools, reasoning and the model's template."""
 
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS), FirstErrorOnly()] = Field(default_factory=list)
+    tools: Annotated[list[Untyped], Field(max_length=MAX_TOOLS), FirstErrorOnly()] = Field(default_factory=list)
     """Functions that the model may call. Calls are found in the answer, also while it is streamed."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """`auto` (the default with tools) lets the model choose; `none` does not offer the tools. With `required` or a

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import islice
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from cluster.core.json_text import WHOLE, has_half
 from cluster.ingress.openai.fields.unsupported import UnsupportedParameters
 
 MAX_UINT32 = 2**32 - 1
@@ -19,18 +20,23 @@ _MAX_NAME_CHARS = 64
 
 
 def _encodable(text: str) -> str:
-    """Refuse half of a surrogate pair: JSON can hold it, UTF-8 and protobuf cannot."""
-    if not is_encodable(text):
-        raise PydanticCustomError("surrogate", "valid Unicode, without half of a surrogate pair")
+    if has_half(text):
+        raise PydanticCustomError("surrogate", WHOLE)
     return text
 
 
-def is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+_FREE = frozenset({"arguments", "input", "input_schema", "json", "parameters", "schema"})
+"""Entries of untyped objects whose values are the client's own, nulls included."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Return an untyped object without the entries that are null, at every level: they count as left out."""
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    if isinstance(value, dict):
+        present = {name: entry for name, entry in value.items() if entry is not None}
+        return {name: entry if name in _FREE else without_nulls(entry) for name, entry in present.items()}
+    return value
 
 
 class FirstErrorOnly(FailFast):
@@ -40,6 +46,8 @@ class FirstErrorOnly(FailFast):
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+Untyped = Annotated[dict[str, Any], AfterValidator(without_nulls)]
+"""An object whose entries are read later."""
 UInt32 = Annotated[int, Field(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, Field(ge=-(2**63), le=_MAX_UINT64)]
 """Any 64-bit integer. A negative one is the unsigned one with the same bits."""
@@ -76,11 +84,11 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_unknown_fields(cls, value: object, info: ValidationInfo) -> object:
-        """Leave unknown fields out. To refuse them, keep one: the errors of a million would not fit in memory."""
+        """Leave out nulls and unknown fields. To refuse those, keep one: a million errors would not fit in memory."""
         if not isinstance(value, dict):
             return value
-        known = {name: entry for name, entry in value.items() if name in cls.model_fields}
-        unknown = (name for name in value if name not in cls.model_fields)
+        known = {name: entry for name, entry in value.items() if name in cls.model_fields and entry is not None}
+        unknown = (name for name, entry in value.items() if name not in cls.model_fields and entry is not None)
         if isinstance(info.context, UnknownFields):
             for name in islice(unknown, _MAX_UNKNOWN_FIELDS):
                 info.context.add(cls.path + name)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 
 from cluster.core.answer_format import ToolFormat
+from cluster.core.json_text import find_half, without_halves
 from cluster.ingress.openai.parsing.json_span import JsonSpan
 from cluster.ingress.openai.parsing.parts import Part, PartKind, undecided
 
@@ -148,7 +149,7 @@ class CallParser:
             self._span = JsonSpan()
             self._span.until(self._buffer[: match.end()], 0, 0)
             self._opened = ""
-            self._begin_call(_encodable(json.loads(match[1], strict=False)))
+            self._begin_call(without_halves(json.loads(match[1], strict=False)))
             self._buffer, self._scanned, self._state, self._depth = self._buffer[match.end() :], 0, self._arguments, 1
             return True
         end = self._span.until(self._buffer, self._scanned, 0)
@@ -221,10 +222,4 @@ def _whole_call(text: str) -> tuple[str, str] | None:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    written = json.dumps(arguments, ensure_ascii=False)
-    return _encodable(name), written if written == _encodable(written) else json.dumps(arguments)
-
-
-def _encodable(text: str) -> str:
-    """Return a text with U+FFFD for each half of a surrogate pair, which JSON can escape and UTF-8 cannot hold."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return without_halves(name), json.dumps(arguments, ensure_ascii=find_half(arguments) is not None)
