@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+import typer
 from typer.models import OptionInfo
 
 from cluster.core.errors import ConfigurationError
@@ -16,9 +17,10 @@ from cluster.core.errors import ConfigurationError
 def command_with_options(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a function whose first parameter is an instance of the dataclass `options` into a typer command.
 
-    Every field of the dataclass becomes an option of the command, with the field's type, default and annotation
-    (`typer.Option`). The function's other parameters stay options of their own. A field of type `tuple[T, ...]` may be
-    repeated on the command line, unless its annotation has a parser (see `number_list`).
+    Every field of the dataclass becomes an option of the command, with the field's type, default and annotation: a
+    `typer.Option`, or a help text alone. The function's other parameters stay options of their own. A field of type
+    `tuple[T, ...]` may be repeated on the command line, unless its annotation has a parser (see `number_list`). A tuple
+    of numbers that is annotated with a help text has one.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -63,6 +65,7 @@ def _parameters(options: type[Any]) -> list[inspect.Parameter]:
         kind, *metadata = (
             get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (hints[field.name],)
         )
+        metadata = [_option(field.name, kind, entry) if isinstance(entry, str) else entry for entry in metadata]
         has_parser = any(isinstance(entry, OptionInfo) and entry.parser for entry in metadata)
         if get_origin(kind) is tuple:
             kind = str if has_parser else GenericAlias(list, get_args(kind)[:1])
@@ -72,3 +75,11 @@ def _parameters(options: type[Any]) -> list[inspect.Parameter]:
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
     return parameters
+
+
+def _option(name: str, kind: Any, text: str) -> OptionInfo:
+    """The option of a field that is annotated with a help text alone."""
+    number = next((each for each in get_args(kind)[:1] if each in (int, float)), None)
+    if get_origin(kind) is not tuple or number is None:
+        return typer.Option(help=text)
+    return typer.Option(parser=number_list("--" + name.replace("_", "-"), number), metavar="NUMBERS", help=text)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
-from deploy.distillation.options import DistillOptions
+from deploy.progress import ProgressReporter
 from deploy.settings import load_settings
+from deploy.terminal import notices
+from workers.distill.options import DistillOptions
 from workers.model.draft_card import LAYERS
 
 
@@ -15,9 +19,36 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
     chosen = tuple(assignments or ())
     settings = load_settings(config, chosen)
     # These import torch, once all options are checked.
-    if options.kind == LAYERS:
-        from deploy.distillation.pipeline import run
-    else:
-        from deploy.distillation.modules import run_module as run
+    from deploy.distillation_target import LocalTarget
+    from deploy.models import resolve_models, served_name
+    from workers.distill.export import check_replaceable
+    from workers.distill.job import DistillJob
+    from workers.distill.modules.module_pipeline import distill_module
+    from workers.distill.student_pipeline import check_options, distill_model
 
-    run(settings, options, options.command_line(config, chosen))
+    check_replaceable(options.out)
+    if options.kind == LAYERS:
+        check_options(options)
+    with notices.status("looking for the target") as status:
+        models = resolve_models(settings.configuration, settings.cache_directory, status.update)
+    job = DistillJob(
+        options=options,
+        configuration=models.configuration,
+        target=models.target,
+        name=served_name(models.configuration),
+        command_line=options.command_line(config, chosen),
+        notices=_TerminalNotices(),
+        served=LocalTarget(models.configuration),
+    )
+    make = distill_model if options.kind == LAYERS else distill_module
+    make(job)
+
+
+class _TerminalNotices:
+    """Lines and progress bars on stderr. It is a `Notices`."""
+
+    def print(self, text: str) -> None:
+        notices.print(text)
+
+    def stage(self, title: str) -> AbstractContextManager[ProgressReporter]:
+        return ProgressReporter(notices, title)

@@ -14,11 +14,12 @@ from cluster.core.errors import ConfigurationError, InvalidRequest, NotReady, Pi
 from cluster.generation.text.chat_template import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.peer_access import OPEN
-from deploy.distillation import answers
-from deploy.distillation.answers import Quota, answer_all
+from deploy import distillation_target
+from deploy.distillation_target import answer_all
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.models import tiny_tokenizer
 from workers.distill.answers import Answer, AnswerFile, read_answers
+from workers.distill.job import Quota
 from workers.distill.prompts import Prompt, Task, schedule
 from workers.serve.configuration import load_configuration
 
@@ -65,8 +66,8 @@ class FakeCluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     fake = FakeCluster()
-    monkeypatch.setattr(answers, "LocalCluster", lambda configuration: fake)
-    monkeypatch.setattr(answers, "GenerationClient", lambda resolve, access: fake)
+    monkeypatch.setattr(distillation_target, "LocalCluster", lambda configuration: fake)
+    monkeypatch.setattr(distillation_target, "GenerationClient", lambda resolve, access: fake)
     return fake
 
 
@@ -195,7 +196,7 @@ async def test_an_error_of_the_cluster_ends_the_run_with_that_error(
 
 
 def test_the_cluster_for_answers_has_no_drafts(configuration: Configuration) -> None:
-    found = answers.for_answers(configuration)
+    found = distillation_target.for_answers(configuration)
 
     assert found.draft.method == "none"
     assert found.server.grpc_port == 0

@@ -14,12 +14,11 @@ import pytest
 from safetensors.torch import load_file
 
 from cluster.core.errors import ConfigurationError
-from deploy import cli
+from deploy import cli, distillation_target
 from deploy.commands.distill import distill
-from deploy.distillation import answers
-from deploy.distillation.options import DistillOptions
 from tests.support.models import tiny, tiny_tokenizer
 from workers.distill.answers import read_answers
+from workers.distill.options import DistillOptions
 
 SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}
 
@@ -128,7 +127,7 @@ def test_the_card_states_the_command_without_directories(finished_run: DistillRu
 def test_finished_stages_are_not_repeated(finished_run: DistillRun, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = (finished_run.work / "answers.jsonl").read_bytes()
     weights = load_file(finished_run.draft / "model.safetensors")
-    monkeypatch.setattr(answers, "LocalCluster", None)  # starting it would be an error
+    monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
 
     assert finished_run.run("--steps", "4") == 0
 
@@ -181,7 +180,7 @@ def test_invalid_options_are_refused_before_any_work(
     more: tuple[str, ...],
     message: str,
 ) -> None:
-    monkeypatch.setattr(answers, "LocalCluster", None)  # starting it would be an error
+    monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
 
     assert distill_run.run(*more) == 2
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy import cli
-from deploy.distillation import answers, engine
-from deploy.distillation.budget import Budget
+from deploy import cli, distillation_target
 from tests.support.models import tiny, tiny_tokenizer
+from workers.distill.budget import Budget
+from workers.distill.modules import module_trainer
 from workers.model.draft_card import read_card
 from workers.model.draft_shapes import ExitShape
 from workers.model.drafting.files import load_drafter
@@ -29,7 +29,7 @@ class ModuleRun:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory, self.work = directory, directory / "work"
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(engine, "_MAX_TOKENS", 8)
+        monkeypatch.setattr(module_trainer, "_MAX_TOKENS", 8)
         self.target = tiny_tokenizer.byte_level(tiny.save(directory / "target", tiny.llama(**SHAPE)))
         template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
         (self.target / "chat_template.jinja").write_text(template)
@@ -103,7 +103,7 @@ def test_a_search_finds_the_layers_that_draft(module_run: ModuleRun) -> None:
 def test_a_module_can_start_as_layers_of_the_target_and_be_trained_further(
     module_run: ModuleRun, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(engine.EngineMeasure, "measure", lambda *_: None)
+    monkeypatch.setattr(module_trainer.ServedMeasure, "measure", lambda *_: None)
     for file in module_run.work.glob("checkpoint-*"):
         file.unlink()
 
@@ -169,7 +169,7 @@ def test_invalid_options_are_refused_before_any_work(
     more: tuple[str, ...],
     message: str,
 ) -> None:
-    monkeypatch.setattr(answers, "LocalCluster", None)  # starting it would be an error
+    monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
 
     assert module_run.run(*more) == 2
 

@@ -19,9 +19,8 @@ from workers.distill.chart import loss_curve
 from workers.distill.checkpoints import Progress
 from workers.distill.examples import batches_of_epoch, make_batch
 from workers.distill.loop import TrainingPlan, learning_rate
-from workers.distill.policy import on_policy
 from workers.distill.student import Student, StudentPlan, load_target, make_student
-from workers.distill.train import Training
+from workers.distill.train import Training, on_policy
 
 CPU = torch.device("cpu")
 LENGTH = 12

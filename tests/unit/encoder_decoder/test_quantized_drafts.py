@@ -15,8 +15,8 @@ from tests.support.engines.sourced import SOURCE, SourcedModel
 from tests.support.models import tiny
 from tests.unit.encoder_decoder.test_colocated_drafts import Colocated
 from workers.distill.export import export
-from workers.distill.seq2seq.answers import decoder_start
-from workers.distill.seq2seq.student import load_seq2seq_target, make_seq2seq_student
+from workers.distill.seq2seq_data import decoder_start
+from workers.distill.seq2seq_student import load_seq2seq_target, make_seq2seq_student
 from workers.distill.student import StudentPlan
 from workers.draft.common.trees.tree_drafter import TreeDrafter
 from workers.draft.model import DraftModelSettings

@@ -26,8 +26,8 @@ from deploy.bench.measuring.measures import committed_per_step
 from tests.support.models import tiny
 from tests.support.models.plain_generation import write_alone
 from workers.distill.export import export
-from workers.distill.seq2seq.answers import decoder_start
-from workers.distill.seq2seq.student import load_seq2seq_target, make_seq2seq_student
+from workers.distill.seq2seq_data import decoder_start
+from workers.distill.seq2seq_student import load_seq2seq_target, make_seq2seq_student
 from workers.distill.student import StudentPlan
 
 PROMPTS = ((5, 6, 7, 8, 5, 6, 7, 8, 5, 6), (9, 10, 11))

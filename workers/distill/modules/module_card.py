@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
+from workers.distill.job import ServedTokens
 from workers.distill.modules.learner import Acceptance
 from workers.model.draft_card import DraftCard
 
@@ -18,22 +19,6 @@ _METHODS = {
     "exit": "early exit: the target drafts with some of its own layers",
     "table": "a table of successors (Token Recycling, Luo et al. 2024)",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ServedTokens:
-    """What a cluster counted that served a module."""
-
-    prompts: int
-    tokens: int
-    """Tokens of all answers."""
-    steps: int
-    """Forward passes of the target that decided them, summed over the answers."""
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens that one pass of the target adds to an answer (τ)."""
-        return self.tokens / max(1, self.steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from workers.distill.checkpoints import Progress
 from workers.distill.loop import TrainingPlan
 from workers.distill.modules.batches import tap_batch
 from workers.distill.modules.learner import ModulePlan, ModuleTraining, measure
+from workers.distill.modules.module_pipeline import count_successors
 from workers.distill.modules.paths import predict
 from workers.distill.modules.start import copy_layers, fit_context
-from workers.distill.modules.successors import count_successors
 from workers.distill.modules.tap_cache import TapCache
 from workers.model.draft_shapes import BlockShape, EagleShape, LayerShape, TableShape
 from workers.model.drafting.block import BlockDrafter

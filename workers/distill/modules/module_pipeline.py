@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
-from deploy.distillation.budget import Budget
-from deploy.distillation.data import DistillData, begin_budget, collect_answers, draft_vocabulary
-from deploy.distillation.module_plan import CURVE, start_module, wanted_shape, with_defaults
-from deploy.distillation.module_training import ModuleRun, ModuleTrainer, Trained, served_tokens, stored_states
-from deploy.distillation.options import DistillOptions
-from deploy.distillation.seq2seq import decoder_rows, is_encoder_decoder, read_source_files, translate_all
-from deploy.models import Models, resolve_models, served_name
-from deploy.progress import ProgressReporter
-from deploy.settings import Settings
-from deploy.terminal import notices
+from workers.distill.answers import Answer
+from workers.distill.budget import Budget
 from workers.distill.chart import loss_curve
-from workers.distill.export import check_replaceable, replaced_directory
+from workers.distill.data import DistillData, begin_budget, collect_answers, draft_vocabulary
+from workers.distill.export import replaced_directory
+from workers.distill.job import DistillJob
 from workers.distill.modules.exit_search import ExitCandidate, search_exit
 from workers.distill.modules.module_card import ModuleFacts, write_card
-from workers.distill.modules.successors import count_successors
+from workers.distill.modules.module_plan import CURVE, start_module, wanted_shape, with_defaults
+from workers.distill.modules.module_trainer import ModuleRun, ModuleTrainer, Trained, served_tokens, stored_states
+from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
-from workers.distill.seq2seq.answers import decoder_start
-from workers.distill.seq2seq.student import load_seq2seq_target
+from workers.distill.seq2seq_data import (
+    decoder_rows,
+    decoder_start,
+    is_encoder_decoder,
+    read_source_files,
+    translate_all,
+)
+from workers.distill.seq2seq_student import load_seq2seq_target
 from workers.distill.student import load_target
 from workers.model.devices import choose_device
 from workers.model.draft_card import DraftCard
@@ -49,19 +51,15 @@ class _Made:
     start: str = ""
 
 
-def run_module(settings: Settings, options: DistillOptions, command_line: str) -> None:
+def distill_module(job: DistillJob) -> None:
     """Make a module: collect answers and hidden states, train, measure, write. Raises `PilotfishError`."""
-    check_replaceable(options.out)
-    with notices.status("looking for the target") as status:
-        models = resolve_models(settings.configuration, settings.cache_directory, status.update)
-    config = AutoConfig.from_pretrained(models.target, trust_remote_code=False).get_text_config()
-    options = with_defaults(options, config)
+    config = AutoConfig.from_pretrained(job.target, trust_remote_code=False).get_text_config()
+    options = with_defaults(job.options, config)
     shape = wanted_shape(options, config)
-    data, budget = _data(models, options, has_encoder=config.is_encoder_decoder)
-    name = served_name(models.configuration)
+    data, budget = _data(job, options, has_encoder=config.is_encoder_decoder)
     sizes = decoder_vocabulary_size(config), int(config.hidden_size)
-    card = DraftCard(name, *sizes, options.layers, options.vocabulary_size, options.kind, options.taps, shape)
-    stage = ModuleRun(models.configuration, options, models.target, data, budget, choose_device(options.device, 0))
+    card = DraftCard(job.name, *sizes, options.layers, options.vocabulary_size, options.kind, options.taps, shape)
+    stage = ModuleRun(job, options, data, budget, choose_device(options.device, 0))
     made = _make(stage, card)
     notes = "" if options.notes is None else options.notes.read_text(encoding="utf-8")
     trained = made.trained
@@ -69,8 +67,8 @@ def run_module(settings: Settings, options: DistillOptions, command_line: str) -
     curve = loss_curve(progress, is_tokens=True) if progress.losses or progress.served else None
     facts = ModuleFacts(
         card=trained.card,
-        target_dtype=models.configuration.target.dtype,
-        command_line=command_line,
+        target_dtype=job.configuration.target.dtype,
+        command_line=job.command_line,
         answers=data.train,
         start=made.start,
         parameters=sum(value.numel() for value in made.module.parameters()),
@@ -78,34 +76,34 @@ def run_module(settings: Settings, options: DistillOptions, command_line: str) -
         device=_device_name(stage.device),
         measured=trained.accepted,
         served=trained.served,
-        serving=_serving(models.configuration),
+        serving=_serving(job),
         curve=CURVE if curve else "",
         notes="\n".join(filter(None, (trained.notes, notes))),
     )
     with replaced_directory(options.out, write_card(facts), {} if curve is None else {CURVE: curve}) as scratch:
         save_drafter(scratch, trained.card, made.module, made.vocabulary, int8=options.int8)
     tokens = [f", {each.tokens_per_step:.2f} tokens per step on {of}" for of, each in trained.served.items()]
-    notices.print(f"{options.out}: {options.kind} for {name}{''.join(tokens)}")
+    job.notices.print(f"{options.out}: {options.kind} for {job.name}{''.join(tokens)}")
 
 
-def _data(models: Models, options: DistillOptions, *, has_encoder: bool) -> tuple[DistillData, Budget]:
+def _data(job: DistillJob, options: DistillOptions, *, has_encoder: bool) -> tuple[DistillData, Budget]:
     """The target's answers, and the budget of the command, which begins once the prompt files are read."""
     needs_states = options.kind != "table" and not options.search
     if not has_encoder:
         files = [read_prompts(path) for path in options.prompts]
-        budget = begin_budget(options, is_frozen=False, needs_states=needs_states)
-        return collect_answers(models.configuration, options, files, budget, is_frozen=False), budget
-    sources = read_source_files(options)
-    budget = begin_budget(options, is_frozen=False, needs_states=needs_states)
-    target = load_seq2seq_target(models.target, choose_device(options.device, 0))
-    data = translate_all(target, models.target, options, sources, budget, is_frozen=False)
+        budget = begin_budget(job, is_frozen=False, needs_states=needs_states)
+        return collect_answers(job, files, budget, is_frozen=False), budget
+    sources = read_source_files(job)
+    budget = begin_budget(job, is_frozen=False, needs_states=needs_states)
+    target = load_seq2seq_target(job.target, choose_device(options.device, 0))
+    data = translate_all(target, job, sources, budget, is_frozen=False)
     return decoder_rows(data, decoder_start(target)), budget
 
 
 def _load_target(stage: ModuleRun) -> Any:
     """The target as a module of `transformers`."""
-    load = load_seq2seq_target if is_encoder_decoder(stage.target) else load_target
-    return load(stage.target, stage.device)
+    load = load_seq2seq_target if is_encoder_decoder(stage.job.target) else load_target
+    return load(stage.job.target, stage.device)
 
 
 def _device_name(device: torch.device) -> str:
@@ -113,9 +111,9 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
-def _serving(configuration: Configuration) -> str:
+def _serving(job: DistillJob) -> str:
     """The settings of a measurement in the engine, for the model card."""
-    draft, target = configuration.draft, configuration.target
+    draft, target = job.configuration.draft, job.configuration.target
     return (
         f"greedy answers of the target in {target.dtype}, at most {draft.max_nodes} drafted tokens in a tree and "
         f"{draft.max_depth} on a path, always the largest tree"
@@ -131,23 +129,23 @@ def _make(stage: ModuleRun, card: DraftCard) -> _Made:
     dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
     if isinstance(card.shape, TableShape):
         table = SuccessorTable(card.shape, card.target_vocabulary_size)
-        notices.print(f"{count_successors(table, data.train):,} tokens have successors")
+        stage.job.notices.print(f"{count_successors(table, data.train):,} tokens have successors")
         return _Made(table, None, Trained(card))
-    vocabulary = torch.tensor(draft_vocabulary(options, data, stage.target, card.target_vocabulary_size))
+    vocabulary = torch.tensor(draft_vocabulary(stage.job, options, data, card.target_vocabulary_size))
     model = _load_target(stage)
     model.to(dtype)
     notes = ""
     if options.search:
         found = _search(stage, model)
         card, notes = replace(card, shape=ExitShape(found[0].layers), layers=found[0].layers), _table(found)
-    ends = load_ends(stage.target, card, vocabulary, dtype, stage.device)
+    ends = load_ends(stage.job.target, card, vocabulary, dtype, stage.device)
     module = make_module(ends, card.shape or ExitShape((0,)), card.taps).to(stage.device)
     if not card.taps:
         trained = served_tokens(stage, card, module, vocabulary)
         return _Made(module, vocabulary, replace(trained, notes=notes))
     cache = stored_states(stage, model, card)
     del model
-    start = start_module(module, ends, cache, options, stage.target, data.train)
+    start = start_module(module, ends, cache, options, stage.job.target, data.train)
     trained = ModuleTrainer(stage, card, module, ends, vocabulary, cache).train()
     return _Made(module, vocabulary, trained, start)
 
@@ -155,9 +153,9 @@ def _make(stage: ModuleRun, card: DraftCard) -> _Made:
 def _search(stage: ModuleRun, model: Any) -> list[ExitCandidate]:
     """Candidates for early exit, best first."""
     options = stage.options
-    with ProgressReporter(notices, "search") as reporter:
+    with stage.job.notices.stage("search") as report:
         limit = None if options.minutes is None else time.monotonic() + stage.budget.left_for_training()
-        return search_exit(model, stage.data.held_out[:8], options.max_length, reporter, limit)
+        return search_exit(model, stage.data.held_out[:8], options.max_length, report, limit)
 
 
 def _table(found: Sequence[ExitCandidate]) -> str:
@@ -177,3 +175,29 @@ def _ranges(layers: Sequence[int]) -> str:
         else:
             parts.append([layer])
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
+
+
+def count_successors(table: SuccessorTable, answers: Iterable[Answer]) -> int:
+    """Fill a table with the tokens that were most often among the target's most probable ones after each token.
+
+    A token counts with the probability that the target gave it; the written token counts once where the target's
+    probabilities are not stored. Returns the number of tokens that have successors. Raises `ConfigurationError` for a
+    token outside the table.
+    """
+    counts: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for answer in answers:
+        before = (answer.prompt[-1], *answer.answer[:-1])
+        for place, token in enumerate(before):
+            if answer.leading is None:
+                counts[token][answer.answer[place]] += 1
+                continue
+            weights = torch.from_numpy(answer.leading.log_probabilities[place].astype("float32")).exp().tolist()
+            for follower, weight in zip(answer.leading.tokens[place].tolist(), weights, strict=True):
+                counts[token][follower] += weight
+    size, width = table.successors.shape
+    for token, followers in counts.items():
+        best = sorted(followers, key=lambda each: -followers[each])[:width]
+        if not all(0 <= each < size for each in (token, *best)):
+            raise ConfigurationError(f"table: token {max(token, *best)} is refused; it must be below {size}")
+        table.successors[token, : len(best)] = torch.tensor(best, dtype=torch.int32)
+    return len(counts)

@@ -1,4 +1,4 @@
-"""Generates the target's answers that `pilotfish distill` trains on, with a cluster in this process."""
+"""The target of a distillation, served in this process: it answers prompts, and drafts with a trained module."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -19,35 +20,77 @@ from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishErr
 from cluster.generation.text.chat_template import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
+from deploy.bench.contestants.answers import BenchPrompt, PassRequest
+from deploy.bench.contestants.local import local_contestant
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
+from deploy.translation.sources import read_sources
 from pilotfish.v1 import common_pb2, generation_pb2
 from workers.distill.answers import Answer, AnswerFile, Leading
+from workers.distill.job import Quota, ServedTokens
 from workers.distill.prompts import Task
+from workers.serve.configuration import load_configuration
 
 _USER = "(what the user says)"
 """A placeholder for the user's message, to find where the chat template puts it."""
 _QUESTION_TOP_P = 0.95
 """top-p for the questions that the target writes. It leaves out improbable tokens, which are mostly noise."""
 
-Report = Callable[[int], None]
-"""Called with the number of answer tokens so far."""
+_MIN_SEQUENCES = 32
+"""Conversations in flight at once, unless the configuration allows more."""
+_METHODS = {"exit": "early_exit"}
+"""The drafting method of a kind of module, where it has another name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
-    """Limits on the answers to generate. Generation ends at the first limit that is reached."""
+class LocalTarget:
+    """The target of a configuration, served in this process. It is a `ServedTarget`."""
 
-    answer_tokens: int
-    """Number of tokens in all answers to train on, including those of earlier runs."""
-    seconds: float
-    """Maximum duration of this run, in seconds."""
-    max_tokens: int = 384
-    """Maximum number of tokens in one answer."""
-    alternatives: int = 16
-    """How many of the target's most probable tokens are stored with each token of an answer."""
-    ends: float = math.inf
-    """When conversations in flight are abandoned, on the clock of `time.monotonic`."""
+    configuration: Configuration
+    """It names models by their directories."""
+
+    def read_sources(self, path: Path, field: str | None) -> tuple[str, ...]:
+        """See `ServedTarget`."""
+        return read_sources(path, field)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """See `ServedTarget`."""
+        return _tokenizer(Path(self.configuration.target.path)).encode(text)
+
+    def answer(self, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Callable[[int], None]) -> None:
+        """See `ServedTarget`."""
+        scheduler = self.configuration.scheduler
+        count = max(_MIN_SEQUENCES, scheduler.max_sequences)
+        many = self.configuration.model_copy(
+            update={"scheduler": scheduler.model_copy(update={"max_sequences": count})}
+        )
+        asyncio.run(answer_all(many, tasks, file, quota, report))
+
+    def draft_with(self, module: Path, kind: str, prompts: Sequence[tuple[int, ...]], most_tokens: int) -> ServedTokens:
+        """See `ServedTarget`."""
+        return asyncio.run(self._drafted(self.drafting(module, kind), prompts, most_tokens))
+
+    def drafting(self, module: Path, kind: str) -> Configuration:
+        """The configuration that drafts with the module of this kind in a directory."""
+        method = _METHODS.get(kind, kind)
+        values = self.configuration.model_dump(mode="json")
+        changes = {"method": method, "methods": (), f"{method}.path": str(module), "controller": "off"}
+        return load_configuration(
+            values, {f"draft.{key}": value for key, value in changes.items()} | {"server.grpc_port": 0}
+        )
+
+    async def _drafted(
+        self, configuration: Configuration, prompts: Sequence[tuple[int, ...]], most_tokens: int
+    ) -> ServedTokens:
+        wanted = tuple(BenchPrompt(prompt, "") for prompt in prompts)
+        async with local_contestant(configuration) as contestant:
+            found = await contestant.answer(PassRequest(wanted, len(wanted), 0.0, 0, most_tokens, "distill"))
+        return ServedTokens(len(wanted), found.tokens, sum(answer.steps for answer in found.answers))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
 
 
 def for_answers(configuration: Configuration) -> Configuration:
@@ -57,7 +100,7 @@ def for_answers(configuration: Configuration) -> Configuration:
 
 
 async def answer_all(
-    configuration: Configuration, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Report
+    configuration: Configuration, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Callable[[int], None]
 ) -> None:
     """Append the answers that are not yet in `file`, until the quota is met.
 

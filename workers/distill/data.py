@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
-from deploy.distillation.answers import Quota, answer_all
-from deploy.distillation.budget import Budget
-from deploy.distillation.options import DistillOptions
-from deploy.progress import ProgressReporter
-from deploy.terminal import notices
 from workers.distill.answers import Answer, AnswerFile, read_answers
+from workers.distill.budget import Budget
 from workers.distill.checkpoints import stored_seconds
+from workers.distill.job import DistillJob, Quota
 from workers.distill.loop import TrainingPlan
+from workers.distill.options import DistillOptions
 from workers.distill.prompts import Prompt, Task, by_task, read_prompts, schedule
 from workers.distill.student import frequent_tokens, stored_vocabulary
 from workers.model.model_files import end_of_sequence_ids
 
 ANSWERS, EVALUATION, VOCABULARY = "answers.jsonl", "evaluation.jsonl", "vocabulary.json"
-_MIN_SEQUENCES = 32
-"""Conversations in flight at once, unless the configuration allows more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +32,13 @@ class DistillData:
     """Whether the target wrote some of the questions that are trained on."""
 
 
-def begin_budget(options: DistillOptions, *, is_frozen: bool, needs_states: bool = False) -> Budget:
+def begin_budget(job: DistillJob, *, is_frozen: bool, needs_states: bool = False) -> Budget:
     """The budget of a command, which is printed. `is_frozen`: no answers to train on are generated."""
+    options = job.options
     with AnswerFile(options.work_directory / ANSWERS) as file:
         needs_answers = not is_frozen and file.answer_tokens < options.answer_tokens
     budget = Budget.begin(options.minutes, needs_answers=needs_answers, needs_states=needs_states)
-    notices.print(budget.plan())
+    job.notices.print(budget.plan())
     return budget
 
 
@@ -54,11 +49,11 @@ def budgeted(plan: TrainingPlan, checkpoint: Path, budget: Budget) -> TrainingPl
     return replace(plan, seconds=stored_seconds(checkpoint) + max(1.0, budget.left_for_training()))
 
 
-def draft_vocabulary(options: DistillOptions, data: DistillData, target: Path, size: int) -> tuple[int, ...]:
+def draft_vocabulary(job: DistillJob, options: DistillOptions, data: DistillData, size: int) -> tuple[int, ...]:
     """The tokens of a reduced head, which an earlier run may have chosen. Raises `ConfigurationError`."""
     wanted = options.vocabulary_size or size
     answers = (answer.answer for answer in data.train)
-    always = end_of_sequence_ids(target)
+    always = end_of_sequence_ids(job.target)
     path = options.work_directory / VOCABULARY
     vocabulary = stored_vocabulary(path, lambda: frequent_tokens(answers, wanted, always, size))
     if len(vocabulary) != wanted:
@@ -67,24 +62,20 @@ def draft_vocabulary(options: DistillOptions, data: DistillData, target: Path, s
 
 
 def collect_answers(
-    configuration: Configuration,
-    options: DistillOptions,
-    files: Sequence[Sequence[Prompt]],
-    budget: Budget,
-    *,
-    is_frozen: bool,
+    job: DistillJob, files: Sequence[Sequence[Prompt]], budget: Budget, *, is_frozen: bool
 ) -> DistillData:
     """Generate the answers that are missing while the budget lasts, and read all of them.
 
     `is_frozen`: the answers to train on stay as they are, since a training on them has begun. Raises
     `ConfigurationError` if the budget leaves no answer to train on.
     """
+    options = job.options
     evaluation = [] if options.evaluate is None else _evaluation_tasks(options.evaluate, options)
     if not is_frozen:
         tasks = schedule(files, options.temperatures, options.held_out, options.seed)
-        _generate_answers(configuration, options, ANSWERS, tasks, options.answer_tokens, budget)
+        _generate_answers(job, ANSWERS, tasks, options.answer_tokens, budget)
     if evaluation:
-        _generate_answers(configuration, options, EVALUATION, evaluation, 0, budget)
+        _generate_answers(job, EVALUATION, evaluation, 0, budget)
     answers = read_answers(options.work_directory / ANSWERS)
     keys = {f"{task.key}:0" for task in evaluation}
     evaluated = read_answers(options.work_directory / EVALUATION) if keys else ()
@@ -102,26 +93,17 @@ def collect_answers(
     )
 
 
-def _generate_answers(
-    configuration: Configuration,
-    options: DistillOptions,
-    name: str,
-    tasks: Iterable[Task],
-    answer_tokens: int,
-    budget: Budget,
-) -> None:
+def _generate_answers(job: DistillJob, name: str, tasks: Iterable[Task], answer_tokens: int, budget: Budget) -> None:
     """Append the answers to `tasks` to the file `name`, until it holds `answer_tokens` tokens to train on."""
+    options = job.options
     seconds = min(options.answer_minutes * 60, budget.left_for_answers())
     quota = Quota(answer_tokens, seconds, options.max_tokens, ends=budget.answers_end)
-    with (
-        AnswerFile(options.work_directory / name) as file,
-        ProgressReporter(notices, f"answers for {name}") as reporter,
-    ):
+    with AnswerFile(options.work_directory / name) as file, job.notices.stage(f"answers for {name}") as stage:
 
         def report(tokens: int) -> None:
-            reporter(tokens / answer_tokens if answer_tokens else 0.0, f"{tokens:,} tokens" if answer_tokens else "")
+            stage(tokens / answer_tokens if answer_tokens else 0.0, f"{tokens:,} tokens" if answer_tokens else "")
 
-        asyncio.run(answer_all(_with_many_sequences(configuration), tasks, file, quota, report))
+        job.served.answer(tasks, file, quota, report)
 
 
 def _evaluation_tasks(path: Path, options: DistillOptions) -> list[Task]:
@@ -131,9 +113,3 @@ def _evaluation_tasks(path: Path, options: DistillOptions) -> list[Task]:
         for prompts in by_task(read_prompts(path)).values()
         for prompt in islice(prompts, options.evaluate_prompts)
     ]
-
-
-def _with_many_sequences(configuration: Configuration) -> Configuration:
-    scheduler = configuration.scheduler
-    count = max(_MIN_SEQUENCES, scheduler.max_sequences)
-    return configuration.model_copy(update={"scheduler": scheduler.model_copy(update={"max_sequences": count})})

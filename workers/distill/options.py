@@ -1,4 +1,4 @@
-"""The options of `pilotfish distill`. Each is declared once, with its type, default and help text."""
+"""The options of a distillation. Each is declared once, with its type, default and help text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cluster.core.errors import ConfigurationError
-from deploy.dataclass_options import number_list
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import SHAPES
 
@@ -28,113 +25,85 @@ class DistillOptions:
 
     prompts: Annotated[
         tuple[Path, ...],
-        typer.Option(
-            help="A JSONL file of prompts, in the format of Spec-Bench, GSM8K, Self-Instruct, chat messages, plain "
-            "text, or system messages alone. May be repeated."
-        ),
+        "A JSONL file of prompts, in the format of Spec-Bench, GSM8K, Self-Instruct, chat messages, plain "
+        "text, or system messages alone. May be repeated.",
     ]
-    out: Annotated[Path, typer.Option(help="Directory to write the draft to.")]
+    out: Annotated[Path, "Directory to write the draft to."]
     field: Annotated[
         str | None,
-        typer.Option(
-            help="For an encoder-decoder target: the field of the JSONL prompts that holds the source. Unset: every "
-            "line of a prompt file is a source."
-        ),
+        "For an encoder-decoder target: the field of the JSONL prompts that holds the source. Unset: every "
+        "line of a prompt file is a source.",
     ] = None
     work: Annotated[
         Path | None,
-        typer.Option(help="Directory for answers and checkpoints, from which a later run continues. Unset: OUT.work"),
+        "Directory for answers and checkpoints, from which a later run continues. Unset: OUT.work",
     ] = None
     kind: Annotated[
         str,
-        typer.Option(
-            help="What is trained: layers (a small model), heads (Medusa), block (a whole block in one pass), eagle "
-            "(EAGLE-3-like), exit (early exit), table (successors of tokens)."
-        ),
+        "What is trained: layers (a small model), heads (Medusa), block (a whole block in one pass), eagle "
+        "(EAGLE-3-like), exit (early exit), table (successors of tokens).",
     ] = LAYERS
     evaluate: Annotated[
         Path | None,
-        typer.Option(help="A JSONL file of prompts that are never trained on. Agreement is reported per category."),
+        "A JSONL file of prompts that are never trained on. Agreement is reported per category.",
     ] = None
-    evaluate_prompts: Annotated[int, typer.Option(help="Evaluation prompts in each category.")] = 8
-    held_out: Annotated[
-        int, typer.Option(help="Prompts of each file that are not trained on (a tenth of the file at most).")
-    ] = 48
+    evaluate_prompts: Annotated[int, "Evaluation prompts in each category."] = 8
+    held_out: Annotated[int, "Prompts of each file that are not trained on (a tenth of the file at most)."] = 48
     temperatures: Annotated[
         tuple[float, ...],
-        typer.Option(
-            parser=number_list("--temperatures", float),
-            metavar="NUMBERS",
-            help="Temperatures of the first pass over a file, the second, and so on, with commas between them.",
-        ),
+        "Temperatures of the first pass over a file, the second, and so on, with commas between them.",
     ] = (0.0, 0.7, 1.0)
-    answer_tokens: Annotated[int, typer.Option(help="Tokens of answers to train on.")] = 1_000_000
-    answer_minutes: Annotated[
-        float, typer.Option(help="Maximum number of minutes that this run spends on answers.")
-    ] = 30.0
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in one answer.")] = 384
+    answer_tokens: Annotated[int, "Tokens of answers to train on."] = 1_000_000
+    answer_minutes: Annotated[float, "Maximum number of minutes that this run spends on answers."] = 30.0
+    max_tokens: Annotated[int, "Maximum number of tokens in one answer."] = 384
     layers: Annotated[
         tuple[int, ...],
-        typer.Option(
-            parser=number_list("--layers", int),
-            metavar="NUMBERS",
-            help="Layers of the target that the draft starts as, with commas between them: 0,1,29. For exit: the "
-            "layers that draft.",
-        ),
+        "Layers of the target that the draft starts as, with commas between them: 0,1,29. For exit: the "
+        "layers that draft.",
     ] = ()
     student_config: Annotated[
         Path | None,
-        typer.Option(help="A transformers configuration with the target's vocabulary and width, for a new student."),
+        "A transformers configuration with the target's vocabulary and width, for a new student.",
     ] = None
     start: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory of a draft to train further, instead of --layers. A block or eagle may also start as "
-            "a draft of kind layers."
-        ),
+        "Directory of a draft to train further, instead of --layers. A block or eagle may also start as "
+        "a draft of kind layers.",
     ] = None
     vocabulary_size: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens that the draft can propose: the most frequent ones in the answers. Unset: all of them, or "
-            "those of --start; for kinds other than layers, 8192."
-        ),
+        "Tokens that the draft can propose: the most frequent ones in the answers. Unset: all of them, or "
+        "those of --start; for kinds other than layers, 8192.",
     ] = None
     taps: Annotated[
         tuple[int, ...],
-        typer.Option(
-            parser=number_list("--taps", int),
-            metavar="NUMBERS",
-            help="Hidden states of the target that heads, block or eagle read: numbers of layers after which they are "
-            "taken, with commas between them. Unset: after the last layer for heads; after a third, two thirds and all "
-            "layers for block and eagle.",
-        ),
+        "Hidden states of the target that heads, block or eagle read: numbers of layers after which they are "
+        "taken, with commas between them. Unset: after the last layer for heads; after a third, two thirds and all "
+        "layers for block and eagle.",
     ] = ()
-    depths: Annotated[
-        int | None, typer.Option(help="Number of heads (unset: 4), tokens of a block (5), successors in a table (8).")
-    ] = None
+    depths: Annotated[int | None, "Number of heads (unset: 4), tokens of a block (5), successors in a table (8)."] = (
+        None
+    )
     selector_rank: Annotated[
-        int, typer.Option(help="Width of the selector of heads and block, which reads the token before; 0: none.")
+        int, "Width of the selector of heads and block, which reads the token before; 0: none."
     ] = 256
-    optimizer: Annotated[str, typer.Option(help="Optimizer of heads, block and eagle: muon or adamw.")] = "muon"
-    int8: Annotated[bool, typer.Option(help="Store the matrices of heads, block or eagle as int8.")] = False
-    search: Annotated[
-        bool, typer.Option(help="For exit: find the layers that draft on held-out answers, instead of --layers.")
-    ] = False
-    loss: Annotated[str, typer.Option(help="Divergence to minimise: forward_kl or reverse_kl.")] = "forward_kl"
-    on_policy: Annotated[float, typer.Option(help="Share of batches whose answers the student writes.")] = 0.0
+    optimizer: Annotated[str, "Optimizer of heads, block and eagle: muon or adamw."] = "muon"
+    int8: Annotated[bool, "Store the matrices of heads, block or eagle as int8."] = False
+    search: Annotated[bool, "For exit: find the layers that draft on held-out answers, instead of --layers."] = False
+    loss: Annotated[str, "Divergence to minimise: forward_kl or reverse_kl."] = "forward_kl"
+    on_policy: Annotated[float, "Share of batches whose answers the student writes."] = 0.0
     minutes: Annotated[
         float | None,
-        typer.Option(help="Minutes that the whole command takes at most: answers, hidden states, training, measuring."),
+        "Minutes that the whole command takes at most: answers, hidden states, training, measuring.",
     ] = None
-    steps: Annotated[int | None, typer.Option(help="Steps to train, instead of --minutes.")] = None
-    learning_rate: Annotated[float, typer.Option(help="Highest learning rate of the schedule.")] = 1e-3
-    batch_tokens: Annotated[int, typer.Option(help="Tokens in a batch, prompts and padding included.")] = 4096
-    max_length: Annotated[int, typer.Option(help="Maximum number of tokens in a prompt and its answer together.")] = 512
-    precision: Annotated[str, typer.Option(help="Precision of matrix products: bfloat16 or float32.")] = "bfloat16"
-    device: Annotated[str, typer.Option(help="Device to train on: auto, cpu or cuda.")] = "auto"
-    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
-    notes: Annotated[Path | None, typer.Option(help="A Markdown file to append to the model card.")] = None
+    steps: Annotated[int | None, "Steps to train, instead of --minutes."] = None
+    learning_rate: Annotated[float, "Highest learning rate of the schedule."] = 1e-3
+    batch_tokens: Annotated[int, "Tokens in a batch, prompts and padding included."] = 4096
+    max_length: Annotated[int, "Maximum number of tokens in a prompt and its answer together."] = 512
+    precision: Annotated[str, "Precision of matrix products: bfloat16 or float32."] = "bfloat16"
+    device: Annotated[str, "Device to train on: auto, cpu or cuda."] = "auto"
+    seed: Annotated[int, "Seed of all random draws."] = 0
+    notes: Annotated[Path | None, "A Markdown file to append to the model card."] = None
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError
-from deploy.bench.contestants.answers import BenchPrompt
-from deploy.distillation.budget import MEASURED, Budget
-from deploy.distillation.data import DistillData, budgeted
-from deploy.distillation.engine import EngineMeasure
-from deploy.distillation.module_plan import checkpoint_of, training_plans
-from deploy.distillation.options import DistillOptions
-from deploy.progress import ProgressReporter
-from deploy.terminal import notices
+from cluster.core.errors import ConfigurationError, PilotfishError
 from workers.distill.answers import Answer
+from workers.distill.budget import MEASURED, Budget
 from workers.distill.checkpoints import Progress
+from workers.distill.data import DistillData, budgeted
+from workers.distill.job import DistillJob, ServedTokens
 from workers.distill.loop import EarlyStopping
 from workers.distill.modules.learner import Acceptance, ModuleTraining, measure
-from workers.distill.modules.module_card import ServedTokens
+from workers.distill.modules.module_plan import checkpoint_of, training_plans
 from workers.distill.modules.tap_cache import TapCache
 from workers.distill.modules.tree_search import MOST_NODES, greedy_tree, rank_accuracies
+from workers.distill.options import DistillOptions
 from workers.model.draft_card import DraftCard
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, save_drafter
 
+Tokens = tuple[int, ...]
+
 HELD_OUT = "held-out prompts"
 MAX_STORED_LENGTH = 4096
 """Most tokens of a prompt and its answer whose states are stored. Evaluated prompts are longer than training rows."""
+_PROMPTS, _MAX_TOKENS = 8, 64
+"""Most prompts that the served module answers in one measurement, and most tokens of each answer."""
 _WITH_TREES = ("heads", "block")
 """The kinds that predict all depths at once, so that a tree may be static."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRun:
-    """What all stages of one command share."""
+    """What all stages of one module share."""
 
-    configuration: Configuration
-    """The configuration of the command. It names models by their directories."""
+    job: DistillJob
     options: DistillOptions
-    target: Path
+    """The options of the job, with the defaults of the module's kind."""
     data: DistillData
     budget: Budget
     device: torch.device
@@ -73,16 +75,56 @@ class Trained:
     notes: str = ""
 
 
+class ServedMeasure:
+    """Serves modules of one kind, and counts the tokens of each step of the target."""
+
+    def __init__(self, job: DistillJob, kind: str, max_prompt: int) -> None:
+        """Prompts of more than `max_prompt` tokens are left out."""
+        self._job = job
+        self._kind = kind
+        self._max_prompt = max_prompt
+
+    def chosen(self, answers: Sequence[Answer]) -> tuple[Tokens, ...]:
+        """The prompts to answer: at most eight, evenly spread, the same ones for the same answers."""
+        prompts = [answer.source or answer.prompt for answer in sorted(answers, key=lambda each: each.key)]
+        prompts = [prompt for prompt in prompts if len(prompt) <= self._max_prompt]
+        step = max(1.0, len(prompts) / _PROMPTS)
+        return tuple(prompts[int(place * step)] for place in range(min(_PROMPTS, len(prompts))))
+
+    def measure(self, write: Callable[[Path], None], prompts: Sequence[Tokens]) -> ServedTokens | None:
+        """Serve the module that `write` stores in an empty directory, and answer the prompts.
+
+        Returns `None` without prompts, or, with a notice, where the cluster does not serve it.
+        """
+        if not prompts:
+            return None
+        with tempfile.TemporaryDirectory() as scratch:
+            write(Path(scratch))
+            try:
+                return self._job.served.draft_with(Path(scratch), self._kind, prompts, _MAX_TOKENS)
+            except (PilotfishError, OSError, torch.OutOfMemoryError) as error:
+                self._job.notices.print(f"tokens per step were not measured: {error}")
+                return None
+            finally:
+                gc.collect()  # the memory of the cluster's KV, before the training goes on
+
+    def identity(self, prompts: Sequence[Tokens]) -> str:
+        """A hash of what a measure depends on besides the module."""
+        values = self._job.configuration.model_dump(mode="json", include={"draft", "target"})
+        digest = blake2b(json.dumps([self._kind, values, prompts], sort_keys=True).encode(), digest_size=8)
+        return digest.hexdigest()
+
+
 def stored_states(run: ModuleRun, model: Any, card: DraftCard) -> TapCache:
     """The target's hidden states of all answers, computed where they are missing while the budget lasts."""
     options, data = run.options, run.data
     cache = TapCache(options.work_directory, card.taps, card.hidden_size, MAX_STORED_LENGTH)
     # Held-out answers come first: without them nothing is measured.
     answers = (*data.held_out, *data.train, *data.evaluation)
-    with ProgressReporter(notices, "hidden states") as reporter:
+    with run.job.notices.stage("hidden states") as stage:
 
         def report(done: int, wanted: int) -> None:
-            reporter(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
+            stage(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
 
         cache.fill(model, answers, report, run.budget.states_end if options.minutes is not None else None)
     return cache
@@ -90,7 +132,7 @@ def stored_states(run: ModuleRun, model: Any, card: DraftCard) -> TapCache:
 
 def served_tokens(run: ModuleRun, card: DraftCard, module: DraftingModule, vocabulary: torch.Tensor | None) -> Trained:
     """What the engine measures of a module that needs no training, on the held-out prompts."""
-    engine = EngineMeasure(run.configuration, card.kind, run.options.max_length)
+    engine = ServedMeasure(run.job, card.kind, run.options.max_length)
 
     def write(directory: Path) -> None:
         save_drafter(directory, card, module, vocabulary, int8=run.options.int8)
@@ -115,7 +157,7 @@ class ModuleTrainer:
         self._module, self._ends, self._cache = module, ends, cache
         self._held_out = [answer for answer in run.data.held_out if cache.has(answer)]
         self._plan, self._module_plan = training_plans(run.options)
-        self._engine = EngineMeasure(run.configuration, card.kind, run.options.max_length)
+        self._engine = ServedMeasure(run.job, card.kind, run.options.max_length)
         self._prompts = self._engine.chosen(run.data.held_out)
         self._cost = 0.0  # seconds of the longest measurement
         self._best: ServedTokens | None = None  # of the best state that this run measured
@@ -156,12 +198,12 @@ class ModuleTrainer:
             checkpoint,
             early_stopping=EarlyStopping(self._measure, self._engine.identity(self._prompts), cost=MEASURED),
         )
-        with ProgressReporter(notices, "training") as reporter:
+        with run.job.notices.stage("training") as stage:
 
             def report(progress: Progress, done: float) -> None:
                 loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""
                 tokens = f", {progress.served[-1][-1]:.2f} tokens per step" if progress.served else ""
-                reporter(done, f"epoch {progress.epoch}, step {progress.step}{loss}{tokens}")
+                stage(done, f"epoch {progress.epoch}, step {progress.step}{loss}{tokens}")
 
             return training.run(report)
 
@@ -173,7 +215,7 @@ class ModuleTrainer:
             self._best = found
         return found.tokens_per_step
 
-    def _serve(self, card: DraftCard, prompts: Sequence[BenchPrompt]) -> ServedTokens | None:
+    def _serve(self, card: DraftCard, prompts: Sequence[Tokens]) -> ServedTokens | None:
         def write(directory: Path) -> None:
             save_drafter(directory, card, self._module, self._vocabulary, int8=self._run.options.int8)
 
@@ -195,7 +237,7 @@ class ModuleTrainer:
             self._module, self._ends, self._cache, self._held_out, options.max_length, autocast=self._run.is_bfloat16
         )
         tree = greedy_tree(accuracies, MOST_NODES)
-        if len(tree) < run.configuration.draft.max_nodes:  # a target would draft the most probable nodes instead
+        if len(tree) < run.job.configuration.draft.max_nodes:  # a target would draft the most probable nodes instead
             return card, ""
         static = self._serve(replace(card, tree=tree), self._prompts)
         if static is None:

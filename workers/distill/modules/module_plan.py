@@ -10,13 +10,13 @@ from typing import Any
 from transformers import AutoConfig
 
 from cluster.core.errors import ConfigurationError
-from deploy.distillation.options import DistillOptions
 from workers.distill.answers import Answer
 from workers.distill.loop import TrainingPlan
 from workers.distill.modules.batches import tap_batch
 from workers.distill.modules.learner import ModulePlan
 from workers.distill.modules.start import copy_layers, fit_context
 from workers.distill.modules.tap_cache import TapCache
+from workers.distill.options import DistillOptions
 from workers.model.draft_card import LAYERS, WEIGHTS, read_card
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, LayerShape, Shape, TableShape
 from workers.model.drafting.block import BlockDrafter

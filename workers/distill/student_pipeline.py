@@ -1,28 +1,24 @@
-"""The stages of distillation: collect the target's answers, train, measure, write. A later run resumes each stage."""
+"""The stages that make a draft model: collect the target's answers, train, measure, write. A later run resumes each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from deploy.distillation.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
-from deploy.distillation.options import DistillOptions
-from deploy.distillation.seq2seq import is_encoder_decoder, prepare_seq2seq, read_source_files
-from deploy.models import resolve_models, served_name
-from deploy.progress import ProgressReporter
-from deploy.settings import Settings
-from deploy.terminal import notices
 from workers.distill import card, checkpoints
 from workers.distill.agreement import Counts, agreement, share
 from workers.distill.answers import Answer
 from workers.distill.chart import loss_curve
-from workers.distill.export import check_replaceable, export
+from workers.distill.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
+from workers.distill.export import export
+from workers.distill.job import DistillJob
 from workers.distill.loop import TrainingPlan
+from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
+from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
 from workers.distill.student import (
     Student,
     StudentPlan,
@@ -38,37 +34,34 @@ _MAX_EVALUATED_LENGTH = 4096
 """Maximum length of an evaluated prompt and answer, in tokens. Clients' prompts are longer than training rows."""
 
 
-def run(settings: Settings, options: DistillOptions, command_line: str) -> None:
-    """Make a draft: collect answers, train a student, measure it, write its directory. Raises `PilotfishError`."""
-    check_replaceable(options.out)
+def distill_model(job: DistillJob) -> None:
+    """Make a draft model: collect answers, train a student, measure, write. Raises `PilotfishError`."""
+    options, configuration = job.options, job.configuration
     training_plan, student_plan = _training_plan(options), _student_plan(options)
-    with notices.status("looking for the target") as status:
-        models = resolve_models(settings.configuration, settings.cache_directory, status.update)
-    configuration = models.configuration
     is_frozen = (options.work_directory / checkpoints.TENSORS).exists()
-    has_encoder = is_encoder_decoder(models.target)
+    has_encoder = is_encoder_decoder(job.target)
     target: PreTrainedModel | None = None
     student: Student
     if has_encoder:
-        sources = read_source_files(options)
-        budget = begin_budget(options, is_frozen=is_frozen)
-        data, student = prepare_seq2seq(models.target, options, student_plan, sources, budget, is_frozen=is_frozen)
+        sources = read_source_files(job)
+        budget = begin_budget(job, is_frozen=is_frozen)
+        data, student = prepare_seq2seq(job, student_plan, sources, budget, is_frozen=is_frozen)
     else:
         files = [read_prompts(path) for path in options.prompts]
-        check_student(models.target, student_plan, options.vocabulary_size)
-        budget = begin_budget(options, is_frozen=is_frozen)
-        data = collect_answers(configuration, options, files, budget, is_frozen=is_frozen)
-        target = load_target(models.target, choose_device(options.device, 0))
-        student = _make_student(target, student_plan, options, data, models.target)
+        check_student(job.target, student_plan, options.vocabulary_size)
+        budget = begin_budget(job, is_frozen=is_frozen)
+        data = collect_answers(job, files, budget, is_frozen=is_frozen)
+        target = load_target(job.target, choose_device(options.device, 0))
+        student = _make_student(job, target, student_plan, data)
     training_plan = budgeted(training_plan, options.work_directory / checkpoints.TENSORS, budget)
-    progress = _train(student, data, training_plan, options, target if training_plan.on_policy else None)
+    progress = _train(job, student, data, training_plan, target if training_plan.on_policy else None)
     held_out = _measure(student, data.held_out, options, options.max_length)
     evaluation = _measure(student, data.evaluation, options, _MAX_EVALUATED_LENGTH)
     curve = loss_curve(progress)
     facts = card.Facts(
-        target=served_name(configuration),
+        target=job.name,
         target_dtype=configuration.target.dtype,
-        command_line=command_line,
+        command_line=job.command_line,
         sources=tuple(path.name for path in options.prompts),
         has_generated_questions=data.has_generated_questions,
         answers=data.train,
@@ -87,7 +80,13 @@ def run(settings: Settings, options: DistillOptions, command_line: str) -> None:
         has_encoder=has_encoder,
     )
     export(student, options.out, facts.target, card.write(facts), {} if curve is None else {CURVE: curve})
-    notices.print(f"{options.out}: agrees with {facts.target} in {share(held_out):.1%} of held-out positions")
+    job.notices.print(f"{options.out}: agrees with {facts.target} in {share(held_out):.1%} of held-out positions")
+
+
+def check_options(options: DistillOptions) -> None:
+    """Raise `ConfigurationError` for options that no training of a draft model takes."""
+    _training_plan(options)
+    _student_plan(options)
 
 
 # --- student ----------------------------------------------------------------------------------
@@ -99,11 +98,10 @@ def _student_plan(options: DistillOptions) -> StudentPlan:
     return StudentPlan(options.layers, options.student_config)
 
 
-def _make_student(
-    target: PreTrainedModel, plan: StudentPlan, options: DistillOptions, data: DistillData, directory: Path
-) -> Student:
+def _make_student(job: DistillJob, target: PreTrainedModel, plan: StudentPlan, data: DistillData) -> Student:
+    options = job.options
     if options.vocabulary_size is not None:
-        vocabulary = draft_vocabulary(options, data, directory, int(target.config.vocab_size))
+        vocabulary = draft_vocabulary(job, options, data, int(target.config.vocab_size))
         plan = replace(plan, vocabulary=vocabulary)
     return make_student(target, plan, options.seed)
 
@@ -123,15 +121,15 @@ def _training_plan(options: DistillOptions) -> TrainingPlan:
 
 
 def _train(
-    student: Student, data: DistillData, plan: TrainingPlan, options: DistillOptions, target: PreTrainedModel | None
+    job: DistillJob, student: Student, data: DistillData, plan: TrainingPlan, target: PreTrainedModel | None
 ) -> checkpoints.Progress:
-    training = Training(student, data.train, data.held_out, plan, options.work_directory, target=target)
-    with ProgressReporter(notices, "training") as reporter:
+    training = Training(student, data.train, data.held_out, plan, job.options.work_directory, target=target)
+    with job.notices.stage("training") as stage:
 
         def report(progress: checkpoints.Progress, done: float) -> None:
             loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""
             agreed = f", agreement {progress.agreements[-1][2]:.1%}" if progress.agreements else ""
-            reporter(done, f"epoch {progress.epoch}, step {progress.step}{loss}{agreed}")
+            stage(done, f"epoch {progress.epoch}, step {progress.step}{loss}{agreed}")
 
         return training.run(report)
 
