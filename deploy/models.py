@@ -11,11 +11,9 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy.packaged_drafts import packaged_drafts
+from deploy.settings import code_directory
 from workers.model.draft_card import is_distilled
 from workers.model.packaged.catalogue import converted_before
-
-COMPILED = "compiled"
-"""Folder of the cache for code compiled on this machine."""
 
 ReportProgress = Callable[[str], None]
 """Called with a short description at the start of every stage of long work."""
@@ -49,7 +47,7 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
     draft = None
     if configuration.draft.weights is not None:
         draft = _resolve(configuration.draft.weights, cache_directory, report)
-    return Models(_with_paths(configuration, target, draft, str(cache_directory / COMPILED)), target, draft)
+    return Models(_with_paths(configuration, target, draft, str(code_directory(cache_directory))), target, draft)
 
 
 def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgress) -> Path:

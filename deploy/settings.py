@@ -4,6 +4,8 @@ This is the only module that reads the environment:
 
 - `PILOTFISH_CONFIG`: the preset or file if none is named (default: the preset `cpu`);
 - `PILOTFISH_CACHE_DIR`: the directory for converted weights (default: `~/.cache/pilotfish`);
+- `PILOTFISH_CODE_DIR`: the directory for compiled code, which no other user may write (default: `compiled` in that for
+  weights);
 - `PILOTFISH_RAY_ADDRESS`: a running Ray cluster to join (default: start one on this machine);
 - `PILOTFISH_CLUSTER_TOKEN`: the cluster token (default: from `cluster.token_file`, else derived from Ray's token);
 - `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`: Ray's token, or a file with it (default: the cluster token is drawn);
@@ -140,9 +142,15 @@ def _settle(config: str | None, layers: Iterable[Mapping[str, Any]], environment
 
 
 def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """The directory for converted weights and compiled code on this machine."""
+    """The directory for converted weights on this machine."""
     variables = os.environ if environment is None else environment
     return Path(variables.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish").expanduser()
+
+
+def code_directory(cache_directory: Path, environment: Mapping[str, str] | None = None) -> Path:
+    """The directory for code compiled on this machine: that of the environment, else a folder in `cache_directory`."""
+    variables = os.environ if environment is None else environment
+    return Path(variables.get("PILOTFISH_CODE_DIR") or cache_directory / "compiled").expanduser()
 
 
 def presets() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.settings import load_settings
+from deploy.settings import code_directory, load_settings
 from deploy.terminal import notices, output
 
 if TYPE_CHECKING:
@@ -30,14 +30,13 @@ def doctor(config: ConfigOption = None, assignments: SetOption = None, as_json: 
     from deploy.doctor.kernels import kernel_findings
     from deploy.doctor.models import model_findings
     from deploy.doctor.network import exposures, network_findings
-    from deploy.models import COMPILED
     from deploy.network.listeners import cluster_processes, listeners
 
     with notices.status("looking"):
         found = exposures(listeners(cluster_processes()))
         findings = (
             *environment_findings(),
-            *kernel_findings(settings.cache_directory / COMPILED),
+            *kernel_findings(code_directory(settings.cache_directory)),
             *model_findings(settings.configuration, settings.cache_directory),
             *network_findings(found),
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from deploy.doctor.finding import Finding
+from workers.forward.code_folder import folder_fault
 from workers.forward.native.build import load_library
 
 
@@ -21,18 +21,13 @@ def kernel_findings(directory: Path) -> Iterator[Finding]:
             "CPU kernels", "none: models on CPU use a slower path", "install a C compiler with OpenMP (gcc or clang)"
         )
     else:
-        yield Finding("CPU kernels", f"loaded from {directory}")
+        yield Finding("CPU kernels", "loaded")
     if directory.is_dir():
         yield folder_finding(directory)
 
 
 def folder_finding(directory: Path) -> Finding:
     """Whether nobody else can replace a file of the folder, from which libraries are loaded."""
-    status = directory.stat()
+    status, fault = directory.stat(), folder_fault(directory)
     found = f"{directory}, owned by user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
-    remedy = None
-    if status.st_uid != os.getuid():
-        remedy = "set PILOTFISH_CACHE_DIR to a folder of your own"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        remedy = f"run `chmod go-w {directory}`: others may put code there"
-    return Finding("folder of compiled code", found, remedy)
+    return Finding("folder of compiled code", found, None if fault is None else f"nothing is loaded from it: {fault}")

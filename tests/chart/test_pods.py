@@ -41,6 +41,17 @@ def test_ray_and_the_caches_have_places_to_write_to(rendered: Rendered) -> None:
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"  # noqa: S108
 
 
+def test_compiled_code_lies_in_a_volume_of_the_pods_own(rendered: Rendered) -> None:
+    for template in rendered.pod_templates.values():
+        container = template["spec"]["containers"][0]
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        values = environment(container)
+        for name in ("PILOTFISH_CODE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"):
+            mount = max((path for path in mounts if values[name]["value"].startswith(f"{path}/")), key=len)
+            assert "emptyDir" in mounts[mount], name
+
+
 def test_requests_equal_limits_and_gpus_are_claimed_in_both(rendered: Rendered) -> None:
     for container in containers(rendered).values():
         assert container["resources"]["requests"] == container["resources"]["limits"]

@@ -16,8 +16,7 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
-from deploy.models import COMPILED
-from deploy.settings import load_settings
+from deploy.settings import code_directory, load_settings
 from tests.support.clusters.live_cluster import ClientAnswer, RequestCase, Server, answer_all, answer_grpc, answer_http
 from workers.serve.configuration import load_configuration
 
@@ -44,7 +43,7 @@ def configure(target: Path, draft: Path, method: str, ranks: int, placement: str
                 "served_name": "smollm2-135m-instruct",
                 "device": "cpu",
                 "tensor_parallel": ranks,
-                "compile_directory": str(load_settings().cache_directory / COMPILED),
+                "compile_directory": str(code_directory(load_settings().cache_directory)),
                 "kv": {"pool_bytes": 300 << 20},
             },
             "draft": drafting,

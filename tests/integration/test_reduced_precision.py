@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
-from deploy.models import COMPILED
-from deploy.settings import load_settings
+from deploy.settings import code_directory, load_settings
 from tests.support.clusters.live_cluster import ClientAnswer, Reference, RequestCase, Server, answer_grpc
 from workers.forward.linear import quantize
 from workers.forward.native.build import load_library
@@ -30,7 +29,7 @@ from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights
 
-CODE = load_settings().cache_directory / COMPILED
+CODE = code_directory(load_settings().cache_directory)
 """Directory of the kernels that were compiled for this machine."""
 TOKENS = 16
 FEW = 4

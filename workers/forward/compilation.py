@@ -7,14 +7,13 @@ minutes of a whole model, and a directory keeps the result for the next start.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from cluster.core.config.model_section import ModelSection
+from workers.forward.code_folder import keep_compiled_code
 from workers.forward.replace_linear import decoder_layers
 
 if TYPE_CHECKING:
@@ -28,10 +27,7 @@ def should_compile(section: ModelSection) -> bool:
 
 def compile_layers(model: PreTrainedModel, directory: str | None) -> None:
     """Compile each decoder layer when it first runs. `directory` keeps the result for the next start."""
-    if directory is not None:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        # The compiler reads its cache directory only from the environment.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)
+    keep_compiled_code(directory)
     layers = list(decoder_layers(model))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * count_layer_kinds(layers))
     for layer in layers:

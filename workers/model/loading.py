@@ -21,6 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME, register
+from workers.forward.code_folder import keep_compiled_code
 from workers.forward.compilation import should_compile
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import replace_linear_layers
@@ -72,6 +73,7 @@ def load_model(
     dtype, config = _DTYPES[section.dtype], _load_config(directory)
     if tensor_parallel > 1:
         check_divisible(config, tensor_parallel)
+    keep_compiled_code(section.compile_directory)
     register()
     # An encoder-decoder model is read whole, and each rank then keeps its share.
     read_ranks = 1 if config.is_encoder_decoder else tensor_parallel

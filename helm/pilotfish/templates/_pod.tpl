@@ -163,6 +163,11 @@ capabilities:
 {{- define "pilotfish.env" -}}
 - {name: HOME, value: /home/pilotfish}
 - {name: PILOTFISH_CACHE_DIR, value: /models/pilotfish}
+{{- /* All pods may write to the volume of the models, so compiled code has a volume of the pod's own. */}}
+- {name: PILOTFISH_CODE_DIR, value: /home/pilotfish/.cache/pilotfish}
+- {name: TORCHINDUCTOR_CACHE_DIR, value: /home/pilotfish/.cache/inductor}
+- {name: TRITON_CACHE_DIR, value: /home/pilotfish/.cache/triton}
+- {name: CUDA_CACHE_PATH, value: /home/pilotfish/.cache/nv}
 - {name: HF_HOME, value: /models/huggingface}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.ray.proxy:middlewares"}

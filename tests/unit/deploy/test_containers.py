@@ -55,6 +55,12 @@ def test_an_image_runs_as_a_user_and_comes_from_its_own_build(target: str) -> No
     assert "HEALTHCHECK" in stages()["runtime"] and "/health" in stages()["runtime"]
 
 
+def test_compiled_code_is_kept_apart_from_the_models() -> None:
+    runtime = stages()["runtime"]
+    assert "PILOTFISH_CODE_DIR=/home/pilotfish/.cache/pilotfish" in runtime
+    assert "PILOTFISH_CACHE_DIR=/models/pilotfish" in runtime
+
+
 def test_the_base_image_has_a_version() -> None:
     images = re.findall(r"^FROM (\S+) AS", DOCKERFILE.read_text("utf-8"), flags=re.MULTILINE)
     assert [image for image in images if image not in stages()] == ["python:3.11.13-slim-bookworm"]

@@ -35,7 +35,7 @@ def test_directories_are_written_into_the_configuration(tmp_path: Path) -> None:
     assert found.configuration.target.served_name == "target"
     assert found.configuration.draft.weights is not None
     assert found.configuration.draft.weights.path == str(draft)
-    assert found.configuration.draft.weights.compile_directory == str(tmp_path / models.COMPILED)
+    assert found.configuration.draft.weights.compile_directory == str(tmp_path / "compiled")
 
 
 def test_a_packaged_draft_is_resolved_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

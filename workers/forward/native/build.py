@@ -1,7 +1,7 @@
 """Builds the CPU kernels with this machine's C compiler on first use, and keeps the library for the next start.
 
-An image without a compiler has libraries built before, for common instruction sets: see
-`workers.forward.native.prebuild`.
+A library is loaded only from a folder that this user owns and nobody else may write. An image without a compiler has
+libraries built before, for common instruction sets, beside the code: see `workers.forward.native.prebuild`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from workers.forward.code_folder import UnsafeFolder, is_private_file, make_private_folder
 from workers.forward.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, processor_flags
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 def load_library(directory: str | None) -> ctypes.CDLL | None:
     """Load the library, building it if `directory` does not have it. Returns `None` if it cannot be built.
 
-    A library in `PREBUILT` that this processor can run is taken first.
+    A library in `PREBUILT` that this processor can run is taken first. If others may write to `directory`, nothing in
+    it is loaded: the library is built for this process alone.
     """
     prebuilt = _find_prebuilt()
     compiler = _find_compiler()
@@ -60,13 +62,23 @@ def load_library(directory: str | None) -> ctypes.CDLL | None:
         if compiler is None:
             logger.warning("no C compiler found: models on this CPU use a slower path")
             return None
-        if directory is not None:
+        if directory is not None and _is_private(Path(directory)):
             return _load(_build(compiler, Path(directory)))
         with tempfile.TemporaryDirectory(prefix="pilotfish-") as temporary:
             return _load(_build(compiler, Path(temporary)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("the CPU kernels cannot be built; models use a slower path: %s", error)
         return None
+
+
+def _is_private(directory: Path) -> bool:
+    """Make `directory` unless it exists. Logs why nothing is loaded from it if others may write to it."""
+    try:
+        make_private_folder(directory)
+    except UnsafeFolder as error:
+        logger.warning("the CPU kernels are built again for this process: %s", error)
+        return False
+    return True
 
 
 @cache
@@ -150,9 +162,9 @@ def _code() -> dict[str, bytes]:
 
 
 def _compile(compiler: str, flags: Sequence[str], name: str, directory: Path) -> Path:
-    """The library `name` in `directory`, compiled unless it exists."""
+    """The library `name` in `directory`, compiled unless it exists as a file that nobody else may write."""
     library = directory / name
-    if library.exists():
+    if is_private_file(library):
         return library
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as build_directory:
@@ -164,6 +176,7 @@ def _compile(compiler: str, flags: Sequence[str], name: str, directory: Path) ->
             subprocess.run(  # noqa: S603 - our own source, with the compiler of this machine
                 [compiler, *command], cwd=build_directory, check=True, capture_output=True, timeout=_BUILD_SECONDS
             )
+        Path(build_directory, library.name).chmod(0o755)
         os.replace(
             Path(build_directory, library.name), library
         )  # processes may build at the same time; all build the same library
