@@ -13,9 +13,10 @@ import pytest
 from cluster.core.config.load import load
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError, PilotfishError
+from cluster.wire import tls as wire_tls
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.tls import CertificateFiles, certificate_files, client_context
+from cluster.wire.tls import CertificateFiles, client_context
 from deploy.coordinator_server import fixed_address
 from tests.support.certificates import Authority
 from tests.support.fakes.both_apis import HI, BothApis, Request, serving
@@ -114,7 +115,7 @@ async def test_a_client_without_a_certificate_is_refused_where_one_is_demanded(
 async def test_a_changed_certificate_is_presented_without_a_restart(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certificate_files, "RELOAD_SECONDS", 0.0)
+    monkeypatch.setattr(wire_tls, "RELOAD_SECONDS", 0.0)
     tls = settings(authority)
     async with serving(tmp_path, tls=tls) as both:
         host, _, port = both.grpc_address.rpartition(":")
