@@ -127,9 +127,12 @@ class AdmissionController:
         if not least <= sourced <= info.max_source_len:
             bound = f"between {least} and {info.max_source_len} tokens, as {info.model} reads"
             raise InvalidRequest("source", f"{sourced} tokens", bound)
-        blocks = info.kv.blocks_total - info.layout.held(sourced)
-        pool_tokens = info.layout.longest(max(0, blocks), self._limits.max_step_tokens, context)
-        check_fits(len(request.prompt), request.stopping.max_tokens, context, pool_tokens)
+        check_fits(len(request.prompt), request.stopping.max_tokens, context, self.longest_sequence(sourced, info))
+
+    def longest_sequence(self, source_len: int, info: TargetInfo) -> int:
+        """Return the most tokens that context and KV memory can hold beside a source of `source_len` tokens."""
+        blocks = info.kv.blocks_total - info.layout.held(source_len)
+        return info.layout.longest(max(0, blocks), self._limits.max_step_tokens, info.max_context_len)
 
     def _expire(self, live: LiveRequest) -> None:
         tokens = live.token_count

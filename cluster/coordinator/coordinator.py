@@ -173,6 +173,10 @@ class Coordinator:
         """Raise `Overloaded` if a request of the client would be refused now."""
         self._admission.check_room(client, request_id, answers, priority)
 
+    def longest_sequence(self, source_len: int) -> int:
+        """Return the most tokens of a prompt and its answer together that context and KV memory can hold."""
+        return self._admission.longest_sequence(source_len, self.info)
+
     def abort(self, request_id: RequestId) -> bool:
         """End a live request's answers as `ABORT`. Returns whether the request was live."""
         return self._emitter.abort(request_id)

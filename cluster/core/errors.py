@@ -3,6 +3,7 @@
     PilotfishError
     ├── InvalidRequest            a value of the client is out of bounds
     │   ├── UnsupportedParameter  this server does not support a parameter of the API
+    │   ├── ContextLengthExceeded the prompt or the answer is longer than the model's context
     │   ├── TooLarge              a body or message exceeds its byte bound
     │   └── UnknownModel          the model is not served
     ├── Unauthenticated           the caller presents no valid API key
@@ -121,7 +122,8 @@ class InvalidRequest(PilotfishError):
     def renamed(self, field: str) -> Self:
         """Return the same error for a field that the client knows by another name."""
         error = type(self)(field, self.value, self.bound)
-        error.args = (field + str(self).removeprefix(self.field),)
+        text = str(self)
+        error.args = (field + text.removeprefix(self.field) if text.startswith(f"{self.field}:") else text,)
         return error
 
 
@@ -134,6 +136,42 @@ class UnsupportedParameter(InvalidRequest):
 
     def __init__(self, field: str, value: object, bound: str = "left out: it is not supported") -> None:
         super().__init__(field, value, bound)
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """A prompt, or the answer that the client asks for, is longer than the model's context.
+
+    Programs that shorten a conversation and send it again look for the code, or for "prompt is too long" and "maximum
+    context length" in the message.
+    """
+
+    http_code = "context_length_exceeded"
+    meaning = "The prompt, or `max_tokens`, exceeds the context of the model. The message has both numbers."
+    advice = "Shorten the prompt, or ask for fewer tokens."
+
+    @classmethod
+    def of_prompt(cls, field: str, tokens: int, most: int, reason: str, *, is_least: bool = False) -> Self:
+        """Return the error for a prompt of `tokens` tokens where at most `most` are served.
+
+        With `is_least`, the prompt has `tokens` tokens or more: it is too long to count them.
+        """
+        count = f"at least {tokens}" if is_least else str(tokens)
+        error = cls(field, f"{count} tokens", f"at most {most} tokens")
+        error.args = (f"prompt is too long: {count} tokens > {most} maximum: {reason}",)
+        return error
+
+    @classmethod
+    def of_answer(cls, field: str, tokens: int, context: int) -> Self:
+        """Return the error for an answer of `tokens` tokens, which a context of `context` tokens cannot hold."""
+        error = cls(field, tokens, f"at most {context} tokens")
+        reason = context_reason(context)
+        error.args = (f"{field}: the answer is too long: {tokens} tokens > {context} maximum: {reason}",)
+        return error
+
+
+def context_reason(context: int) -> str:
+    """Return why a prompt or an answer is too long for a context of `context` tokens."""
+    return f"this model's maximum context length is {context} tokens, for the prompt and the answer together"
 
 
 class TooLarge(InvalidRequest):

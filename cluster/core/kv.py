@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.core.errors import InvalidRequest
+from cluster.core.errors import ContextLengthExceeded, InvalidRequest, context_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ def check_fits(prompt_len: int, max_tokens: int, max_context_len: int, pool_toke
         raise InvalidRequest("prompt", f"{prompt_len} tokens", "at least one token")
     if max_tokens < 1:
         raise InvalidRequest("max_tokens", max_tokens, "at least 1")
-    for bound, name in ((max_context_len, "the model's context"), (pool_tokens, "the target's KV pool")):
+    pool = f"the target's KV pool holds {pool_tokens} tokens, for the prompt and the answer together"
+    for bound, reason in ((max_context_len, context_reason(max_context_len)), (pool_tokens, pool)):
         if prompt_len >= bound:
-            raise InvalidRequest("prompt", f"{prompt_len} tokens", f"shorter than {name} of {bound} tokens")
+            raise ContextLengthExceeded.of_prompt("prompt", prompt_len, bound - 1, reason)
         if prompt_len + max_tokens > bound:
-            left = f"at most {bound - prompt_len}: {name} holds {bound} tokens, the prompt has {prompt_len}"
-            raise InvalidRequest("max_tokens", max_tokens, left)
+            raise InvalidRequest("max_tokens", max_tokens, f"at most {bound - prompt_len}: {reason}")

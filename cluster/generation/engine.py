@@ -34,6 +34,13 @@ class Engine(Protocol):
         """End one running answer with `STOP`, because its text is complete. Returns whether it was running."""
         ...
 
+    def longest_sequence(self, source_len: int) -> int:
+        """Return the most tokens of a prompt and its answer together that context and KV memory can hold.
+
+        `source_len` is the number of tokens that an encoder reads, which take memory of their own.
+        """
+        ...
+
     def count_sent(self, tokens: int) -> None:
         """Count tokens of an answer that are sent to the client, for the metrics."""
         ...

@@ -95,6 +95,8 @@ class Finished:
     """Number of tokens of the client's prediction that are not in the answer; `None` without a prediction."""
     seed: int = 0
     """The seed of the answer. A request for one answer with this seed gives the same answer. 0 of a beam search."""
+    reduced_max_tokens: int | None = None
+    """Most tokens that the answer could have, if there was no room for the `max_tokens` of the request."""
 
 
 Event = Started | Delta | Finished

@@ -94,7 +94,9 @@ def ending(tokens: Sequence[int], stopping: StoppingCriteria) -> FinishReason | 
 
 
 def _part(message: generation_pb2.ResumedAnswer, field: str, info: TargetInfo, limits: LimitsSection) -> ReceivedPart:
-    count = bounds.integer(f"{field}.token_count", message.token_count, 0, limits.max_output_tokens)
+    count = bounds.integer(
+        f"{field}.token_count", message.token_count, 0, limits.max_output_tokens or info.max_context_len
+    )
     if message.token_ids and len(message.token_ids) != count:
         raise InvalidRequest(f"{field}.token_ids", f"{len(message.token_ids)} tokens", f"none or {count} tokens")
     most_drafted = bounds.MAX_TREE_NODES * count

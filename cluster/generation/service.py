@@ -78,8 +78,8 @@ class GenerationService:
         """
         info = self._info()
         self._resolve_alias(message)
-        longest = self._limits.max_timeout_seconds
-        deadline = self._clock() + (longest if seconds_left is None else min(seconds_left, longest))
+        most_seconds = self._limits.max_timeout_seconds
+        deadline = self._clock() + (most_seconds if seconds_left is None else min(seconds_left, most_seconds))
         ends = info.eos_token_ids or self._tokenizer.eos_token_ids
         valid = validate.validate(message, info, self._limits, ends, shares_between_keys=self._shares_between_keys)
         async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
@@ -87,7 +87,9 @@ class GenerationService:
             prompt = await encode_prompt(self._tokenizer, valid.prompt, valid.prompt_options, info)
             prompt = valid.prompt_options.truncated(prompt, valid.max_tokens, info)
             prediction = await encode_prediction(self._tokenizer, valid.prediction, self._limits)
-            request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, deadline)
+            longest = self._engine.longest_sequence(len(prompt) if info.is_encoder_decoder else 0)
+            request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, longest)
+            request = replace(request, deadline=deadline)
             request = without_bad_words(request, self._tokenizer, valid.bad_words)
             reported = prompt if valid.prompt_options.report else ()
             form = answer_format(self._tokenizer, valid.prompt, prompt)
@@ -104,6 +106,8 @@ class GenerationService:
                     if not has_begun:
                         yield first.added_to(started)
                         has_begun = True
+                    if isinstance(event, Finished) and request.stopping.max_tokens < (valid.max_tokens or 0):
+                        event = replace(event, reduced_max_tokens=request.stopping.max_tokens)
                     yield event
             if not has_begun:
                 yield started  # the caller of a resumed request has all answers

@@ -180,6 +180,7 @@ def _encode_usage(event: Finished) -> generation_pb2.Usage:
         cached_tokens=usage.cached_tokens,
         accepted_prediction_tokens=event.accepted_prediction,
         rejected_prediction_tokens=event.rejected_prediction,
+        max_tokens=event.reduced_max_tokens,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
-from cluster.core.errors import InvalidRequest, UnknownModel
+from cluster.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from cluster.core.ids import CacheSalt, RequestId, check_request_id, scoped_request_id, scoped_salt
 from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria, TextOptions
 from cluster.core.verification import TargetInfo
@@ -46,8 +46,7 @@ class ValidatedRequest:
     stopping: StoppingCriteria
     """When the answer ends. `fit_to_context` sets `max_tokens` when the length of the prompt is known."""
     max_tokens: int | None
-    fit_max_tokens: bool
-    """Whether a `max_tokens` beyond the context is reduced instead of refused."""
+    """Most tokens of an answer that the client asks for, before `fit_to_context` reduces them to what fits."""
     text: TextOptions
     bad_words: tuple[str, ...]
     """Words that the answer never contains, besides the token sequences in `sampling`."""
@@ -98,7 +97,9 @@ def validate(
     sampling = replace(
         _sampling(request.sampling, info, limits),
         end_token_ids=tuple(sorted(stopping.stop_token_ids)),
-        min_tokens=bounds.integer("min_tokens", request.stopping.min_tokens, 0, limits.max_output_tokens),
+        min_tokens=bounds.integer(
+            "min_tokens", request.stopping.min_tokens, 0, limits.max_output_tokens or info.max_context_len
+        ),
     )
     if info.is_encoder_decoder and sampling.prompt_logprobs is not None:
         bound = "left out: an encoder-decoder model gives no probabilities to the text that it reads"
@@ -113,10 +114,7 @@ def validate(
         prompt_options=prompt_options,
         sampling=sampling,
         stopping=stopping,
-        max_tokens=bounds.integer("max_tokens", request.stopping.max_tokens, 1, limits.max_output_tokens)
-        if request.stopping.HasField("max_tokens")
-        else None,
-        fit_max_tokens=request.stopping.fit_max_tokens,
+        max_tokens=_requested_tokens(request.stopping, info, limits),
         text=TextOptions(
             skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
             include_stop=request.stopping.include_stop,
@@ -142,18 +140,21 @@ def fit_to_context(
     prediction: tuple[int, ...],
     info: TargetInfo,
     limits: LimitsSection,
-    deadline: float,
+    longest: int,
 ) -> GenerationRequest:
-    """Check prompt, answer and prediction against the context and the limits. Set `max_tokens` if the client did not.
+    """Check prompt, answer and prediction against the context and the limits.
 
-    For an encoder-decoder model, `prompt` is the source. Raises `InvalidRequest`.
+    `max_tokens` becomes what the client asks for, but at most what fits behind the prompt into `longest` tokens, the
+    longest sequence that the engine can hold. For an encoder-decoder model, `prompt` is the source. Raises
+    `InvalidRequest`.
     """
     if not prompt:
         raise InvalidRequest(request.prompt.field, (), "of at least one token")
     if len(prompt) > most_prompt_tokens(info):
-        raise prompt_too_long(request.prompt.field, len(prompt), "tokens", info)
+        raise prompt_too_long(request.prompt.field, len(prompt), info)
     start, source = (info.decoder_start, prompt) if info.is_encoder_decoder else (prompt, ())
-    max_tokens = _max_tokens(request, len(start), info, limits)
+    wanted = request.max_tokens or limits.max_output_tokens or info.max_context_len
+    max_tokens = min(wanted, max(1, longest - len(start)))
     if request.sampling.min_tokens > max_tokens:
         raise InvalidRequest("min_tokens", request.sampling.min_tokens, f"at most max_tokens, which is {max_tokens}")
     alternatives = request.sampling.prompt_logprobs
@@ -177,7 +178,6 @@ def fit_to_context(
         ),
         stopping=replace(request.stopping, max_tokens=max_tokens),
         text=request.text,
-        deadline=deadline,
         cache_salt=request.cache_salt,
         n=request.answers.engine_n,
         beam=request.answers.beam,
@@ -188,22 +188,13 @@ def fit_to_context(
     )
 
 
-def _max_tokens(request: ValidatedRequest, start_len: int, info: TargetInfo, limits: LimitsSection) -> int:
-    """Return the most tokens of an answer that begins after `start_len` tokens. Raises `InvalidRequest`."""
-    context = info.max_context_len
-    available = context - start_len
-    max_tokens = request.max_tokens
-    if max_tokens is None:
-        # The KV pool may hold less than a context. A length that the client did not choose must not be refused for it.
-        pool = info.layout.longest(info.kv.blocks_total, context, context) or context
-        max_tokens = max(1, min(available, pool - start_len, limits.max_output_tokens))
-    if request.fit_max_tokens:
-        max_tokens = min(max_tokens, available)
-    if max_tokens > available:
-        taker = "the decoder's start" if info.is_encoder_decoder else "the prompt"
-        bound = f"at most {available}: the context holds {context} tokens and {taker} takes {start_len}"
-        raise InvalidRequest("max_tokens", max_tokens, bound)
-    return max_tokens
+def _requested_tokens(stopping: generation_pb2.StoppingCriteria, info: TargetInfo, limits: LimitsSection) -> int | None:
+    """Return `max_tokens` of a request, which may be more than fit behind the prompt. Raises `InvalidRequest`."""
+    if not stopping.HasField("max_tokens"):
+        return None
+    if stopping.max_tokens > info.max_context_len:
+        raise ContextLengthExceeded.of_answer("max_tokens", stopping.max_tokens, info.max_context_len)
+    return bounds.integer("max_tokens", stopping.max_tokens, 1, limits.max_output_tokens or info.max_context_len)
 
 
 def check_model(name: str | None, info: TargetInfo) -> None:

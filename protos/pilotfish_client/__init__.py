@@ -7,6 +7,7 @@ from pilotfish_client.async_client import AsyncClient
 from pilotfish_client.client import Client
 from pilotfish_client.errors import (
     Aborted,
+    ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
     ModelChanged,
@@ -43,6 +44,7 @@ __all__ = [
     "Finished",
     "InvalidRequest",
     "Message",
+    "ContextLengthExceeded",
     "ModelChanged",
     "Overloaded",
     "Parameters",

@@ -26,6 +26,10 @@ class InvalidRequest(PilotfishClientError):
         super().__init__(message)
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the answer that the request asks for, is longer than the model's context."""
+
+
 class UnknownModel(InvalidRequest):
     """The model is not served."""
 
@@ -84,6 +88,8 @@ def from_rpc_error(error: Any) -> PilotfishClientError:
             return Overloaded(message, _number(detail.get("retry_after_seconds")))
         return InvalidRequest(message, str(detail.get("field", "")), str(detail.get("bound", "")))
     kind = _BY_CODE.get(code, PilotfishClientError)
+    if detail.get("kind") == "ContextLengthExceeded":
+        kind = ContextLengthExceeded
     if issubclass(kind, InvalidRequest):
         return kind(message, str(detail.get("field", "")), str(detail.get("bound", "")))
     return kind(message)

@@ -36,8 +36,8 @@ class LimitsSection(Section):
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * MIB
     """Largest HTTP body and gRPC message, in bytes."""
-    max_output_tokens: Positive = 8192
-    """Largest `max_tokens` of a request."""
+    max_output_tokens: Positive | None = None
+    """Largest `max_tokens` of a request; unset: the context of the model."""
     max_stop_strings: Annotated[int, Field(ge=0)] = 16
     """Most stop strings in one request; OpenAI's own bound is 4."""
     max_stop_string_chars: Positive = 256

@@ -121,6 +121,14 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise ValueError(f"it computes for more than {RENDER_SECONDS:g} s")
 
 
+class TextTooLong(Exception):
+    """A template has written more characters than it may; `chars` of them."""
+
+    def __init__(self, chars: int) -> None:
+        super().__init__(chars)
+        self.chars = chars
+
+
 class ChatTemplate:
     """A compiled chat template and the special tokens that it uses.
 
@@ -154,8 +162,8 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text that ends where the assistant's answer begins.
 
-        Raises `InvalidRequest` (`messages`) if the template rejects the conversation, or writes more than `most_chars`
-        characters, or computes for more than `RENDER_SECONDS`.
+        Raises `TextTooLong` if the template writes more than `most_chars` characters, and `InvalidRequest` (`messages`)
+        if it rejects the conversation or computes for more than `RENDER_SECONDS`.
         """
         if options.continue_final_message:
             return self._render_until_end_of_last(messages, options, most_chars)
@@ -215,7 +223,7 @@ class ChatTemplate:
             parts.append(part)
             length += len(part)
             if most_chars is not None and length > most_chars:
-                raise ValueError(f"it writes more than {most_chars} characters, which the context cannot hold")
+                raise TextTooLong(length)
         return "".join(parts)
 
 

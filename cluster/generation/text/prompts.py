@@ -14,10 +14,17 @@ from typing import Any, ClassVar
 from cluster.core import bounds
 from cluster.core.answer_format import TEXT_ONLY, AnswerFormat
 from cluster.core.config.sections import LimitsSection
-from cluster.core.errors import InvalidRequest
+from cluster.core.errors import ContextLengthExceeded, InvalidRequest, context_reason
 from cluster.core.json_text import WHOLE, find_half
 from cluster.core.verification import TargetInfo
-from cluster.generation.text.chat_template import OWN_VARIABLES, PLAIN, CalledTool, Message, TemplateOptions
+from cluster.generation.text.chat_template import (
+    OWN_VARIABLES,
+    PLAIN,
+    CalledTool,
+    Message,
+    TemplateOptions,
+    TextTooLong,
+)
 from cluster.generation.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2
 
@@ -100,7 +107,7 @@ def decode_prompt(request: generation_pb2.GenerateRequest, info: TargetInfo, lim
         if not ids:
             raise InvalidRequest("prompt", (), "of at least one token")
         if len(ids) > most_prompt_tokens(info) and not is_cut:
-            raise prompt_too_long("prompt", len(ids), "tokens", info)
+            raise prompt_too_long("prompt", len(ids), info)
         return TokenPrompt(bounds.tokens("prompt", ids, 1, bounds.MAX_TOKENS, info.vocabulary_size))
     if kind == "text":
         if not request.text:
@@ -186,16 +193,23 @@ async def encode_prompt(
         return prompt.tokens
     most_chars = (most_prompt_tokens(info) + 1) * tokenizer.longest_token_chars
     chars = len(prompt.text) if isinstance(prompt, TextPrompt) else prompt.chars
+
+    def least_tokens(count: int) -> int:
+        return -(-count // tokenizer.longest_token_chars)
+
     if isinstance(prompt, TextPrompt) and chars > most_chars:
-        raise prompt_too_long(prompt.field, chars, "characters", info)
+        raise prompt_too_long(prompt.field, least_tokens(chars), info, is_least=True)
 
     def encode() -> tuple[int, ...]:
         if isinstance(prompt, ChatPrompt):
-            text, special = chat_text(tokenizer, prompt, info, most_chars)
+            try:
+                text, special = chat_text(tokenizer, prompt, info, most_chars)
+            except TextTooLong as error:
+                raise prompt_too_long(prompt.field, least_tokens(error.chars), info, is_least=True) from None
         else:
             text, special = prompt.text, True
         if len(text) > most_chars:
-            raise prompt_too_long(prompt.field, len(text), "characters", info)
+            raise prompt_too_long(prompt.field, least_tokens(len(text)), info, is_least=True)
         if options.add_special_tokens is not None:
             special = options.add_special_tokens
         return tokenizer.encode(text, special)
@@ -231,12 +245,16 @@ def most_prompt_tokens(info: TargetInfo) -> int:
     return info.max_source_len if info.is_encoder_decoder else info.max_context_len - 1
 
 
-def prompt_too_long(field: str, length: int, unit: str, info: TargetInfo) -> InvalidRequest:
-    """Return the error for a prompt that fills the whole context, or that is longer than the encoder reads."""
-    reason = f"the context holds {info.max_context_len}, one of them the answer's"
+def prompt_too_long(field: str, tokens: int, info: TargetInfo, *, is_least: bool = False) -> ContextLengthExceeded:
+    """Return the error for a prompt that fills the whole context, or that is longer than the encoder reads.
+
+    With `is_least`, the prompt has `tokens` tokens or more.
+    """
+    most = most_prompt_tokens(info)
+    reason = context_reason(info.max_context_len)
     if info.is_encoder_decoder:
-        reason = "the model's encoder reads no more"
-    return InvalidRequest(field, f"{length} {unit}", f"at most {most_prompt_tokens(info)} tokens: {reason}")
+        reason = f"this model's maximum context length is {most} tokens, for the text that its encoder reads"
+    return ContextLengthExceeded.of_prompt(field, tokens, most, reason, is_least=is_least)
 
 
 async def encode_prediction(

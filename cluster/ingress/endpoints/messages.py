@@ -20,6 +20,7 @@ from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Tex
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
 from cluster.ingress.openai.requests import ChatRequest
+from cluster.ingress.openai.responses import reduced_tokens
 from pilotfish.v1 import generation_pb2
 
 _STOP_REASONS = {
@@ -215,6 +216,7 @@ class _Message:
             "cache_read_input_tokens": usage.cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
+            **reduced_tokens([usage]),
         }
         reason, sequence = _STOP_REASONS[finished.reason], None
         if finished.HasField("stop_string"):

@@ -20,6 +20,7 @@ from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
 from cluster.ingress.openai.requests import ChatRequest, part_text
+from cluster.ingress.openai.responses import reduced_tokens
 from pilotfish.v1 import generation_pb2
 
 
@@ -164,6 +165,7 @@ class _ResponseObject:
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            **reduced_tokens([usage]),
         }
         self._receipt = {"receipt": receipt}
         self._status = "incomplete" if is_cut else "completed"

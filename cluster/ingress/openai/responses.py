@@ -180,7 +180,14 @@ def usage(choices: Iterable[Choice]) -> Json:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": rejected,
         },
+        **reduced_tokens(parts),
     }
+
+
+def reduced_tokens(parts: Iterable[generation_pb2.Usage]) -> Json:
+    """Return the entry of the usage for the most tokens of an answer that had no room for `max_tokens`, if one had."""
+    reduced = [part.max_tokens for part in parts if part.HasField("max_tokens")]
+    return {"max_tokens": min(reduced)} if reduced else {}
 
 
 def _predicted(parts: Iterable[generation_pb2.Usage]) -> tuple[int, int]:

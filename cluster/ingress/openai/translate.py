@@ -41,7 +41,6 @@ def completion_requests(
     seeds_per_prompt = 0 if body.seed is not None else max(1, body.n or 1, body.best_of or 1)
     # A prompt alone needs no answer, and the service generates at least one token.
     stopping = _stopping(body, 1 if body.only_echoes else body.max_tokens)
-    stopping.fit_max_tokens = "max_tokens" not in body.model_fields_set
     options = _prompt_options(body)
     options.echo = body.echo
     options.report |= body.echo

@@ -256,9 +256,10 @@ class StoppingCriteria(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
-    FIT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens of the answer. Bound: 1 to the server's max_output_tokens. Default: the rest of the context."""
+    """Most tokens of the answer. Bound: 1 to the server's max_output_tokens, or to the context length. Reduced to what
+    fits behind the prompt, see Usage.max_tokens. Default: what fits behind the prompt.
+    """
     ignore_eos: _builtins.bool
     """Continue after the model's end-of-sequence tokens. Default: false."""
     min_tokens: _builtins.int
@@ -267,8 +268,6 @@ class StoppingCriteria(_message.Message):
     """
     include_stop: _builtins.bool
     """Keep the stop string, or the text of the stop token, in the text. Default: false."""
-    fit_max_tokens: _builtins.bool
-    """Reduce max_tokens to the rest of the context instead of refusing the request. Default: false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the answer. They are cut from the text. Bound: 16 of 1 to 256 characters."""
@@ -286,11 +285,10 @@ class StoppingCriteria(_message.Message):
         ignore_eos: _builtins.bool | None = ...,
         min_tokens: _builtins.int | None = ...,
         include_stop: _builtins.bool = ...,
-        fit_max_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "fit_max_tokens", b"fit_max_tokens", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
@@ -935,6 +933,7 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -953,6 +952,10 @@ class Usage(_message.Message):
     """Tokens of the client's prediction that are in the answer. Unset without a prediction."""
     rejected_prediction_tokens: _builtins.int
     """Tokens of the client's prediction that are not in the answer. Unset without a prediction."""
+    max_tokens: _builtins.int
+    """Most tokens that the answer could have, if the context has room for fewer than the max_tokens of the request.
+    Otherwise unset.
+    """
     def __init__(
         self,
         *,
@@ -965,17 +968,22 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         accepted_prediction_tokens: _builtins.int | None = ...,
         rejected_prediction_tokens: _builtins.int | None = ...,
+        max_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "max_tokens", b"max_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["accepted_prediction_tokens"]  # noqa: Y015
     _WhichOneofArgType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["rejected_prediction_tokens"]  # noqa: Y015
     _WhichOneofArgType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["_rejected_prediction_tokens", b"_rejected_prediction_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_prediction_tokens) -> _WhichOneofReturnType__accepted_prediction_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected_prediction_tokens) -> _WhichOneofReturnType__rejected_prediction_tokens | None: ...
 

@@ -20,10 +20,10 @@ LIMITS = LimitsSection(max_body_bytes=2048, max_prompts=4)
 class HttpApi:
     """An HTTP client of an application over a scripted engine."""
 
-    def __init__(self, directory: Path, text: str = "hello the world") -> None:
-        generation, self.engine, self.tokenizer = fake_service(directory, text, limits=LIMITS)
+    def __init__(self, directory: Path, text: str = "hello the world", limits: LimitsSection = LIMITS) -> None:
+        generation, self.engine, self.tokenizer = fake_service(directory, text, limits=limits)
         self.client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
-        transport = httpx.ASGITransport(create_app(self.client, LIMITS), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(create_app(self.client, limits), raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
 
     async def post(self, path: str, **values: Any) -> httpx.Response:

@@ -36,7 +36,7 @@ async def test_a_full_queue_refuses_with_the_time_to_retry() -> None:
     [
         (0, 5, "prompt", "at least one"),
         (5, 0, "max_tokens", "at least 1"),
-        (64, 1, "prompt", "context of 64"),
+        (64, 1, "prompt", "maximum context length is 64"),
         (60, 5, "max_tokens", "at most 4"),
         (30, 11, "max_tokens", "KV pool holds 40"),
     ],
@@ -51,6 +51,15 @@ async def test_a_request_that_can_never_fit_is_refused_with_the_bound(
     assert refusal.value.field == field
     assert words in str(refusal.value)
     assert target.batches == []
+
+
+@pytest.mark.parametrize(("blocks", "longest"), [(100, 64), (10, 40)])
+async def test_the_longest_sequence_is_what_context_and_pool_hold(blocks: int, longest: int) -> None:
+    target = FakeTarget(blocks=blocks, max_context_len=64)
+    async with serving(target, WrongDrafter(target)) as coordinator:
+        assert coordinator.longest_sequence(source_len=0) == longest
+        answer = await read(coordinator, request(prompt=[1] * 20, max_tokens=longest - 20))
+        assert answer
 
 
 async def test_two_live_requests_cannot_have_the_same_id() -> None:

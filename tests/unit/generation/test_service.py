@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import LimitsSection
-from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
+from cluster.core.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    TargetUnavailable,
+)
 from cluster.core.request import Commit, FinishReason, GenerationRequest
 from cluster.generation.events import Delta, Event, Finished, Started
 from cluster.generation.service import GenerationService
@@ -272,7 +279,7 @@ async def test_a_deadline_is_that_of_the_caller_within_the_limit(
 async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
     generation, engine, tokenizer = fake_service(tmp_path)
     most = CONTEXT * tokenizer.longest_token_chars
-    with pytest.raises(InvalidRequest, match=f"'{most + 1} characters'"):
+    with pytest.raises(ContextLengthExceeded, match=f"at least {CONTEXT + 1} tokens > {CONTEXT - 1} maximum"):
         await anext(generation.generate(Request(text="x" * (most + 1))))
     assert engine.requests == []
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.core.config.sections import LimitsSection
-from cluster.core.errors import InvalidRequest, UnknownModel
+from cluster.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import BeamParameters, BeamScoring, EarlyStopping, GenerationRequest, SamplingParameters
 from cluster.core.verification import TargetInfo
@@ -192,7 +192,7 @@ def test_answer_counts_and_beams_out_of_bounds_are_refused_by_name(request_: Req
 
 def admitted(request: Request, prediction: tuple[int, ...] = (), info: TargetInfo = INFO) -> GenerationRequest:
     valid = validate(request, info, LIMITS, info.eos_token_ids)
-    return fit_to_context(valid, (1, 2), prediction, info, LIMITS, 0.0)
+    return fit_to_context(valid, (1, 2), prediction, info, LIMITS, info.max_context_len)
 
 
 def test_sampling_has_the_tokens_that_end_the_answer_and_its_minimal_length() -> None:
@@ -265,25 +265,31 @@ def test_the_error_for_an_unknown_model_names_the_served_one() -> None:
 
 def test_unset_max_tokens_is_what_context_and_limits_allow() -> None:
     valid = validate(Request(text="hi"), INFO, LIMITS, ())
-    assert fit_to_context(valid, (1,) * 5, (), INFO, LIMITS, 0.0).stopping.max_tokens == 20
-    assert fit_to_context(valid, (1,) * 25, (), INFO, LIMITS, 0.0).stopping.max_tokens == 7
-    assert fit_to_context(valid, (1,) * 31, (), INFO, LIMITS, 0.0).stopping.max_tokens == 1
+    assert fit_to_context(valid, (1,) * 5, (), INFO, LIMITS, 32).stopping.max_tokens == 20
+    assert fit_to_context(valid, (1,) * 25, (), INFO, LIMITS, 32).stopping.max_tokens == 7
+    assert fit_to_context(valid, (1,) * 31, (), INFO, LIMITS, 32).stopping.max_tokens == 1
 
 
-def test_prompt_and_answer_must_fit_the_context() -> None:
+def test_a_length_without_room_is_reduced_to_it() -> None:
     valid = validate(stopped(max_tokens=8), INFO, LIMITS, ())
-    assert fit_to_context(valid, (1,) * 24, (), INFO, LIMITS, 0.0).stopping.max_tokens == 8
-    with pytest.raises(InvalidRequest, match="max_tokens: 8 is refused; it must be at most 7"):
-        fit_to_context(valid, (1,) * 25, (), INFO, LIMITS, 0.0)
-    with pytest.raises(InvalidRequest, match="prompt: '32 tokens' is refused; it must be at most 31"):
-        fit_to_context(valid, (1,) * 32, (), INFO, LIMITS, 0.0)
+    assert fit_to_context(valid, (1,) * 24, (), INFO, LIMITS, 32).stopping.max_tokens == 8
+    assert fit_to_context(valid, (1,) * 25, (), INFO, LIMITS, 32).stopping.max_tokens == 7
+    assert fit_to_context(valid, (1,) * 31, (), INFO, LIMITS, 32).stopping.max_tokens == 1
+    assert fit_to_context(valid, (1,) * 3, (), INFO, LIMITS, 10).stopping.max_tokens == 7
+
+
+def test_a_prompt_and_a_length_above_the_context_are_refused_with_the_numbers() -> None:
+    valid, limits = validate(stopped(max_tokens=8), INFO, LIMITS, ()), LimitsSection()
+    with pytest.raises(ContextLengthExceeded) as long_prompt:
+        fit_to_context(valid, (1,) * 32, (), INFO, LIMITS, 32)
+    assert str(long_prompt.value) == (
+        "prompt is too long: 32 tokens > 31 maximum: this model's maximum context length is 32 tokens, "
+        "for the prompt and the answer together"
+    )
+    assert validate(stopped(max_tokens=32), INFO, limits, ()).max_tokens == 32
+    with pytest.raises(
+        ContextLengthExceeded, match="33 tokens > 32 maximum: this model's maximum context length is 32"
+    ):
+        validate(stopped(max_tokens=33), INFO, limits, ())
     with pytest.raises(InvalidRequest, match="at least one token"):
-        fit_to_context(valid, (), (), INFO, LIMITS, 0.0)
-
-
-def test_a_default_length_fits_into_a_pool_smaller_than_the_context() -> None:
-    small = replace(INFO, max_context_len=1000, kv=KvOccupancy(10, 10))
-    message = Request(text="hi")
-    limits = LimitsSection()
-    admitted = fit_to_context(validate(message, small, limits, ()), (1, 2, 3), (), small, limits, deadline=1.0)
-    assert admitted.stopping.max_tokens == 157
+        fit_to_context(valid, (), (), INFO, LIMITS, 32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.errors import InvalidRequest, UnknownModel
+from cluster.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fakes.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling, Stopping
 from tests.support.fakes.both_apis import apis as apis
@@ -28,21 +28,21 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
         "a prompt longer than the context",
         {"prompt": "x" * CONTEXT},
         Request(text="x" * CONTEXT),
-        InvalidRequest,
+        ContextLengthExceeded,
         "prompt",
     ),
     (
         "a prompt far longer than the context",
         {"prompt": "x" * 5000},
         Request(text="x" * 5000),
-        InvalidRequest,
+        ContextLengthExceeded,
         "prompt",
     ),
     (
-        "an answer longer than the context leaves",
-        {"prompt": "x" * 50, "max_tokens": 32},
-        Request(text="x" * 50, stopping=Stopping(max_tokens=32)),
-        InvalidRequest,
+        "an answer longer than the context",
+        {"prompt": "hi", "max_tokens": CONTEXT + 1},
+        Request(text="hi", stopping=Stopping(max_tokens=CONTEXT + 1)),
+        ContextLengthExceeded,
         "max_tokens",
     ),
     (

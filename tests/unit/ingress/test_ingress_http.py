@@ -262,7 +262,7 @@ def test_the_application_describes_its_requests(tmp_path: Path) -> None:
         ("chat/completions", {"n": 17}, "n"),
         ("chat/completions", {"max_tokens": 100_000}, "max_tokens"),
         ("chat/completions", {"max_completion_tokens": 100_000}, "max_completion_tokens"),
-        ("chat/completions", {"max_completion_tokens": CONTEXT - 1}, "max_completion_tokens"),
+        ("chat/completions", {"max_completion_tokens": CONTEXT + 1}, "max_completion_tokens"),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("chat/completions", {"top_k": 2**20 + 1}, "top_k"),
         ("completions", {"best_of": 0}, "best_of"),

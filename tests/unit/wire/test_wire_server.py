@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cluster.core.errors import (
     Aborted,
     ConfigurationError,
+    ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
     KvPoolExhausted,
@@ -215,6 +216,8 @@ ERRORS = [
     (InvalidRequest("sampling.temperature", -1.0, "between 0 and 2"), grpc.StatusCode.INVALID_ARGUMENT),
     (InvalidRequest("prompt", 'words "in quotes" — ünïcode\n', "shorter"), grpc.StatusCode.INVALID_ARGUMENT),
     (UnsupportedParameter("best_of", 3), grpc.StatusCode.INVALID_ARGUMENT),
+    (ContextLengthExceeded.of_prompt("prompt", 9, 7, "it holds 8"), grpc.StatusCode.INVALID_ARGUMENT),
+    (ContextLengthExceeded.of_answer("max_tokens", 9, 8), grpc.StatusCode.INVALID_ARGUMENT),
     (TooLarge("body", "9 bytes", "at most 8 bytes"), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnknownModel("model", "x" * 200, "a served model: tiny"), grpc.StatusCode.NOT_FOUND),
     (Overloaded("the queue is full", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.core.answer_format import ToolFormat
 from cluster.core.errors import InvalidRequest
-from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
+from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions, TextTooLong
 from tests.support.fakes.fake_engine import MODEL
 from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
 
@@ -139,7 +139,7 @@ async def test_reasoning_is_returned_apart_from_the_content(tmp_path: Path) -> N
 
 def test_templates_are_bounded() -> None:
     long = ChatTemplate("{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}", {})
-    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+    with pytest.raises(TextTooLong, match="1050"):
         long.render([Message("user", "x" * 50)], PLAIN, 1000)
     escaping = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
     with pytest.raises(InvalidRequest):

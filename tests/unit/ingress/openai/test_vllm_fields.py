@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.core.config.sections import LimitsSection
 from tests.support.fakes.fake_engine import CONTEXT
 from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
 
@@ -70,11 +73,52 @@ async def test_special_tokens_are_added_to_the_prompt_as_asked(api: HttpApi) -> 
     assert [request.prompt for request in chat] == [api.tokenizer.encode(rendered, one) for one in (True, False)]
 
 
-async def test_an_unset_length_is_fitted_to_the_context_and_a_set_one_is_not(api: HttpApi) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_length_is_fitted_to_the_context_and_the_usage_says_so(api: HttpApi, stream: bool) -> None:
     prompt = [7] * (CONTEXT - 4)
-    await choice(api, prompt=prompt)
-    assert api.engine.requests[-1].stopping.max_tokens == 4
-    assert error_of(await api.complete(prompt=prompt, max_tokens=16))["param"] == "max_tokens"
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    for values, reduced in (
+        ({}, 4),
+        ({"max_tokens": CONTEXT}, 4),
+        ({"max_tokens": 4}, None),
+    ):
+        response = await api.complete(prompt=prompt, **values, **options)
+        usage = (chunks(response)[-1] if stream else response.json())["usage"]
+        assert usage.get("max_tokens") == reduced
+        assert api.engine.requests[-1].stopping.max_tokens == 4
+    error = error_of(await api.complete(prompt=prompt, max_tokens=CONTEXT + 1, **options))
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+
+
+LONG = "x" * CONTEXT
+
+
+@pytest.mark.parametrize("repeats", [1, 1000], ids=["counted", "too long to count"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [7] * CONTEXT}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/responses", {"input": [{"role": "user", "content": LONG}], "stream": True}),
+    ],
+)
+async def test_a_prompt_beyond_the_context_is_recognisable(
+    tmp_path: Path, path: str, body: dict[str, Any], repeats: int
+) -> None:
+    api = HttpApi(tmp_path, limits=LimitsSection())
+    sent = json.loads(json.dumps(body).replace(LONG, LONG * repeats))
+    async with api.http:
+        response = await api.post(path, **sent)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    least, most = re.fullmatch(
+        r"prompt is too long: (?:at least )?(\d+) tokens > (\d+) maximum: "
+        rf"this model's maximum context length is {CONTEXT} tokens, for the prompt and the answer together",
+        error["message"],
+    ).groups()  # type: ignore[union-attr]
+    assert int(least) > int(most) == CONTEXT - 1
 
 
 async def test_a_negative_seed_is_the_unsigned_one_with_the_same_bits(api: HttpApi) -> None:
