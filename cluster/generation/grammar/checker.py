@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind, parser_limits, source_of
 from cluster.generation.grammar.compiler_process import Compiled, CompilerProcess
 from cluster.generation.grammar.compiler_queue import CompilerQueue
+from cluster.generation.grammar.endless import endless_rule, endless_schema
 
 QUICK_SECONDS = 0.25
 """Processor time of the first attempt. What takes longer goes on in a process of its own, where it delays its kind."""
@@ -74,7 +76,18 @@ def _compile(process: CompilerProcess, grammar: Grammar, seconds: float) -> Comp
         return Compiled("", str(problem))
     is_ebnf = grammar.kind is GrammarKind.GRAMMAR
     found = process.compile(source, parser_limits(grammar), is_ebnf=is_ebnf, seconds=seconds)
-    return Compiled(found.source, " ".join(found.error.split())[:_MOST_ERROR_CHARS], found.was_too_slow)
+    error = found.error or _endless(grammar, found.source)
+    return Compiled(found.source, " ".join(error.split())[:_MOST_ERROR_CHARS], found.was_too_slow)
+
+
+def _endless(grammar: Grammar, source: str) -> str:
+    """Return why no answer that ends matches a grammar that the library has compiled."""
+    match grammar.kind:
+        case GrammarKind.GRAMMAR:
+            return endless_rule(source)
+        case GrammarKind.JSON_SCHEMA:
+            return endless_schema(json.loads(grammar.text))
+    return ""
 
 
 _NAMES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.core.answer_format import AnswerFormat, ToolFormat
@@ -10,7 +11,7 @@ from cluster.core.fair_queue import flow_of
 from cluster.core.grammar import Grammar
 from cluster.core.request import GenerationRequest
 from cluster.generation.grammar.checker import GrammarChecker
-from cluster.generation.grammar.tool_calls import MISTRAL_OPENING, tool_call_grammar, with_special_opening
+from cluster.generation.grammar.tool_calls import MISTRAL_OPENING, functions_of, tool_call_grammar, with_special_opening
 from cluster.generation.text.prompts import ChatPrompt
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.validate import ValidatedRequest
@@ -50,9 +51,20 @@ class Constraints:
             calls = tool_call_grammar(tools, required, form, single=prompt.single_call)
             calls = await self._checked(calls, valid)
         except InvalidRequest as error:
-            raise error.renamed("tools") if error.field == "grammar" else error from None
+            raise error if error.field != "grammar" else await self._of_one_tool(tools, valid, error) from None
         opening = self._tokenizer.special_token(MISTRAL_OPENING) if form is ToolFormat.MISTRAL else None
         return calls if opening is None else with_special_opening(calls, opening)
+
+    async def _of_one_tool(
+        self, tools: Sequence[str], valid: ValidatedRequest, error: InvalidRequest
+    ) -> InvalidRequest:
+        """Return the error of the first tool whose parameters cannot be compiled alone, or that of all together."""
+        for position, function in enumerate(functions_of(tools)):
+            try:
+                await self._checked(Grammar.of_schema(function["parameters"]), valid)
+            except InvalidRequest as own:
+                return own.renamed(f"tools[{position}].function.parameters")
+        return error.renamed("tools")
 
     async def _checked(self, grammar: Grammar, valid: ValidatedRequest) -> Grammar:
         if self._checker is None:

@@ -9,6 +9,7 @@ from typing import Any
 from cluster.core.answer_format import ToolFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind, lark_json, lark_text
+from cluster.generation.grammar.endless import endless_schema
 
 ANY_TOOL = ""
 """Requires a call of any tool."""
@@ -25,7 +26,7 @@ def tool_call_grammar(tools: Sequence[str], required: str, form: ToolFormat, *, 
     `tools` are JSON objects in OpenAI's form. `single` allows one call only, as a named tool does. Raises
     `InvalidRequest` for a tool that is not offered (`tool_choice`), or whose parameters are no schema (`tools`).
     """
-    functions = [_function(f"tools[{position}]", tool) for position, tool in enumerate(tools)]
+    functions = functions_of(tools)
     chosen = [function for function in functions if required in (ANY_TOOL, function["name"])]
     if not chosen:
         raise InvalidRequest("tool_choice", required, "the name of one of the tools")
@@ -34,6 +35,11 @@ def tool_call_grammar(tools: Sequence[str], required: str, form: ToolFormat, *, 
     most = 1 if single or required != ANY_TOOL else _MOST_CALLS
     lines = [_start(form, most), f"call: {calls}", *(line for rule in rules for line in rule)]
     return Grammar(GrammarKind.GRAMMAR, "\n".join(lines))
+
+
+def functions_of(tools: Sequence[str]) -> list[dict[str, Any]]:
+    """Return name and parameters of each tool. Raises `InvalidRequest` (`tools…`)."""
+    return [_function(f"tools[{position}]", tool) for position, tool in enumerate(tools)]
 
 
 def with_special_opening(grammar: Grammar, token: int) -> Grammar:
@@ -71,4 +77,6 @@ def _function(field: str, tool: str) -> dict[str, Any]:
     parameters = function.get("parameters") or _NO_PARAMETERS
     if not isinstance(parameters, dict):
         raise InvalidRequest(f"{field}.function.parameters", parameters, "a JSON schema: a JSON object")
+    if reason := endless_schema(parameters):
+        raise InvalidRequest(f"{field}.function.parameters", parameters, f"a JSON schema that ends: {reason}")
     return {"name": name, "parameters": parameters}

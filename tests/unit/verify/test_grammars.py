@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from cluster.core.bounds import MAX_CHOICES
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.grammar import Grammar, GrammarKind
@@ -44,6 +45,7 @@ GRAMMARS = {
     "schema": Grammar.of_schema(SCHEMA),
     "regex": Grammar(GrammarKind.REGEX, "(he|hello|world/)+[0-9]{2,5}"),
     "choice": Grammar.of_choices(["hello world", "hell", 'the "fish"\n', "swim"]),
+    "as many choices as are allowed": Grammar.of_choices([f"the {i}th fish" for i in range(MAX_CHOICES)]),
     "lark": Grammar(GrammarKind.GRAMMAR, 'start: "(" (start | WORD) ")"\nWORD: "fish" | "swim" | "he"'),
 }
 SAMPLINGS = {

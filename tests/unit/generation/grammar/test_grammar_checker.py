@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cluster.core.bounds import MAX_CHOICES
 from cluster.core.errors import InvalidRequest, NotReady, Overloaded
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.generation.grammar import checker as checker_module
@@ -60,6 +61,8 @@ def nested(levels: int) -> dict[str, Any]:
 
 PATTERNS = [{"type": "string", "pattern": f".*x{{{count}}}.*"} for count in range(2, 40)]
 BRANCHES = [{"anyOf": [{"properties": {f"{name}{i}": {"const": 1}}} for name in "ab"]} for i in range(20)]
+ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+LIST = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}, "required": ["next"]}
 HOSTILE = {
     "brackets": lark("start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
     "regex brackets": regex("(" * 20_000 + "a" + ")" * 20_000),
@@ -74,6 +77,17 @@ HOSTILE = {
     "exponential branches": Grammar.of_schema({"allOf": BRANCHES}),
     "deep": Grammar.of_schema(nested(500)),
     "a wrong type": Grammar.of_schema({"type": "fish"}),
+    "an endless rule": lark('start: "a" start'),
+    "an endless rule of several texts": lark('start: ("a" | "b") start'),
+    "endless rules": lark('start: a\na: "x" b\nb: "y" a{2}'),
+    "an endless EBNF": lark('root ::= "a" root'),
+    "left recursion without an end": lark('start: start "a"'),
+    "a schema that requires itself": Grammar.of_schema(ITSELF),
+    "an array of itself": Grammar.of_schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
+    "a definition that requires itself": Grammar.of_schema({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": LIST}}),
+    "a schema that requires itself inside of a grammar": lark(f"start: %json {json.dumps(ITSELF)}"),
+    "more rules at once than the parser holds": lark("start: " + " | ".join(f'"a{i}"' for i in range(2500))),
+    "properties": Grammar.of_schema({"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}),
 }
 
 
@@ -100,6 +114,16 @@ GOOD = {
     "regex": regex("(a/b|\\/\n[/\"'])+\\d{3}"),
     "choice": Grammar.of_choices(["a", 'b"\n\\', "ü", "<[3]>"]),
     "lark": lark('start: "a" start | WORD\nWORD: /[a-z]+/'),
+    "left recursion": lark('start: start "a" | "b"'),
+    "recursion that may be left out": lark('start: "x" start? a{0,2} [a]\na: "y" a'),
+    "a list": Grammar.of_schema(
+        {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
+    ),
+    "a tree": Grammar.of_schema({"type": "array", "items": {"$ref": "#"}}),
+    "as many choices as are allowed": Grammar.of_choices([f"the {i}th of the choices" for i in range(MAX_CHOICES)]),
+    "other choices": Grammar.of_choices([chr(0x4E00 + i) for i in range(MAX_CHOICES)]),
+    "every control character": Grammar.of_choices([f"a{chr(i)}b" for i in (*range(1, 32), *range(0x7F, 0xA0))]),
+    "control characters in a regex": regex("a\x7f[\x01-\x09]\r\x80"),
 }
 
 

@@ -24,6 +24,13 @@ REST = {"type": "function", "function": {"name": "rest"}}
 TOOLS = [json.dumps(SWIM), json.dumps(REST)]
 
 
+ITSELF = {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}}, "required": ["a"]}
+
+
+def wrong_tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"function": {"name": "a", "parameters": parameters}}
+
+
 def accepts(grammar: Grammar, text: str) -> bool:
     matcher = LLMatcher(LLTokenizer("byte"), grammar.text)
     assert not matcher.is_error(), matcher.get_error()
@@ -75,6 +82,21 @@ def test_the_grammar_accepts_what_the_parser_finds(form: ToolFormat) -> None:
         assert not accepts(free, wrong)
 
 
+def test_a_name_may_have_any_characters() -> None:
+    name = "".join(map(chr, range(1, 0x100))) + '"\\\u2028'
+    tool = json.dumps({"function": {"name": name}})
+    for form in ToolFormat:
+        grammar = tool_call_grammar([tool], ANY_TOOL, form, single=True)
+        field = "parameters" if form is ToolFormat.LLAMA else "arguments"
+        call = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{field}": {{}}}}'
+        call = {
+            ToolFormat.HERMES: f"<tool_call>\n{call}\n</tool_call>",
+            ToolFormat.MISTRAL: f"[TOOL_CALLS][{call}]",
+        }.get(form, call)
+        assert accepts(grammar, call), form
+        assert parsed(form, call) == [(name, {})]
+
+
 def test_the_opening_may_be_a_special_token() -> None:
     grammar = tool_call_grammar(TOOLS, ANY_TOOL, ToolFormat.MISTRAL, single=True)
     assert with_special_opening(grammar, 5).text.startswith('start: <[5]> "[" call "]"')
@@ -113,7 +135,8 @@ async def test_a_choice_of_tools_reaches_the_engine_as_a_grammar(tmp_path: Path)
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"use_beam_search": True, "n": 2}, "tool_choice"),
             ({"ignore_eos": True}, "ignore_eos"),
-            ({"tools": [{"function": {"name": "a", "parameters": {"type": "fish"}}}]}, "tools"),
+            ({"tools": [SWIM, wrong_tool({"type": "fish"})]}, "tools[1].function.parameters"),
+            ({"tools": [SWIM, wrong_tool(ITSELF)]}, "tools[1].function.parameters"),
         ]
         for wrong, field in values:
             body = {"messages": HI, "tools": [SWIM], "tool_choice": "required", **wrong}

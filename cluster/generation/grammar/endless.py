@@ -1,0 +1,219 @@
+"""Whether a grammar can be matched by an answer that ends. A rule that always requires itself never does.
+
+Rules are reduced to what each of their alternatives requires, and those that can end are found from the leaves up. The
+grammar is one that the library has compiled, so its syntax is not checked. Nothing is claimed of what is not read here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+Rules = dict[str, list[list[str]]]
+"""The alternatives of each rule, and the rules that each of them requires. An unknown rule can end."""
+
+_DEFINITION = re.compile(r"[!?]?([A-Za-z_][A-Za-z0-9_]*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:(?!:)")
+_TOKEN = re.compile(
+    r"""(?P<skipped>\s+|//[^\n]*|\#[^\n]*|%(?:ignore|import)\b[^\n]*|->\s*\w+)
+    |(?P<value>%(?:json|regex|llguidance)\b)
+    |(?P<leaf>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<[^>\n]*>)
+    |(?P<count>\{\s*\d*\s*(?:,\s*\d*\s*)?\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
+    |(?P<name>[!?]?[A-Za-z_][A-Za-z0-9_]*)
+    |(?P<sign>\.\.|[][()|?*+&])""",
+    re.VERBOSE,
+)
+_FIRST_COUNT = re.compile(r"^[{~]\s*(\d*)")
+_JSON = json.JSONDecoder()
+_LEAF, _NEVER = "a leaf", "no rule"
+"""Two symbols that are no names of rules: one that always ends, and one that never does."""
+
+
+class _NotUnderstood(Exception):
+    """The grammar uses what is not read here."""
+
+
+def endless_rule(source: str) -> str:
+    """Return why no answer that ends matches a grammar in Lark's syntax; empty if one does, or if that is unknown."""
+    try:
+        return _reason(_lark_rules(source), "start", "the rule start")
+    except (_NotUnderstood, RecursionError):
+        return ""
+
+
+def endless_schema(schema: object) -> str:
+    """Return why no finite value matches a JSON schema; empty if one does, or if that is unknown."""
+    try:
+        return _reason(_schema_rules(schema), "#", "the schema")
+    except RecursionError:
+        return ""
+
+
+def _reason(rules: Rules, start: str, name: str) -> str:
+    return "" if start in _ending(rules) else f"{name} always requires itself again, so no answer that ends matches"
+
+
+def _ending(rules: Rules) -> set[str]:
+    """Return the rules that can end, in a time that is linear in the size of the rules."""
+    used: dict[str, list[tuple[str, list[str]]]] = {}
+    missing: dict[int, int] = {}
+    found: list[str] = []
+    for name, alternatives in rules.items():
+        for required in alternatives:
+            known = {other for other in required if other in rules}
+            missing[id(required)] = len(known)
+            for other in known:
+                used.setdefault(other, []).append((name, required))
+            if not known:
+                found.append(name)
+    ending: set[str] = set()
+    while found:
+        name = found.pop()
+        if name in ending:
+            continue
+        ending.add(name)
+        for user, required in used.get(name, ()):
+            missing[id(required)] -= 1
+            if not missing[id(required)]:
+                found.append(user)
+    return ending
+
+
+# --- Lark's syntax --------------------------------------------------------------------------------
+
+
+def _lark_rules(source: str) -> Rules:
+    rules: Rules = {_NEVER: []}
+    groups: list[list[list[str]]] = [[[]]]
+    """The alternatives of the open groups. The outermost one is a rule."""
+    for kind, text in _tokens(source):
+        sequence = groups[-1][-1]
+        if kind == "definition":
+            rules[text] = [[]]
+            groups = [rules[text]]
+        elif kind in ("name", "leaf"):
+            sequence.append(text)
+        elif text in ("(", "["):
+            groups.append([[]])
+        elif text == "|":
+            groups[-1].append([])
+        elif text == ")":
+            name = f"{len(rules)} group"
+            rules[name] = groups.pop()
+            groups[-1][-1].append(name)
+        elif text == "]":
+            groups.pop()
+            groups[-1][-1].append(_LEAF)
+        elif text in ("?", "*") or (kind == "count" and not int(_FIRST_COUNT.findall(text)[0] or 0)):
+            sequence[-1] = _LEAF
+        elif kind != "count" and text not in ("+", "..", "&"):
+            raise _NotUnderstood
+    return rules
+
+
+def _tokens(source: str) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of the tokens that matter here. Texts and other values of their own are leaves."""
+    place = 0
+    while place < len(source):
+        if (begun := _DEFINITION.match(source, place)) is not None:
+            yield "definition", begun[1]
+            place = begun.end()
+            continue
+        found = _TOKEN.match(source, place)
+        if found is None:
+            raise _NotUnderstood
+        kind, text, place = str(found.lastgroup), found[0], found.end()
+        if kind == "value":
+            try:
+                value, place = _JSON.raw_decode(source, source.index("{", place))
+            except ValueError:
+                raise _NotUnderstood from None
+            yield "leaf", _NEVER if text == "%json" and endless_schema(value) else _LEAF
+        elif kind == "leaf":
+            yield "leaf", _LEAF
+        elif kind != "skipped":
+            yield kind, text.lstrip("!?") if kind == "name" else text
+
+
+# --- JSON schemas ---------------------------------------------------------------------------------
+
+
+def _schema_rules(root: object) -> Rules:
+    """Return the rules of a schema and those inside of it. They are named as references name them."""
+    rules: Rules = {_NEVER: []}
+    pending = [("#", root)]
+
+    def rule(name: str, schema: object) -> str:
+        if name not in rules:
+            rules[name] = []
+            pending.append((name, schema))
+        return name
+
+    while pending:
+        name, schema = pending.pop()
+        required: list[str] = []
+        rules[name] = [] if schema is False else [required]
+        if not isinstance(schema, dict):
+            continue
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and (found := _referenced(root, reference)) is not None:
+            required.append(rule(*found))
+        for position, part in enumerate(_list(schema.get("allOf"))):
+            required.append(rule(f"{name}/allOf/{position}", part))
+        for key in ("anyOf", "oneOf"):
+            if parts := _list(schema.get(key)):
+                rules[f"{name} {key}"] = [[rule(f"{name}/{key}/{at}", part)] for at, part in enumerate(parts)]
+                required.append(f"{name} {key}")
+        types = schema.get("type")
+        types = [types] if isinstance(types, str) else _list(types)
+        if types and set(map(str, types)) <= {"object", "array"} and not {"const", "enum"} & schema.keys():
+            contents = {"object": _entries, "array": _items}
+            rules[f"{name} type"] = [[rule(*part) for part in contents[kind](name, schema)] for kind in types]
+            required.append(f"{name} type")
+    return rules
+
+
+def _entries(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the name and the schema of each value that an object must have."""
+    known = schema.get("properties")
+    for key in _list(schema.get("required")):
+        if isinstance(known, dict) and isinstance(key, str) and key in known:
+            yield f"{name}/properties/{_escaped(key)}", known[key]
+        elif "patternProperties" not in schema:
+            yield f"{name}/additionalProperties", schema.get("additionalProperties", True)
+
+
+def _items(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the name and the schema of each value that an array must have."""
+    least, first = schema.get("minItems"), _list(schema.get("prefixItems"))
+    count = least if isinstance(least, int) else 0
+    yield from ((f"{name}/prefixItems/{at}", part) for at, part in enumerate(first[:count]))
+    if count > len(first):
+        yield f"{name}/items", schema.get("items", True)
+
+
+def _referenced(root: object, reference: str) -> tuple[str, object] | None:
+    """Return the name and the schema of a reference inside of the schema; `None` for any other."""
+    name, found = "#", root
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        name += f"/{_escaped(key)}"
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
+            return None
+    return name, found
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
