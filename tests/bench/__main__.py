@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import shlex
+import sys
 import warnings
 from pathlib import Path
 
 from tests.bench.machine import describe
 from tests.bench.options import parse
-from tests.bench.report import write
+from tests.bench.report import keep, write
 
 SECTIONS = {
     "step": "the time of a target step against the time to read its weights once",
@@ -52,6 +54,8 @@ def main() -> None:
     write(describe())
     for name in names:
         importlib.import_module(module_of(name)).run(options)
+        if options.results is not None:
+            keep(options.results, describe(), f"make bench ARGS={shlex.join(sys.argv[1:])!r}")
 
 
 def module_of(section: str) -> str:

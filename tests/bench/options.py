@@ -44,6 +44,8 @@ class Options:
     draft: str | None
     """Directory or packaged name of a draft model. `None` takes the shipped one."""
     plot: Path | None
+    results: Path | None
+    """Where the printed tables are kept. `None` keeps none."""
     dtypes: tuple[str, ...]
     variants: tuple[str, ...]
     quick: bool
@@ -135,6 +137,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--ranks", type=int, default=3, help="tensor-parallel ranks for `ranks`")
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
+    parser.add_argument("--results", type=Path, help="a result file for the printed tables (JSON)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
     parser.add_argument(
         "--variants",
@@ -160,6 +163,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         ranks=max(2, asked.ranks),
         draft=asked.draft,
         plot=asked.plot,
+        results=asked.results,
         dtypes=tuple(name for name in asked.dtypes.split(",") if name),
         variants=tuple(name for name in asked.variants.split(",") if name),
         quick=asked.quick,

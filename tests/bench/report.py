@@ -1,12 +1,19 @@
-"""Prints measurements as Markdown tables, every figure with its spread."""
+"""Prints measurements as Markdown tables, every figure with its spread, and keeps them as a result file."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_title = ""
+_printed: list[dict[str, Any]] = []
+"""The tables that were printed, each with the title of its section."""
 
 
 def write(line: str = "") -> None:
@@ -17,6 +24,8 @@ def write(line: str = "") -> None:
 
 def heading(title: str) -> None:
     """Print the title of a section."""
+    global _title
+    _title = title
     write(f"\n## {title}\n")
 
 
@@ -39,11 +48,27 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table. The first column is text, the others are figures."""
+    _printed.append({"title": _title, "columns": list(columns), "rows": [list(row) for row in rows]})
     write(f"\n| {' | '.join(columns)} |")
     write(f"|---{'|---:' * (len(columns) - 1)}|")
     for row in rows:
         write(f"| {' | '.join(row)} |")
     write()
+
+
+def keep(file: Path, machine: str, command: str) -> None:
+    """Write all tables that were printed to a result file, from which `make pages` makes BENCHMARKS.md.
+
+    The figures that the page shows are chosen by hand: entries of `figures` with a question and cells of the tables.
+    """
+    found = {
+        "machine": machine,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command,
+        "tables": _printed,
+        "figures": [],
+    }
+    file.write_text(json.dumps(found, ensure_ascii=False, indent=1), "utf-8")
 
 
 class Stopwatch:

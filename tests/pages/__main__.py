@@ -1,23 +1,29 @@
-"""`python -m tests.pages`: write the pages of `deploy/docs/reference`. `--check` says which are out of date."""
+"""`python -m tests.pages`: write the generated pages, or, with `--check`, say which are out of date."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from tests.pages import errors, metrics, parameters, settings
+from tests.pages import benchmarks, errors, metrics, parameters, settings
 
 REFERENCE = Path(__file__).resolve().parents[2] / "deploy" / "docs" / "reference"
-PAGES = {"settings": settings.page, "metrics": metrics.page, "parameters": parameters.page, "errors": errors.page}
+PAGES = {
+    REFERENCE / "settings.md": settings.page,
+    REFERENCE / "metrics.md": metrics.page,
+    REFERENCE / "parameters.md": parameters.page,
+    REFERENCE / "errors.md": errors.page,
+    benchmarks.PAGE: benchmarks.page,
+}
 
 
 def main(arguments: list[str]) -> int:
     """Write or check all pages. Returns the exit status."""
     stale = []
-    for name, page in PAGES.items():
-        file, text = REFERENCE / f"{name}.md", page()
+    for file, page in PAGES.items():
+        text = page()
         if not file.exists() or file.read_text("utf-8") != text:
-            stale.append(name)
+            stale.append(file.name)
             if "--check" not in arguments:
                 file.write_text(text, "utf-8")
     if "--check" in arguments:
