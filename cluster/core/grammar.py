@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.core.bounds import MAX_CHOICES
+from cluster.core.json_schema import without_annotations
 
 
 class GrammarKind(Enum):
@@ -115,9 +116,9 @@ def _with_schema(schema: object) -> str:
 
 
 def _styled(schema: object) -> dict[str, Any]:
-    """The schema with the style of its JSON. A client's own options of the library are replaced."""
+    """The schema without annotations, and with the style of its JSON. A client's own options are replaced."""
     if isinstance(schema, dict):
-        return {**schema, "x-guidance": dict(_JSON_STYLE)}
+        return {**without_annotations(schema), "x-guidance": dict(_JSON_STYLE)}
     if schema is True:
         return {"x-guidance": dict(_JSON_STYLE)}
     raise ValueError("a schema is a JSON object")

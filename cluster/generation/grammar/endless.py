@@ -172,6 +172,9 @@ def _schema_rules(root: object) -> Rules:
             contents = {"object": _entries, "array": _items}
             rules[f"{name} type"] = [[rule(*part) for part in contents[kind](name, schema)] for kind in types]
             required.append(f"{name} type")
+            if "object" in types and (some := list(_choices(name, schema))):
+                rules[f"{name} some"] = [[rule(*part)] for part in some]
+                rules[f"{name} type"][types.index("object")].append(f"{name} some")
     return rules
 
 
@@ -183,6 +186,16 @@ def _entries(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
             yield f"{name}/properties/{_escaped(key)}", known[key]
         elif "patternProperties" not in schema:
             yield f"{name}/additionalProperties", schema.get("additionalProperties", True)
+
+
+def _choices(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the name and the schema of each value of an object that must have one and may choose which."""
+    if not isinstance(schema.get("minProperties"), int) or schema["minProperties"] < 1 or schema.get("required"):
+        return
+    for key in ("properties", "patternProperties"):
+        for one, part in schema[key].items() if isinstance(schema.get(key), dict) else ():
+            yield f"{name}/{key}/{_escaped(one)}", part
+    yield f"{name}/additionalProperties", schema.get("additionalProperties", True)
 
 
 def _items(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, object]]:

@@ -9,6 +9,7 @@ from typing import Any
 from cluster.core.answer_format import ToolFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind, lark_json, lark_text
+from cluster.core.json_schema import STRICT_FORMAT, unknown_format
 from cluster.generation.grammar.endless import endless_schema
 
 ANY_TOOL = ""
@@ -77,6 +78,8 @@ def _function(field: str, tool: str) -> dict[str, Any]:
     parameters = function.get("parameters") or _NO_PARAMETERS
     if not isinstance(parameters, dict):
         raise InvalidRequest(f"{field}.function.parameters", parameters, "a JSON schema: a JSON object")
+    if function.get("strict") is True and (found := unknown_format(parameters)) is not None:
+        raise InvalidRequest(f"{field}.function.parameters", found, STRICT_FORMAT)
     if reason := endless_schema(parameters):
         raise InvalidRequest(f"{field}.function.parameters", parameters, f"a JSON schema that ends: {reason}")
     return {"name": name, "parameters": parameters}

@@ -9,6 +9,7 @@ from typing import Any
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.core.grammar import Grammar, GrammarKind
+from cluster.core.json_schema import STRICT_FORMAT, unknown_format
 from cluster.ingress.openai.fields.types import StrictModel, Text, Texts, Untyped
 
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.GRAMMAR}
@@ -29,7 +30,8 @@ class GrammarParameters(StrictModel):
 
     response_format: Untyped | None = None
     """`text`, `json_object`, or `json_schema` with a schema, which every answer matches whether or not `strict` is set.
-    JSON is written on one line, as `json.dumps` does."""
+    Formats that are not known are annotations; `strict` refuses those that answers might miss. JSON is written on one
+    line, as `json.dumps` does."""
     structured_outputs: Untyped | None = None
     """What the answer matches: `json` (a schema), `regex`, `choice`, `grammar` (Lark's syntax or EBNF) or
     `json_object`."""
@@ -74,7 +76,10 @@ def _response_format(name: str, value: dict[str, Any]) -> tuple[str, Grammar] | 
     if not isinstance(described, dict):
         raise InvalidRequest(f"{name}.json_schema", described, "an object with a schema")
     field = f"{name}.json_schema.schema"
-    return field, _grammar(field, "json", described.get("schema"))
+    schema = described.get("schema")
+    if described.get("strict") is True and (found := unknown_format(schema)) is not None:
+        raise InvalidRequest(field, found, STRICT_FORMAT)
+    return field, _grammar(field, "json", schema)
 
 
 def _structured_outputs(name: str, value: dict[str, Any]) -> tuple[str, Grammar] | None:

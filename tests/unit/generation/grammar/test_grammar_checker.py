@@ -85,6 +85,9 @@ HOSTILE = {
     "a schema that requires itself": Grammar.of_schema(ITSELF),
     "an array of itself": Grammar.of_schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
     "a definition that requires itself": Grammar.of_schema({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": LIST}}),
+    "an object of itself": Grammar.of_schema(
+        {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}
+    ),
     "a schema that requires itself inside of a grammar": lark(f"start: %json {json.dumps(ITSELF)}"),
     "more rules at once than the parser holds": lark("start: " + " | ".join(f'"a{i}"' for i in range(2500))),
     "properties": Grammar.of_schema({"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}),
@@ -116,6 +119,7 @@ GOOD = {
     "lark": lark('start: "a" start | WORD\nWORD: /[a-z]+/'),
     "left recursion": lark('start: start "a" | "b"'),
     "recursion that may be left out": lark('start: "x" start? a{0,2} [a]\na: "y" a'),
+    "an object that may be empty": Grammar.of_schema({"type": "object", "additionalProperties": {"$ref": "#"}}),
     "a list": Grammar.of_schema(
         {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
     ),

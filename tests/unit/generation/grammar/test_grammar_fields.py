@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from cluster.core.grammar import Grammar, GrammarKind, source_of
 from tests.support.fakes.http_app import HttpApi, error_of
@@ -96,3 +99,57 @@ async def test_the_form_of_a_response_is_its_schema(api: HttpApi) -> None:
     assert api.engine.requests[0].sampling.grammar == OF_SCHEMA
     wrong = await api.post("/v1/responses", input="hi", text={"format": {**form, "schema": {"type": "fish"}}})
     assert error_of(wrong)["param"] == "response_format.json_schema.schema"
+
+
+class Account(pydantic.BaseModel):
+    """A model of pydantic whose schema has formats of its own."""
+
+    password: pydantic.SecretStr
+    picture: pydantic.SecretBytes
+    folder: Path
+    created: datetime
+    size: pydantic.Json[int]
+
+
+OPENAPI = {
+    "type": "object",
+    "properties": {
+        "format": {"type": "string", "format": "date"},
+        "uniqueItems": {"type": "array", "items": {"type": "integer", "format": "int32"}, "uniqueItems": False},
+        "other": {"$ref": "#/components/schemas/other"},
+        "names": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": None}},
+    },
+    "required": ["format", "uniqueItems", "other"],
+    "components": {"schemas": {"other": {"enum": [{"format": "fish"}], "format": "fish"}}},
+}
+
+
+@pytest.mark.parametrize("schema", [Account.model_json_schema(), OPENAPI])
+async def test_keywords_that_say_nothing_of_the_form_are_annotations(api: HttpApi, schema: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert (await api.chat(response_format=form)).status_code == 200
+    assert (await api.complete(guided_json=schema)).status_code == 200
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert (await api.chat(tools=[tool], tool_choice="required")).status_code == 200
+    assert [request.sampling.grammar is not None for request in api.engine.requests] == [True] * 3
+
+
+async def test_known_formats_hold_and_names_that_look_like_keywords_stay(api: HttpApi) -> None:
+    await api.complete(guided_json=OPENAPI)
+    grammar = api.engine.requests[0].sampling.grammar
+    assert grammar is not None
+    matcher = LLMatcher(LLTokenizer("byte"), source_of(grammar))
+    answer = '{"format": "2026-01-31", "uniqueItems": [1, 1], "other": {"format": "fish"}}'
+    assert matcher.try_consume_tokens(list(answer.encode())) == len(answer)
+    assert LLMatcher(LLTokenizer("byte"), source_of(grammar)).try_consume_tokens(list(b'{"format": "x')) < 13
+
+
+async def test_strict_refuses_a_format_that_answers_might_miss(api: HttpApi) -> None:
+    for schema, status in ((Account.model_json_schema(), 200), ({"format": "iri"}, 400)):
+        response = await api.chat(response_format=json_schema(schema))
+        assert response.status_code == status, response.text
+        if status == 400:
+            assert error_of(response)["param"] == "response_format.json_schema.schema"
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"format": "iri"}}}}
+    refused = await api.chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert error_of(refused)["param"] == "tools[0].function.parameters"
