@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.core.errors import Aborted, InvalidRequest, TooLarge
@@ -53,13 +53,12 @@ class RequestIdMiddleware:
                 MutableHeaders(scope=message)[_REQUEST_ID] = client_id
             await send(message)
 
-        app = self._app if header.isascii() else _refusal(header)
+        app = self._app if header.isascii() else _refusal(header, scope)
         await app(scope, receive, send_with_id)
 
 
-def _refusal(header: str) -> ASGIApp:
-    error = error_response(InvalidRequest(_REQUEST_ID, header, "1 to 64 letters, digits or ._:-"))
-    return Response(error.body(), error.status, media_type="application/json")
+def _refusal(header: str, scope: Scope) -> ASGIApp:
+    return error_response(InvalidRequest(_REQUEST_ID, header, "1 to 64 letters, digits or ._:-")).response(scope)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

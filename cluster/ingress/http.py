@@ -282,7 +282,7 @@ def _logged(request: Request, error: Exception) -> ErrorResponse:
 
 
 async def _respond_with_error(request: Request, error: Exception) -> Response:
-    return _response(_logged(request, error))
+    return _logged(request, error).response(request.scope)
 
 
 async def _respond_with_route_error(request: Request, error: Exception) -> Response:
@@ -292,8 +292,4 @@ async def _respond_with_route_error(request: Request, error: Exception) -> Respo
     reason = {404: "there is no", 405: "there is no such method:"}.get(status, "refused:")
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     message = f"{reason} {request.method} {request.url.path}"
-    return _response(ErrorResponse(status, message, "invalid_request_error", headers=headers))
-
-
-def _response(error: ErrorResponse) -> Response:
-    return Response(error.body(), error.status, error.headers, "application/json")
+    return ErrorResponse(status, message, "invalid_request_error", headers=headers).response(request.scope)

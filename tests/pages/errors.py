@@ -13,7 +13,8 @@ _HEAD = """# Errors
 Every error of the HTTP API and of the gRPC API. This page is generated from the code by `make pages`.
 
 Over HTTP, the body is `{"error": {"message", "type", "param", "code"}}`; `param` names the field of the request. A
-stream that has begun sends the same object as its last event. Over gRPC, the status has the code below, and the
+stream that has begun sends the same object as its last event. `/v1/messages` and the paths below it answer in
+Anthropic's form, `{"type": "error", "error": {"type", "message"}}`. Over gRPC, the status has the code below, and the
 trailers have its details: `grpc-status-details-bin` as a `google.rpc.Status`, `pilotfish-error-bin` with the error's
 name and field as JSON. Both send `retry-after`, in seconds, where waiting helps. Messages of errors inside the cluster
 say nothing of processes, addresses or files: the log of the ingress has them, with the id of the request.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.core.errors import PermissionDenied, PilotfishError, Unauthenticated
@@ -46,9 +45,7 @@ class AccessMiddleware:
             key = self._identify(scope)
         except PilotfishError as error:
             note_error(scope, error)
-            refusal = error_response(error)
-            response = Response(refusal.body(), refusal.status, refusal.headers, "application/json")
-            await response(scope, receive, send)
+            await error_response(error).response(scope)(scope, receive, send)
             return
         if not key.is_internal:
             note_client(scope, key.name)

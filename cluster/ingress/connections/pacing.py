@@ -60,7 +60,7 @@ class PacingMiddleware:
         elif len(self._waiting) >= self._most_waiting:
             self._refused += 1
             error = error_response(Overloaded(f"{self._most_waiting} requests wait already to be read"))
-            await Response(error.body(), error.status, error.headers, "application/json")(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
         else:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)

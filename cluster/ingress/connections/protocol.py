@@ -221,7 +221,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()  # the bytes of two answers must not mix
             return
-        body = refusal.body()
+        body = refusal.body(self.scope.get("path", "") if self.scope else "")
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[refusal.status] + head + body)
         # Bytes that arrive after a close would reset the connection, and the client would not see the refusal.

@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from cluster.ingress.endpoints.messages import MessagesBody
+from cluster.ingress.endpoints.messages import ConversationBody, MessagesBody
 from cluster.ingress.endpoints.responses_body import ResponsesBody
 from cluster.ingress.endpoints.tokens import DetokenizeBody, TokenizeBody
 from cluster.ingress.endpoints.verification import VerifyBody
@@ -25,6 +25,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": ConversationBody,
     "/v1/verify": VerifyBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,

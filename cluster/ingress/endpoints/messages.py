@@ -1,12 +1,15 @@
-"""`POST /v1/messages`: Anthropic's API over the same chats."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API over the same chats."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from cluster.core.config.sections import LimitsSection
@@ -15,7 +18,8 @@ from cluster.core.json_text import find_half
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.chat_adapter import Event, Named, respond
-from cluster.ingress.openai.errors import ErrorResponse
+from cluster.ingress.openai.chat_input import chat_input
+from cluster.ingress.openai.errors import ErrorResponse, anthropics_error
 from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32, Untyped
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
@@ -31,17 +35,41 @@ _STOP_REASONS = {
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
-class MessagesBody(StrictModel):
-    """The body of `POST /v1/messages`."""
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_NAMES = {
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""Parameters by their names in OpenAI's API, where Anthropic's names differ."""
+
+
+class ConversationBody(StrictModel):
+    """The body of `POST /v1/messages/count_tokens`: what a model reads before its answer."""
 
     model: Text | None = None
     """A served name of the model."""
-    max_tokens: UInt32
-    """Most tokens of the answer."""
     messages: Annotated[list[Untyped], FirstErrorOnly()]
-    """The conversation: texts, or lists of blocks."""
+    """The conversation: texts, or lists of blocks, of the roles `user`, `assistant` and `system`."""
     system: str | list[Untyped] | None = None
     """What the system says first."""
+    tools: list[Untyped] = Field(default_factory=list)
+    """Functions that the model may call."""
+    tool_choice: Untyped | None = None
+    """`auto`, `none`, `any` (a call of any tool) or `tool` (a call of the named one)."""
+    thinking: Untyped | None = None
+    """`disabled`, `adaptive`, or `enabled` with `budget_tokens`, after which the end of thinking is forced."""
+    output_config: Untyped | None = None
+    """`format` is the JSON schema of the answer; `effort` becomes `reasoning_effort` in the model's chat template."""
+    output_format: Untyped | None = None
+    """The older name of `output_config.format`."""
+
+
+class MessagesBody(ConversationBody):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: UInt32
+    """Most tokens of the answer."""
     stop_sequences: list[Text] = Field(default_factory=list)
     """Strings that end the answer."""
     stream: bool = False
@@ -52,43 +80,55 @@ class MessagesBody(StrictModel):
     """Keep the smallest set of most probable tokens whose probability reaches it."""
     top_k: int | None = None
     """Keep this many of the most probable tokens."""
-    tools: list[Untyped] = Field(default_factory=list)
-    """Functions that the model may call."""
-    tool_choice: Untyped | None = None
-    """`auto`, `none`, `any` (a call of any tool) or `tool` (a call of the named one)."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """No effect: labels that the client chooses."""
-    thinking: Untyped | None = None
-    """`disabled`, `adaptive`, or `enabled` with `budget_tokens`, after which the end of thinking is forced."""
     service_tier: Literal["auto", "standard_only"] = "auto"
     """No effect."""
 
 
 def add_messages(app: FastAPI, client: ServiceClient, limits: LimitsSection, named: Named) -> None:
-    """Add the route. `named` writes the caller's name into a request."""
+    """Add the routes. `named` writes the caller's name into a request."""
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
         body, headers = await read_parsed(MessagesBody, request, limits)
-        chat = parse(ChatRequest, json.dumps(_chat(body)).encode())
-        return await respond(request, client, limits, named, chat, _Message(request.state.request_id), headers)
+        answering = {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+        adapter = _Message(request.state.request_id)
+        with _anthropics_names():
+            chat = parse(ChatRequest, json.dumps({**_chat(body), **answering}).encode())
+            return await respond(request, client, limits, named, chat, adapter, headers)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body, headers = await read_parsed(ConversationBody, request, limits)
+        with _anthropics_names():
+            chat = parse(ChatRequest, json.dumps(_chat(body)).encode())
+            conversation = chat_input(chat, chat.messages)
+            found = await client.tokenize(generation_pb2.TokenizeRequest(model=body.model, chat=conversation))
+        return JSONResponse({"input_tokens": len(found.token_ids)}, headers=dict(headers))
 
 
-def _chat(body: MessagesBody) -> Json:
-    """Return the body of the same chat in OpenAI's API. Raises `InvalidRequest`."""
-    turns = [{"role": "system", "content": _text("system", body.system)}] if body.system else []
-    for position, message in enumerate(body.messages):
-        turns += _turns(f"messages[{position}]", message)
-    chat: Json = {
-        "model": body.model,
-        "messages": turns,
-        "max_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-    }
+@contextmanager
+def _anthropics_names() -> Iterator[None]:
+    """Name the parameter of an error as the client knows it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = re.match(r"\w*", error.field)
+        first = name.group() if name else ""
+        raise error.renamed(_NAMES.get(first, first) + error.field.removeprefix(first)) from None
+
+
+def _chat(body: ConversationBody) -> Json:
+    """Return the conversation of a chat in OpenAI's API. Raises `InvalidRequest`."""
+    chat: Json = {"model": body.model, "messages": _all_turns(body)}
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
@@ -103,7 +143,40 @@ def _chat(body: MessagesBody) -> Json:
             chat["parallel_tool_calls"] = False
     if body.thinking is not None:
         chat |= _thinking(body.thinking)
+    return chat | _output(body, chat.get("chat_template_kwargs", {}))
+
+
+def _all_turns(body: ConversationBody) -> list[Json]:
+    """Return the messages, those of the system at the beginning as one: many templates take one, and only there."""
+    turns = [{"role": "system", "content": _text("system", body.system)}] if body.system else []
+    for position, message in enumerate(body.messages):
+        turns += _turns(f"messages[{position}]", message)
+    while len(turns) > 1 and turns[0]["role"] == turns[1]["role"] == "system":
+        turns[:2] = [{"role": "system", "content": f"{turns[0]['content']}\n{turns[1]['content']}"}]
+    return turns
+
+
+def _output(body: ConversationBody, arguments: Json) -> Json:
+    """Convert what is said of the answer's form and effort. `arguments` are those of the template so far."""
+    chat: Json = {}
+    config = body.output_config or {}
+    if config.get("effort") is not None:
+        if config["effort"] not in _EFFORTS:
+            raise InvalidRequest("output_config.effort", config["effort"], ", ".join(_EFFORTS))
+        chat["chat_template_kwargs"] = {**arguments, "reasoning_effort": config["effort"]}
+    for field, form in (("output_config.format", config.get("format")), ("output_format", body.output_format)):
+        if form is not None:
+            chat["response_format"] = _response_format(field, form)
     return chat
+
+
+def _response_format(field: str, form: object) -> Json:
+    """Return the form of an answer as OpenAI's API has it. Raises `InvalidRequest`."""
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise InvalidRequest(field, form, "an object with the type json_schema and a schema")
+    if not isinstance(form.get("schema"), dict):
+        raise InvalidRequest(f"{field}.schema", form.get("schema"), "a JSON schema")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
 
 
 def _thinking(thinking: Json) -> Json:
@@ -121,13 +194,16 @@ def _thinking(thinking: Json) -> Json:
 def _turns(field: str, message: Json) -> Iterator[Json]:
     """Convert one message. Results of tools become messages of their own."""
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise InvalidRequest(f"{field}.role", role, "user or assistant")
+    if role not in ("user", "assistant", "system"):
+        raise InvalidRequest(f"{field}.role", role, "user, assistant or system")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
     if not isinstance(content, list):
         raise InvalidRequest(f"{field}.content", content, "a text or a list of blocks")
+    if role == "system":
+        yield {"role": role, "content": _text(f"{field}.content", content)}
+        return
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
@@ -243,7 +319,7 @@ class _Message:
 
     def error(self, error: ErrorResponse) -> Event:
         """See `ChatAdapter`."""
-        return "error", {"type": "error", "error": {"type": error.type, "message": error.message}}
+        return "error", anthropics_error(error.status, error.message)
 
     def _open(self, block: Json) -> Iterable[Event]:
         yield from self._close()

@@ -1,4 +1,7 @@
-"""Errors in the format of OpenAI's API: status, `{"error": {message, type, param, code}}`, headers."""
+"""Errors over HTTP: status, headers, and the body of the API that the path belongs to.
+
+OpenAI's is `{"error": {message, type, param, code}}`, Anthropic's `{"type": "error", "error": {type, message}}`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,23 @@ import json
 import math
 from dataclasses import dataclass, field
 
+from starlette.responses import Response
+from starlette.types import Scope
+
 from cluster.core.errors import InvalidRequest, PilotfishError, Unauthenticated
+
+_ANTHROPICS = "/v1/messages/"
+"""In the paths of Anthropic's API, with a slash behind. A proxy may serve them below a prefix."""
+_ANTHROPICS_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +39,22 @@ class ErrorResponse:
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self) -> bytes:
-        """Return the JSON body, in ASCII so that a lone surrogate in the message can be sent."""
+    def body(self, path: str = "") -> bytes:
+        """Return the JSON body for a request to `path`, in ASCII because the message may have a lone surrogate."""
+        if _ANTHROPICS in f"{path}/":
+            return json.dumps(anthropics_error(self.status, self.message)).encode()
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
+
+    def response(self, scope: Scope) -> Response:
+        """Return the response to a request."""
+        return Response(self.body(scope["path"]), self.status, self.headers, "application/json")
+
+
+def anthropics_error(status: int, message: str) -> dict[str, object]:
+    """Return the body of an error in Anthropic's API, which is also the last event of a stream that fails."""
+    kind = _ANTHROPICS_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_response(error: Exception) -> ErrorResponse:
