@@ -105,6 +105,8 @@ class TextOptions:
     """Leave special tokens out of the text."""
     include_stop: bool = False
     """Keep the stop string, or the text of the stop token, in the text."""
+    begins_in_reasoning: bool | None = None
+    """Whether the prompt ends inside of what the model thinks; `None` for an answer without such a part."""
 
 
 class FinishReason(Enum):
@@ -139,6 +141,8 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """(token, logprob), most probable first."""
+    rank: int = 0
+    """The rank of `token` among all tokens, from 1; of equally probable ones, the lower id comes first. 0: unknown."""
 
 
 class EarlyStopping(Enum):
@@ -257,6 +261,8 @@ class Usage:
     """Tokens of the answer that an earlier call generated, see `GenerationRequest.resumed`."""
     cached_tokens: int = 0
     """Tokens of the prompt whose KV was stored when the sequence began."""
+    reasoning_tokens: int = 0
+    """Tokens of the answer with which the model thinks, its markers included."""
 
     @property
     def rejected_tokens(self) -> int:

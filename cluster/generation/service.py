@@ -22,6 +22,7 @@ from cluster.generation.recent_answers import RecentAnswers, RequestKey, request
 from cluster.generation.resume import ReceivedPart
 from cluster.generation.text.bad_words import without_bad_words
 from cluster.generation.text.prompts import (
+    ChatPrompt,
     answer_format,
     chat_text,
     decode_chat,
@@ -92,11 +93,13 @@ class GenerationService:
             request = replace(request, deadline=deadline)
             request = without_bad_words(request, self._tokenizer, valid.bad_words)
             reported = prompt if valid.prompt_options.report else ()
-            form = answer_format(self._tokenizer, valid.prompt, prompt)
+            form, is_chat = answer_format(self._tokenizer, valid.prompt, prompt), isinstance(valid.prompt, ChatPrompt)
             request = await self._constraints.apply(request, valid, form)
-            request = with_bounded_thinking(request, self._tokenizer)
+            request = with_bounded_thinking(request, self._tokenizer, form if is_chat else None)
             started = Started(valid.request_id, info.model, request.sampling.seed, len(prompt), reported, form)
             started = replace(started, fingerprint=info.fingerprint)
+            if form.reasons:
+                request = replace(request, text=replace(request.text, begins_in_reasoning=form.begins_in_reasoning))
             if form.needs_special_tokens:
                 request = replace(request, text=replace(request.text, skip_special_tokens=False))
             first = FirstReport()
@@ -208,6 +211,10 @@ class GenerationService:
         tokens = bounds.tokens("token_ids", message.token_ids, 0, most, info.vocabulary_size)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         return await self._tokenizer.texts.run(len(tokens), self._tokenizer.decode, tokens, skip)
+
+    def token_piece(self, token: int) -> str:
+        """Return the entry of the vocabulary for a token, as the tokenizer spells it; empty for an unused id."""
+        return self._tokenizer.token_piece(token)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that one token adds to a text."""

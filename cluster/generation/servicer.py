@@ -73,6 +73,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_ids=tokens,
             max_context_len=model.max_source_len or model.max_context_len,
             token_bytes=[self._service.token_bytes(token) for token in tokens] if request.return_bytes else (),
+            token_pieces=map(self._service.token_piece, tokens) if request.return_pieces else (),
         )
 
     async def Detokenize(
@@ -155,6 +156,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 common_pb2.TopLogprob(token_id=token, logprob=logprob, token_bytes=self._service.token_bytes(token))
                 for token, logprob in entry.top
             ],
+            rank=entry.rank,
         )
 
 
@@ -181,6 +183,7 @@ def _encode_usage(event: Finished) -> generation_pb2.Usage:
         accepted_prediction_tokens=event.accepted_prediction,
         rejected_prediction_tokens=event.rejected_prediction,
         max_tokens=event.reduced_max_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
     )
 
 

@@ -157,12 +157,7 @@ def _add_generation(app: FastAPI, client: ServiceClient, limits: LimitsSection) 
         event_id = _event_id(body, request)
         requests = [chat_request(body, event_id.request_id, event_id.seed)]
         options = response_options(body, logprobs=body.logprobs)
-        endpoint = ChatFormat(
-            TokenNames(body.return_tokens_as_token_ids),
-            parallel_calls=body.parallel_tool_calls,
-            include_reasoning=body.include_reasoning,
-        )
-        translated = _translated(endpoint, body, event_id, options, requests, headers)
+        translated = _translated(ChatFormat.of(body), body, event_id, options, requests, headers)
         return await _generate(client, request, limits, translated)
 
     @app.get("/v1/models")

@@ -39,19 +39,19 @@ def token_logprobs(
     numbers: list[float] = torch.cat(parts).tolist()  # the only wait for the device
     found: list[TokenLogprobs] = []
     for token, count in zip(tokens, kept, strict=True):
-        top, (normalizer, *values) = numbers[:count], numbers[count : 2 * count + 2]
-        numbers = numbers[2 * count + 2 :]
+        top, (rank, normalizer, *values) = numbers[:count], numbers[count : 2 * count + 3]
+        numbers = numbers[2 * count + 3 :]
         own, *others = (max(min(value - normalizer, 0.0), LEAST_LOGPROB) for value in values)
-        found.append(TokenLogprobs(token, own, tuple(zip(map(int, top), others, strict=True))))
+        found.append(TokenLogprobs(token, own, tuple(zip(map(int, top), others, strict=True)), int(rank)))
     return tuple(found)
 
 
 def _row_numbers(logits: Tensor, token: int, count: int, listed: Tensor) -> Tensor:
-    """Numbers of one row of logits [vocab], as float64 [2 · count + 2], which is exact for any token.
+    """Numbers of one row of logits [vocab], as float64 [2 · count + 3], which is exact for any token.
 
-    In this order: the `count` reported tokens, the log of the row's sum, the logit of `token`, the logits of the
-    reported tokens. These are the `listed` ones, int64, or the most probable ones. The row is computed alone, so that
-    its sum is rounded the same way in every batch.
+    In this order: the `count` reported tokens, the rank of `token`, the log of the row's sum, the logit of `token`, the
+    logits of the reported tokens. These are the `listed` ones, int64, or the most probable ones. The row is computed
+    alone, so that its sum is rounded the same way in every batch.
     """
     clean = logits.detach().double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
     top = (
@@ -59,7 +59,9 @@ def _row_numbers(logits: Tensor, token: int, count: int, listed: Tensor) -> Tens
         if len(listed)
         else _leading_tokens(clean, count)
     )
-    return torch.cat((top.double(), clean.logsumexp(dim=0)[None], clean[token : token + 1], clean[top]))
+    own = clean[token : token + 1]
+    rank = 1 + (clean > own).sum() + (clean[:token] == own).sum()
+    return torch.cat((top.double(), rank.double()[None], clean.logsumexp(dim=0)[None], own, clean[top]))
 
 
 def _leading_tokens(logits: Tensor, count: int) -> Tensor:

@@ -9,6 +9,7 @@ from cluster.core.tree import EMPTY_TREE
 from cluster.generation.events import Delta, Finished, VerifiedDraft
 from cluster.generation.text.prediction_match import PredictionMatch
 from cluster.generation.text.stop_strings import StopMatcher
+from cluster.generation.text.thinking import ReasoningCount
 from cluster.generation.text.tokenizer import Detokenizer
 
 
@@ -26,6 +27,7 @@ class OutputProcessor:
         "_min_tokens",
         "_prediction",
         "_prompt_len",
+        "_reasoning",
         "_seed",
         "_returns_drafts",
         "_resumed",
@@ -44,6 +46,8 @@ class OutputProcessor:
         self._min_tokens = request.sampling.min_tokens
         self._prediction = PredictionMatch(request.prediction) if request.prediction else None
         self._prompt_len = len(request.input)
+        begins = request.text.begins_in_reasoning
+        self._reasoning = None if begins is None else ReasoningCount(begins_inside=begins)
         self._seed = request.seed_of(index)
         self._returns_drafts = request.returns_drafts
         self._tokens = 0
@@ -139,7 +143,10 @@ class OutputProcessor:
         texts: list[str] = []
         for position, token in enumerate(commit.tokens[:with_text]):
             may_end = self._tokens + position >= self._min_tokens
-            matched = self._matcher.push(self._detokenizer.push(token), may_end)
+            text = self._detokenizer.push(token)
+            if self._reasoning is not None:
+                self._reasoning.push(text)
+            matched = self._matcher.push(text, may_end)
             stop = matched.stop
             texts.append(matched.text + (stop if stop is not None and self._includes_stop else ""))
             if stop is not None:
@@ -161,13 +168,24 @@ class OutputProcessor:
         if commit.finish is None:
             return None
         stop_token = commit.tokens[-1] if commit.finish is FinishReason.STOP and commit.tokens else None
-        usage = commit.usage or self._usage()
+        usage = self._usage() if commit.usage is None else replace(commit.usage, reasoning_tokens=self._thought)
         return Finished(commit.finish, usage, stop_token=stop_token, index=self._index, seed=self._seed)
 
     def _usage(self) -> Usage:
         return Usage(
-            self._prompt_len, self._tokens, self._drafted, self._accepted, self._steps, self._resumed, self._cached
+            prompt_tokens=self._prompt_len,
+            completion_tokens=self._tokens,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            target_steps=self._steps,
+            resumed_tokens=self._resumed,
+            cached_tokens=self._cached,
+            reasoning_tokens=self._thought,
         )
+
+    @property
+    def _thought(self) -> int:
+        return 0 if self._reasoning is None else self._reasoning.count
 
 
 def _ends(events: tuple[Delta | Finished, ...]) -> tuple[Finished, ...]:

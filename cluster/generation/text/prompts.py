@@ -285,7 +285,11 @@ def answer_format(tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int]) -
     form = tokenizer.tool_format if prompt.options.tools else None
     if not tokenizer.reasons:
         return AnswerFormat(form)
-    return AnswerFormat(form, True, begins_thinking(tokenizer, tokens))
+    if not prompt.options.continue_final_message:
+        return AnswerFormat(form, True, begins_thinking(tokenizer, tokens))
+    last = prompt.messages[-1]
+    is_thought = last.content.lstrip().startswith(THINKING_START) and THINKING_END not in last.content
+    return AnswerFormat(form, True, last.role == "assistant" and is_thought)
 
 
 def begins_thinking(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:

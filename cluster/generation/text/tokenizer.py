@@ -127,6 +127,10 @@ class Tokenizer:
         found = self._bytes[token] = self._piece_to_bytes(piece)
         return found
 
+    def token_piece(self, token: int) -> str:
+        """Return the entry of the vocabulary for a token, as the tokenizer spells it; empty for an unused id."""
+        return self._vocabulary.piece(token) or ""
+
     def special_token(self, piece: str) -> int | None:
         """Return the id of a special token, or `None` if the vocabulary has no such special token."""
         found = (token for token in self._vocabulary.special_ids if self._vocabulary.piece(token) == piece)

@@ -43,8 +43,15 @@ class ChatAdapter(Protocol):
         """More of the answer has arrived."""
         ...
 
-    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json) -> Iterable[Event]:
-        """The answer has ended. The receipt says what it took, and how to get it again."""
+    def score(self, logprobs: Iterable[Json]) -> None:
+        """Take the log-probabilities of the tokens whose parts are added next, as chats report them."""
+        ...
+
+    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json, *, with_calls: bool) -> Iterable[Event]:
+        """The answer has ended, `with_calls` of tools that are whole.
+
+        The receipt says what it took, and how to get it again.
+        """
         ...
 
     def whole(self) -> Json:
@@ -68,7 +75,7 @@ async def respond(
     """Generate the answer to a chat, and return the adapter's response, streamed if the chat says so."""
     message = chat_request(chat, request.state.request_id, seed_of(chat))
     responses = generate(client, named(message), timeout_of(request, limits.max_timeout_seconds))
-    events = _events(responses, adapter)
+    events = _events(responses, ChatFormat.of(chat), adapter)
     try:
         # A refused request fails here, before the status line is sent.
         first = await while_connected(request, _next(events))
@@ -84,26 +91,29 @@ async def respond(
     return EventStream(_sent(request, first, events, adapter), headers, silent_seconds=SILENT_SECONDS)
 
 
-async def _events(responses: Responses, adapter: ChatAdapter) -> AsyncGenerator[list[Event], None]:
+async def _events(responses: Responses, form: ChatFormat, adapter: ChatAdapter) -> AsyncGenerator[list[Event], None]:
     """Yield the events of each response of the service."""
     choice, started = Choice(0), generation_pb2.GenerationStarted()
     async with aclosing(responses):
         async for response in responses:
             if response.HasField("started"):
                 started = response.started
-                ChatFormat().begin(choice, started)
+                form.begin(choice, started)
                 choice.parser = choice.parser or AnswerParser("", None, None)
                 yield list(adapter.begin(started))
             elif choice.parser is None:
                 continue
             elif response.HasField("delta"):
+                adapter.score(form.logprobs(choice, response.delta))
                 parts = choice.parser.parts(response.delta.text)
                 yield [event for part in parts for event in adapter.add(part)]
             else:
-                last = [event for part in choice.parser.parts(None) for event in adapter.add(part)]
-                name, is_lossless = system_fingerprint(started), not response.lossy
-                own = receipt(name, response.finished, is_lossless=is_lossless)
-                yield [*last, *adapter.end(response.finished, own)]
+                choice.finished = response.finished
+                parts = choice.parser.last_parts(stopped=choice.is_stopped)
+                last = [event for part in parts for event in adapter.add(part)]
+                own = receipt(system_fingerprint(started), response.finished, is_lossless=not response.lossy)
+                with_calls = choice.parser.ends_with_calls
+                yield [*last, *adapter.end(response.finished, own, with_calls=with_calls)]
 
 
 async def _next(events: AsyncGenerator[list[Event], None]) -> list[Event]:

@@ -283,7 +283,10 @@ class _Message:
             self._blocks[-1]["thinking"] += part.text
             yield self._delta({"type": "thinking_delta", "thinking": part.text})
 
-    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json) -> Iterable[Event]:
+    def score(self, logprobs: Iterable[Json]) -> None:
+        """Do nothing: the API has no log-probabilities."""
+
+    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json, *, with_calls: bool) -> Iterable[Event]:
         """See `ChatAdapter`."""
         yield from self._close()
         usage = finished.usage
@@ -297,7 +300,7 @@ class _Message:
         reason, sequence = _STOP_REASONS[finished.reason], None
         if finished.HasField("stop_string"):
             reason, sequence = "stop_sequence", finished.stop_string
-        elif reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
+        elif reason == "end_turn" and with_calls:
             reason = "tool_use"
         self._ending = {"stop_reason": reason, "stop_sequence": sequence}
         self._receipt = {"receipt": receipt}

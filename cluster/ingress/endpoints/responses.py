@@ -58,10 +58,13 @@ def _chat(body: ResponsesBody, turns: list[Json]) -> Json:
         "seed": body.seed,
         "parallel_tool_calls": body.parallel_tool_calls,
     }
-    if body.tools:
-        chat["tools"] = [_tool(f"tools[{position}]", tool) for position, tool in enumerate(body.tools)]
+    if body.functions:
+        chat["tools"] = [_tool(tool) for tool in body.functions]
+    if body.functions or body.tool_choice not in (None, "auto", "none"):
         choice = body.tool_choice
         chat["tool_choice"] = {"function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
+    if body.includes_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.get("effort")
     if body.text is not None and body.text.get("format") is not None:
@@ -76,9 +79,7 @@ def _format(value: Any) -> Any:
     return value
 
 
-def _tool(field: str, tool: Json) -> Json:
-    if tool.get("type") != "function":
-        raise UnsupportedParameter(f"{field}.type", tool.get("type"), "function: no other tool is supported")
+def _tool(tool: Json) -> Json:
     return {"type": "function", "function": {name: tool[name] for name in tool if name not in ("type", "strict")}}
 
 
@@ -99,7 +100,7 @@ def _turns(items: str | list[dict[str, Any]]) -> Iterator[Json]:
         elif kind == "function_call_output":
             content = _text(f"{field}.output", item.get("output"))
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
-        elif kind != "reasoning":
+        elif kind == "item_reference" or not isinstance(kind, str):
             raise UnsupportedParameter(f"{field}.type", kind, "message, function_call or function_call_output")
 
 
@@ -123,6 +124,8 @@ class _ResponseObject:
         self._usage: Json | None = None
         self._receipt: Json = {}
         self._items: list[Json] = []
+        self._scored: list[Json] = []
+        """The log-probabilities of tokens whose text is not sent yet."""
         self._sequence = -1
 
     def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
@@ -131,8 +134,14 @@ class _ResponseObject:
         yield self._event("response.created", response=self.whole())
         yield self._event("response.in_progress", response=self.whole())
 
+    def score(self, logprobs: Iterable[Json]) -> None:
+        """See `ChatAdapter`."""
+        self._scored += logprobs
+
     def add(self, part: Part) -> Iterable[Event]:
         """See `ChatAdapter`."""
+        if part.kind is not PartKind.CONTENT:
+            self._scored = []  # only texts have log-probabilities
         if part.kind is PartKind.CALL:
             number = len(self._items)
             names = {"call_id": f"call_{self.id[5:37]}_{number}", "name": part.text, "arguments": ""}
@@ -144,26 +153,30 @@ class _ResponseObject:
             if not self._items or self._items[-1]["type"] != "message":
                 yield from self._open_message()
             self._items[-1]["content"][0]["text"] += part.text
-            yield self._in_item("response.output_text.delta", content_index=0, delta=part.text, logprobs=[])
+            scored = self._take_scored()
+            yield self._in_item("response.output_text.delta", content_index=0, delta=part.text, logprobs=scored)
         else:
             if not self._items or self._items[-1]["type"] != "reasoning":
-                item = {"type": "reasoning", "id": f"rs_{self.id[5:]}", "summary": []}
+                item = {"type": "reasoning", "id": f"rs_{self.id[5:]}", "summary": [], "encrypted_content": None}
                 yield from self._open({**item, "content": [{"type": "reasoning_text", "text": ""}]})
             self._items[-1]["content"][0]["text"] += part.text
             yield self._in_item("response.reasoning_text.delta", content_index=0, delta=part.text)
 
-    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json) -> Iterable[Event]:
+    def end(self, finished: generation_pb2.GenerationFinished, receipt: Json, *, with_calls: bool) -> Iterable[Event]:
         """See `ChatAdapter`."""
         if not self._items:
             yield from self._open_message()
+        if self._items[-1]["type"] == "message":
+            self._take_scored()  # that of a token which ended the answer
         is_cut = finished.reason != generation_pb2.FINISH_REASON_STOP
-        yield from self._close("incomplete" if is_cut else "completed")
+        is_whole = not is_cut and (with_calls or self._items[-1]["type"] != "function_call")
+        yield from self._close("completed" if is_whole else "incomplete")
         usage = finished.usage
         self._usage = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             **reduced_tokens([usage]),
         }
@@ -194,6 +207,7 @@ class _ResponseObject:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools,
             "top_p": body.top_p,
+            "top_logprobs": body.top_logprobs or 0,
             "max_output_tokens": body.max_output_tokens,
             "text": body.text or {"format": {"type": "text"}},
             "usage": self._usage,
@@ -203,6 +217,12 @@ class _ResponseObject:
     def error(self, error: ErrorResponse) -> Event:
         """See `ChatAdapter`."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _take_scored(self) -> list[Json]:
+        """Move the log-probabilities of tokens into the text that is open, and return them."""
+        scored, self._scored = self._scored, []
+        self._items[-1]["content"][0]["logprobs"] += scored
+        return scored
 
     def _turn(self) -> Json:
         """Return the assistant's message, as a later request continues it."""
@@ -223,7 +243,7 @@ class _ResponseObject:
         item = {"type": "message", "id": f"msg_{self.id[5:]}_{len(self._items)}", "role": "assistant", "content": []}
         yield from self._open(item)
         self._items[-1]["content"] = [part]
-        yield self._in_item("response.content_part.added", content_index=0, part=dict(part))
+        yield self._in_item("response.content_part.added", content_index=0, part={**part, "logprobs": []})
 
     def _open(self, item: Json) -> Iterable[Event]:
         yield from self._close("completed")
@@ -237,7 +257,8 @@ class _ResponseObject:
         item["status"] = status
         if item["type"] == "message":
             part = item["content"][0]
-            yield self._in_item("response.output_text.done", content_index=0, text=part["text"], logprobs=[])
+            scored = part["logprobs"]
+            yield self._in_item("response.output_text.done", content_index=0, text=part["text"], logprobs=scored)
             yield self._in_item("response.content_part.done", content_index=0, part=dict(part))
         elif item["type"] == "function_call":
             arguments = {"name": item["name"], "arguments": item["arguments"]}

@@ -17,7 +17,6 @@ from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.fields.tools import ChatExtensions
 from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32s
-from cluster.ingress.openai.formats import token_text
 from cluster.ingress.openai.requests import ChatTurn, plain_messages
 from pilotfish.v1 import generation_pb2
 
@@ -37,7 +36,7 @@ class TokenizeBody(ChatExtensions):
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a text."""
     return_token_strs: bool = False
-    """Report the text of each token."""
+    """Report the vocabulary's entry of each token, as the tokenizer spells it."""
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -60,7 +59,7 @@ def _answer(found: generation_pb2.TokenizeResponse, *, with_texts: bool) -> str:
     """Return the body of an answer, made in parts: a thread that writes millions of ids at once would stop others."""
     ids, count = found.token_ids, len(found.token_ids)
     parts = (", ".join(map(str, ids[start : start + _PART])) for start in range(0, count, _PART))
-    texts = [token_text(text) for text in found.token_bytes] if with_texts else None
+    texts = list(found.token_pieces) if with_texts else None
     head = f'{{"count": {count}, "max_model_len": {found.max_context_len}, "tokens": ['
     return f'{head}{", ".join(parts)}], "token_strs": {json.dumps(texts)}}}'
 
@@ -74,7 +73,7 @@ def add_tokens(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> No
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt", body.prompt, "given, or messages, and not both")
         message = generation_pb2.TokenizeRequest(
-            model=body.model, add_special_tokens=body.add_special_tokens, return_bytes=body.return_token_strs
+            model=body.model, add_special_tokens=body.add_special_tokens, return_pieces=body.return_token_strs
         )
         if body.prompt is not None:
             message.text = body.prompt

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.core.answer_format import ToolFormat
+from cluster.ingress.openai.fields.tools import required_tool
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser, ReasoningParser
-from cluster.ingress.openai.parsing.call_parser import CallParser
+from cluster.ingress.openai.parsing.call_parser import ALL_CALLS, CallOptions, CallParser
 from cluster.ingress.openai.parsing.parts import Json
+from cluster.ingress.openai.requests import ChatRequest
 from pilotfish.v1 import common_pb2, generation_pb2
 
 
@@ -52,11 +54,20 @@ class Choice:
     """Characters received so far, for text offsets."""
     utf8: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop, or the model's end of sequence, has ended the answer."""
+        return self.finished is not None and self.finished.reason == generation_pb2.FINISH_REASON_STOP
+
 
 def reported_prompt(choice: Choice) -> Json:
-    """Return what the client wants to know of the prompt of a choice."""
-    values = {"prompt_token_ids": choice.prompt_token_ids, "prompt_logprobs": choice.prompt_logprobs}
-    return {name: value for name, value in values.items() if value is not None}
+    """Return what a whole response reports of the prompt of a choice. What the client did not ask for is null."""
+    return {"prompt_token_ids": choice.prompt_token_ids, "prompt_logprobs": choice.prompt_logprobs}
+
+
+def streamed_prompt(choice: Choice) -> Json:
+    """Return what the first chunk of a choice reports of its prompt: what the client asked for."""
+    return {name: value for name, value in reported_prompt(choice).items() if value is not None}
 
 
 class EndpointFormat(Protocol):
@@ -114,11 +125,32 @@ class ChatFormat:
     reports_prompt_per_choice = False
 
     def __init__(
-        self, names: TokenNames = TokenNames(), *, parallel_calls: bool = True, include_reasoning: bool = True
+        self,
+        names: TokenNames = TokenNames(),
+        calls: CallOptions = ALL_CALLS,
+        *,
+        include_reasoning: bool = True,
+        lists_own: bool = False,
     ) -> None:
+        """`lists_own`: the alternatives of a token include the token itself, as where the client names the others."""
         self._names = names
-        self._parallel_calls = parallel_calls
+        self._calls = calls
         self._include_reasoning = include_reasoning
+        self._lists_own = lists_own
+
+    @classmethod
+    def of(cls, body: ChatRequest) -> ChatFormat:
+        """Return the format of the answers to a chat."""
+        return cls(
+            TokenNames(body.return_tokens_as_token_ids),
+            CallOptions(
+                parallel=body.parallel_tool_calls,
+                forced=required_tool(body) is not None,
+                whole=bool(body.stop or body.stop_token_ids),
+            ),
+            include_reasoning=body.include_reasoning,
+            lists_own=bool(body.logprob_token_ids),
+        )
 
     def begin(self, choice: Choice, started: generation_pb2.GenerationStarted) -> None:
         """Parse the answer if it may have reasoning or calls of tools."""
@@ -128,19 +160,20 @@ class ChatFormat:
         choice.parser = AnswerParser(
             f"call_{started.request_id[:32]}_{choice.index}_",
             ReasoningParser(begins_inside=started.begins_in_reasoning) if started.reasons else None,
-            None if form is None else CallParser(form, parallel=self._parallel_calls),
+            None if form is None else CallParser(form, self._calls),
             self._include_reasoning,
         )
 
     def logprobs(self, choice: Choice, delta: generation_pb2.GenerationDelta) -> list[Json]:  # noqa: ARG002
         """Return token, bytes and alternatives of each token."""
-        return [
-            {
-                **self._token(entry.token_id, own, entry.logprob),
-                "top_logprobs": [self._token(top.token_id, top.token_bytes, top.logprob) for top in entry.top],
-            }
-            for entry, own in zip(delta.logprobs, delta.token_bytes, strict=True)
-        ]
+        return [self._scored(entry, own) for entry, own in zip(delta.logprobs, delta.token_bytes, strict=True)]
+
+    def _scored(self, entry: common_pb2.TokenLogprobs, text: bytes) -> Json:
+        own = self._token(entry.token_id, text, entry.logprob)
+        tops = [self._token(top.token_id, top.token_bytes, top.logprob) for top in entry.top]
+        if self._lists_own and entry.token_id not in (top.token_id for top in entry.top):
+            tops = sorted([*tops, own], key=lambda token: -token["logprob"])
+        return {**own, "top_logprobs": tops}
 
     def prompt_logprobs(self, choice: Choice, started: generation_pb2.GenerationStarted) -> list[Json]:  # noqa: ARG002
         """Return nothing: a chat never begins with its prompt."""
@@ -149,13 +182,20 @@ class ChatFormat:
     def whole(self, choice: Choice, logprobs: Json | None) -> Json:
         """Return a message."""
         text = "".join(choice.texts)
-        content = {"content": text} if choice.parser is None else choice.parser.message(text)
-        return {"message": {"role": "assistant", **content}, "logprobs": logprobs}
+        content = {"content": text} if choice.parser is None else choice.parser.message(text, stopped=choice.is_stopped)
+        # vLLM's clients read both names of what the model thinks.
+        message = {"role": "assistant", "content": None, "reasoning_content": None, "reasoning": None, **content}
+        return {"message": message, "logprobs": logprobs}
 
     def chunk(self, choice: Choice, text: str | None) -> tuple[Json, bool]:
         """Return a delta. The first one has the role."""
         is_plain = choice.parser is None
-        found: Json = ({"content": text} if text else {}) if choice.parser is None else choice.parser.delta(text)
+        if choice.parser is None:
+            found: Json = {"content": text} if text else {}
+        elif text is None:
+            found = choice.parser.last_delta(stopped=choice.is_stopped)
+        else:
+            found = choice.parser.delta(text)
         role = {} if choice.is_started else {"role": "assistant"}
         empty = {"content": ""} if not found and (role or (is_plain and text is not None)) else {}
         return {"delta": {**role, **empty, **found}}, bool(found)

@@ -44,7 +44,8 @@ def _prompt_logprobs(started: generation_pb2.GenerationStarted) -> list[Mapping[
             for rank, top in enumerate(entry.top, 1)
         }
         values.setdefault(
-            str(entry.token_id), {"logprob": finite(entry.logprob), "rank": None, "decoded_token": token_text(own)}
+            str(entry.token_id),
+            {"logprob": finite(entry.logprob), "rank": entry.rank or None, "decoded_token": token_text(own)},
         )
         found.append(values)
     return found

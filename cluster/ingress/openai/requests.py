@@ -12,8 +12,9 @@ from pydantic import Field, field_validator
 
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
+from cluster.core.grammar import Grammar
 from cluster.ingress.openai.fields.grammars import GrammarParameters
-from cluster.ingress.openai.fields.tools import ChatExtensions, ToolCall
+from cluster.ingress.openai.fields.tools import ChatExtensions, ToolCall, required_tool
 from cluster.ingress.openai.fields.types import (
     MAX_UINT32,
     FirstErrorOnly,
@@ -211,6 +212,18 @@ class ChatRequest(ChatExtensions, Parameters):
     @classmethod
     def _as_plain_messages(cls, value: object) -> object:
         return plain_messages(value)
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The form of an answer that must be a call of a tool."""
+        is_call = required_tool(self) is not None
+        return ("response_format",) if is_call and self.response_format is not None else ()
+
+    def requested_grammar(self) -> tuple[str, Grammar] | None:
+        """Return what constrains the answer, without the form of a text where the answer is a call of a tool."""
+        if not self.ignored_fields:
+            return super().requested_grammar()
+        return self.model_copy(update={"response_format": None}).requested_grammar()
 
 
 def plain_messages(value: object) -> object:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from cluster.ingress.openai.draft_report import report_drafts
-from cluster.ingress.openai.formats import Choice, EndpointFormat, reported_prompt
+from cluster.ingress.openai.formats import Choice, EndpointFormat, reported_prompt, streamed_prompt
 from cluster.ingress.openai.parsing.parts import Json
 from pilotfish.v1 import generation_pb2
 
@@ -151,7 +151,7 @@ def delta_choice(
         "finish_reason": None,
         **_tokens(delta.token_ids, delta.accepted_draft_tokens, options),
         **(report_drafts(delta) if options.drafts else {}),
-        **(reported_prompt(choice) if first and endpoint.reports_prompt_per_choice else {}),
+        **(streamed_prompt(choice) if first and endpoint.reports_prompt_per_choice else {}),
     }
 
 
@@ -177,6 +177,7 @@ def usage(choices: Iterable[Choice]) -> Json:
             "cached_tokens": sum(part.cached_tokens for counts_prompt, part in ended if counts_prompt)
         },
         "completion_tokens_details": {
+            "reasoning_tokens": sum(part.reasoning_tokens for part in parts),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": rejected,
         },
@@ -249,7 +250,7 @@ def _ending(choice: Choice, options: ResponseOptions) -> Json:
     elif finished.HasField("stop_token_id") and finished.stop_token_id in options.stop_token_ids:
         stop = finished.stop_token_id
     reason = _REASONS[finished.reason]
-    if reason == "stop" and choice.parser is not None and choice.parser.has_calls:
+    if reason == "stop" and choice.parser is not None and choice.parser.ends_with_calls:
         reason = "tool_calls"
     return {"finish_reason": reason, "stop_reason": stop}
 

@@ -13,7 +13,7 @@ from cluster.ingress.openai.coalesce import Events, coalesce
 from cluster.ingress.openai.draft_metrics import draft_metrics, note_acceptance
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import EventId, EventIds, Stage
-from cluster.ingress.openai.formats import Choice, reported_prompt
+from cluster.ingress.openai.formats import Choice, reported_prompt, streamed_prompt
 from cluster.ingress.openai.parsing.parts import Json
 from cluster.ingress.openai.prompt_report import note_prompt
 from cluster.ingress.openai.responses import (
@@ -146,7 +146,7 @@ def _chunk(
     if options.usage:
         more["usage"] = usage_so_far(choice) if options.every_usage else None
     if is_first and not endpoint.reports_prompt_per_choice:
-        more |= reported_prompt(choice)
+        more |= streamed_prompt(choice)
     return metadata.wrap([content], chunk=True, **more)
 
 

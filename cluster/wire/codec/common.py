@@ -241,6 +241,7 @@ def encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
         token_id=logprobs.token,
         logprob=logprobs.logprob,
         top=[pb.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+        rank=logprobs.rank,
     )
 
 
@@ -257,6 +258,7 @@ def decode_logprobs(message: pb.TokenLogprobs, field: str = "logprobs") -> Token
             )
             for index, entry in enumerate(message.top)
         ),
+        rank=bounds.integer(f"{field}.rank", message.rank, 0, bounds.MAX_TOKEN_ID),
     )
 
 

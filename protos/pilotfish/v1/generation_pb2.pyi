@@ -934,6 +934,7 @@ class Usage(_message.Message):
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -956,6 +957,8 @@ class Usage(_message.Message):
     """Most tokens that the answer could have, if the context has room for fewer than the max_tokens of the request.
     Otherwise unset.
     """
+    reasoning_tokens: _builtins.int
+    """Tokens of the answer with which the model thinks, its markers included. 0 of a model that does not think."""
     def __init__(
         self,
         *,
@@ -969,10 +972,11 @@ class Usage(_message.Message):
         accepted_prediction_tokens: _builtins.int | None = ...,
         rejected_prediction_tokens: _builtins.int | None = ...,
         max_tokens: _builtins.int | None = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "max_tokens", b"max_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["accepted_prediction_tokens"]  # noqa: Y015
     _WhichOneofArgType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens"]  # noqa: Y015
@@ -1050,6 +1054,7 @@ class TokenizeRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     RETURN_BYTES_FIELD_NUMBER: _builtins.int
+    RETURN_PIECES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A served model's name. Unset: the only one."""
     text: _builtins.str
@@ -1058,6 +1063,8 @@ class TokenizeRequest(_message.Message):
     """Whether the tokenizer adds its special tokens; for plain text only. Default: true."""
     return_bytes: _builtins.bool
     """Report the bytes of each token. Default: false."""
+    return_pieces: _builtins.bool
+    """Report the entry of the vocabulary for each token. Default: false."""
     @_builtins.property
     def chat(self) -> Global___ChatInput:
         """A conversation, which the model's chat template renders."""
@@ -1070,10 +1077,11 @@ class TokenizeRequest(_message.Message):
         chat: Global___ChatInput | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
         return_bytes: _builtins.bool = ...,
+        return_pieces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "return_bytes", b"return_bytes", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_model", b"_model", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "return_bytes", b"return_bytes", "return_pieces", b"return_pieces", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -1099,6 +1107,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_LEN_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    TOKEN_PIECES_FIELD_NUMBER: _builtins.int
     max_context_len: _builtins.int
     """The model's context length, or the longest source of an encoder-decoder model."""
     @_builtins.property
@@ -1109,16 +1118,21 @@ class TokenizeResponse(_message.Message):
     def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The bytes of each token, if requested."""
 
+    @_builtins.property
+    def token_pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The entry of the vocabulary for each token, as the tokenizer spells it, if requested."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_context_len: _builtins.int = ...,
         token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+        token_pieces: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context_len", b"max_context_len", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_context_len", b"max_context_len", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "token_pieces", b"token_pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,3 +61,11 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
 def test_one_token_and_count_per_row_are_required() -> None:
     with pytest.raises(ValueError, match="2 rows of logits, 1 tokens"):
         token_logprobs(LOGITS, [0], [0, 0])
+
+
+def test_the_rank_is_that_among_all_tokens_also_where_no_alternatives_are_reported() -> None:
+    ranks = [token_logprobs(LOGITS, [token, token], [0, 2]) for token in range(4)]
+    assert [first.rank for first, _ in ranks] == [4, 1, 3, 2]
+    assert [second.rank for _, second in ranks] == [1, 2, 3, 4]  # of equal tokens, the lower id comes first
+    (impossible,) = token_logprobs(torch.tensor([[0.0, -math.inf, math.nan]]), [2], [1], listed=[1])
+    assert impossible.rank == 3

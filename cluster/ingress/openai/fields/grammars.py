@@ -29,9 +29,9 @@ class GrammarParameters(StrictModel):
     """Parameters of both endpoints that say what an answer matches. At most one of them may do so."""
 
     response_format: Untyped | None = None
-    """`text`, `json_object`, or `json_schema` with a schema, which every answer matches whether or not `strict` is set.
-    Formats that are not known are annotations; `strict` refuses those that answers might miss. JSON is written on one
-    line, as `json.dumps` does."""
+    """`text`, `json_object` (also with a `schema`), or `json_schema` with a schema, which every answer matches whether
+    or not `strict` is set. Formats that are not known are annotations; `strict` refuses those that answers might miss.
+    JSON is written on one line, as `json.dumps` does. No effect on an answer that must be a call of a tool."""
     structured_outputs: Untyped | None = None
     """What the answer matches: `json` (a schema), `regex`, `choice`, `grammar` (Lark's syntax or EBNF) or
     `json_object`."""
@@ -69,7 +69,9 @@ def _response_format(name: str, value: dict[str, Any]) -> tuple[str, Grammar] | 
     if kind == "text":
         return None
     if kind == "json_object":
-        return name, Grammar(GrammarKind.JSON_OBJECT)
+        if value.get("schema") is None:
+            return name, Grammar(GrammarKind.JSON_OBJECT)
+        return f"{name}.schema", _grammar(f"{name}.schema", "json", value["schema"])
     if kind != "json_schema":
         raise UnsupportedParameter(f"{name}.type", kind, "text, json_object or json_schema")
     described = value.get("json_schema")

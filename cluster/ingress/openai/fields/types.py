@@ -81,6 +81,11 @@ class StrictModel(BaseModel):
     unsupported: ClassVar[UnsupportedParameters] = {}
     """Parameters that are refused with a reason."""
 
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The names of known fields that have no effect beside the others, or none here."""
+        return ()
+
     @model_validator(mode="before")
     @classmethod
     def _without_unknown_fields(cls, value: object, info: ValidationInfo) -> object:

@@ -68,40 +68,62 @@ class AnswerParser:
     include_reasoning: bool = True
     _whole: dict[PartKind, list[str]] = field(default_factory=dict)
     _calls: list[Json] = field(default_factory=list)
+    _has_calls: bool = False
+    _is_cut: bool = False
+    """Whether the answer ends within a call."""
 
     @property
-    def has_calls(self) -> bool:
-        """Whether the answer has calls of tools."""
-        return bool(self._calls)
+    def ends_with_calls(self) -> bool:
+        """Whether the answer has calls of tools, and does not end within one."""
+        return self._has_calls and not self._is_cut
 
-    def delta(self, text: str | None) -> Json:
-        """Add text, or end the answer with `None`. Returns the fields of a delta; none if nothing is certain."""
-        return _merged([field for part in self.parts(text) if (field := self._field(part))])
+    def delta(self, text: str) -> Json:
+        """Add text. Returns the fields of a delta; none if nothing is certain."""
+        return self._fields(self.parts(text))
 
-    def message(self, text: str) -> Json:
+    def last_delta(self, *, stopped: bool) -> Json:
+        """End the answer: by its length, or `stopped` by a stop. Returns the fields of a delta."""
+        return self._fields(self.last_parts(stopped=stopped))
+
+    def message(self, text: str, *, stopped: bool = True) -> Json:
         """Return the fields of the message whose text is `text`."""
-        for part in (*self.parts(text), *self.parts(None)):
+        for part in (*self.parts(text), *self.last_parts(stopped=stopped)):
             self._field(part)
         content = "".join(self._whole.get(PartKind.CONTENT, ()))
         reasoning = "".join(self._whole.get(PartKind.REASONING, ()))
         found: Json = {"content": content if content or not self._calls else None}
-        if self.reasoning is not None and self.include_reasoning:
-            found["reasoning_content"] = reasoning or None
+        if reasoning:
+            found["reasoning_content"] = found["reasoning"] = reasoning
         if self._calls:
             found["tool_calls"] = [
                 {name: value for name, value in call.items() if name != "index"} for call in self._calls
             ]
         return found
 
-    def parts(self, text: str | None) -> list[Part]:
-        reasoning, content = "", text or ""
-        if self.reasoning is not None:
-            reasoning, content = self.reasoning.flush() if text is None else self.reasoning.push(content)
-        parts = [Part(PartKind.REASONING, reasoning)] if reasoning and self.include_reasoning else []
+    def parts(self, text: str) -> list[Part]:
+        """Add text, and return the parts that are certain."""
+        return self._noted(self._separated(*(("", text) if self.reasoning is None else self.reasoning.push(text))))
+
+    def last_parts(self, *, stopped: bool) -> list[Part]:
+        """End the answer: by its length, or `stopped` by a stop. Returns what was held back."""
+        parts = [] if self.reasoning is None else self._separated(*self.reasoning.flush())
         if self.calls is None:
-            return [*parts, *([Part(PartKind.CONTENT, content)] if content else [])]
-        parts += self.calls.push(content) if content else []
-        return [*parts, *self.calls.flush()] if text is None else parts
+            return parts
+        self._is_cut = self.calls.is_inside
+        return self._noted([*parts, *self.calls.flush(stopped=stopped)])
+
+    def _noted(self, parts: list[Part]) -> list[Part]:
+        self._has_calls = self._has_calls or any(part.kind is PartKind.CALL for part in parts)
+        return parts
+
+    def _separated(self, reasoning: str, text: str) -> list[Part]:
+        parts = [Part(PartKind.REASONING, reasoning)] if reasoning and self.include_reasoning else []
+        if text:
+            parts += [Part(PartKind.CONTENT, text)] if self.calls is None else self.calls.push(text)
+        return parts
+
+    def _fields(self, parts: list[Part]) -> Json:
+        return _merged([self._field(part) for part in parts])
 
     def _field(self, part: Part) -> Json:
         """Record a part, and return it as the field of a delta."""
@@ -115,7 +137,9 @@ class AnswerParser:
             self._calls[-1]["function"]["arguments"] += part.text
             return {"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": part.text}}]}
         self._whole.setdefault(part.kind, []).append(part.text)
-        return {"content" if part.kind is PartKind.CONTENT else "reasoning_content": part.text}
+        if part.kind is PartKind.CONTENT:
+            return {"content": part.text}
+        return {"reasoning_content": part.text, "reasoning": part.text}  # the second is vLLM's name
 
 
 def _merged(fields: list[Json]) -> Json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cluster.core.answer_format import ToolFormat
 from cluster.core.json_text import find_half, without_halves
@@ -27,15 +28,32 @@ _SEPARATORS = " \t\r\n,;"
 _BETWEEN = _SEPARATORS + "[]"
 
 
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Which calls of an answer are passed on, and when."""
+
+    parallel: bool = True
+    """Whether all calls are passed on, or the first one alone."""
+    forced: bool = False
+    """Whether the answer consists of calls, because the client requires one. Nothing of it is content."""
+    whole: bool = False
+    """Whether a call is passed on once its arguments are complete, because the client's stops may end the answer."""
+
+
+ALL_CALLS = CallOptions()
+"""All calls, while they arrive."""
+
+
 class CallParser:
     """Separates the calls of tools from the content of one answer."""
 
-    def __init__(self, form: ToolFormat, *, parallel: bool = True) -> None:
-        """`parallel=False` leaves out all calls but the first."""
+    def __init__(self, form: ToolFormat, options: CallOptions = ALL_CALLS) -> None:
         self.calls = 0
         """Number of calls so far."""
         self._form = form
-        self._parallel = parallel
+        self._options = options
+        self._held: list[Part] = []
+        """The parts of a call that is passed on when it is whole."""
         self._opening = _OPENINGS[form]
         self._buffer = ""
         """Text that is not passed on yet."""
@@ -57,13 +75,28 @@ class CallParser:
         parts, self._parts = self._parts, []
         return parts
 
-    def flush(self) -> list[Part]:
-        """Return what was held back, at the end of the answer."""
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text so far ends within the arguments of a call."""
+        return self._state == self._arguments
+
+    def flush(self, *, stopped: bool = False) -> list[Part]:
+        """Return what was held back, at the end of the answer.
+
+        `stopped` says that a stop ended the answer, not its length. A call that is held back because it is not whole
+        is then left out.
+        """
+        held, self._held = self._held, []
         is_certain = self._state in (self._arguments, self._end_of_call)
         is_dropped = self._state == self._between and not self._opened
+        is_dropped = is_dropped or self._options.forced or (stopped and self._options.whole and self._begins_call())
         rest = "" if is_certain or is_dropped else self._opened + self._buffer
         self._buffer = self._opened = ""
-        return [Part(PartKind.CONTENT, rest)] if rest else []
+        return [*([] if stopped else held), *([Part(PartKind.CONTENT, rest)] if rest else [])]
+
+    def _begins_call(self) -> bool:
+        """Whether a marker has announced a call whose name is not complete yet."""
+        return self._form is not ToolFormat.LLAMA and self._state in (self._between, self._object)
 
     # Each state reads from the buffer. It returns whether the next state can read on.
 
@@ -163,6 +196,7 @@ class CallParser:
         self._opened, self._buffer = "", self._buffer[end:]
         self._begin_call(call[0])
         self._emit(Part(PartKind.ARGUMENTS, call[1]))
+        self._release()
         self._state = self._between
         return True
 
@@ -173,6 +207,7 @@ class CallParser:
         self._buffer = self._buffer[len(text) :]
         if end is None:
             return False
+        self._release()
         self._state = self._end_of_call if self._depth else self._between
         return True
 
@@ -203,11 +238,17 @@ class CallParser:
         self._emit(Part(PartKind.CALL, name))
 
     def _emit(self, part: Part) -> None:
-        if part.text and (self._parallel or self.calls <= 1):
-            self._parts.append(part)
+        """Pass on a part of a call. The name of a call may be empty."""
+        if (part.text or part.kind is PartKind.CALL) and (self._options.parallel or self.calls <= 1):
+            (self._held if self._options.whole else self._parts).append(part)
+
+    def _release(self) -> None:
+        """Pass on the call that has become whole."""
+        self._parts += self._held
+        self._held.clear()
 
     def _emit_content(self, text: str) -> None:
-        if text:
+        if text and not self._options.forced:
             self._parts.append(Part(PartKind.CONTENT, text))
 
 

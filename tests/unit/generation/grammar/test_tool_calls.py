@@ -132,7 +132,7 @@ async def test_a_choice_of_tools_reaches_the_engine_as_a_grammar(tmp_path: Path)
         ]
         assert grammars[1] is not None and "swim" not in grammars[1].text
         values: list[tuple[dict[str, Any], str]] = [
-            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
             ({"use_beam_search": True, "n": 2}, "tool_choice"),
             ({"ignore_eos": True}, "ignore_eos"),
             ({"tools": [SWIM, wrong_tool({"type": "fish"})]}, "tools[1].function.parameters"),

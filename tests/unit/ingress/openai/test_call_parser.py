@@ -9,7 +9,7 @@ import pytest
 
 from cluster.core.answer_format import ToolFormat
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser, ReasoningParser
-from cluster.ingress.openai.parsing.call_parser import CallParser
+from cluster.ingress.openai.parsing.call_parser import CallOptions, CallParser
 
 HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA, ToolFormat.MISTRAL
 Calls = list[tuple[str, str]]
@@ -62,11 +62,10 @@ def split(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def streamed(parser: AnswerParser, parts: list[str]) -> dict[str, Any]:
+def streamed(parser: AnswerParser, parts: list[str], *, stopped: bool = True) -> dict[str, Any]:
     """What a client has that joins all deltas."""
     content, reasoning, calls = "", "", []
-    for part in (*parts, None):
-        delta = parser.delta(part)
+    for delta in (*map(parser.delta, parts), parser.last_delta(stopped=stopped)):
         content += delta.get("content", "")
         reasoning += delta.get("reasoning_content", "")
         for call in delta.get("tool_calls", ()):
@@ -97,8 +96,49 @@ def test_calls_are_separated_from_the_content(form: ToolFormat, text: str, conte
 
 def test_without_parallel_calls_only_the_first_one_is_returned() -> None:
     text = CASES[1][1]
-    message = AnswerParser("c", None, CallParser(HERMES, parallel=False)).message(text)
+    message = AnswerParser("c", None, CallParser(HERMES, CallOptions(parallel=False))).message(text)
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_answer_that_must_be_a_call_has_no_content(form: ToolFormat, stopped: bool) -> None:
+    """Nothing of the markup reaches the client, wherever the answer is cut."""
+    text = {
+        HERMES: '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+        LLAMA: '{"name": "f", "parameters": {"a": 1}}',
+        MISTRAL: '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+    }[form]
+    for length in range(len(text) + 1):
+        parser = AnswerParser("c", None, CallParser(form, CallOptions(forced=True)))
+        found = streamed(parser, list(text[:length]), stopped=stopped)
+        assert found["content"] == ""
+        assert '{"a": 1}'.startswith("".join(call[2] for call in found["calls"]))
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL])
+def test_where_stops_may_end_an_answer_a_call_is_passed_on_when_it_is_whole(form: ToolFormat) -> None:
+    opening = {HERMES: "<tool_call>", MISTRAL: "[TOOL_CALLS]["}[form]
+    text = f'Yes. {opening}{{"name": "f", "arguments": {{"a": 1}}'
+    for length in range(len("Yes. ") + len(opening) + 1, len(text) + 1):
+        parts = list(text[:length])
+        parser = AnswerParser("c", None, CallParser(form, CallOptions(whole=True)))
+        stopped = streamed(parser, parts)
+        assert stopped["calls"] == ([["c0", "f", '{"a": 1}']] if length == len(text) else [])
+        assert stopped["content"] == "Yes."
+        assert parser.ends_with_calls == (length == len(text))
+    cut = streamed(AnswerParser("c", None, CallParser(form, CallOptions(whole=True))), list(text[:-2]), stopped=False)
+    assert cut["calls"] == [["c0", "f", '{"a": ']]
+
+
+def test_a_call_with_an_empty_name_or_half_of_a_surrogate_pair_can_be_sent() -> None:
+    message = AnswerParser("c", None, CallParser(HERMES)).message(
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>'
+        '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+        '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "g"}</tool_call>'
+    )
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert found == [("", "{}"), ("\ufffd", "{}"), ("g", '{"a": "\\ud83d"}')]
 
 
 def test_arguments_are_streamed_while_they_arrive() -> None:
@@ -124,7 +164,8 @@ def test_reasoning_is_separated_from_the_content(inside: bool, text: str, reason
     def parser(*, include: bool = True) -> AnswerParser:
         return AnswerParser("c", ReasoningParser(begins_inside=inside), None, include)
 
-    assert parser().message(text) == {"content": content, "reasoning_content": reasoning}
+    thought = {} if reasoning is None else {"reasoning_content": reasoning, "reasoning": reasoning}
+    assert parser().message(text) == {"content": content, **thought}
     assert parser(include=False).message(text) == {"content": content}
     for cuts in ways_to_split(text):
         parts = streamed(parser(), split(text, cuts))

@@ -17,7 +17,7 @@ from cluster.core.errors import DeadlineExceeded, InvalidRequest
 from cluster.ingress.endpoints.conversations import Conversations
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import MODEL, listening
-from tests.support.fakes.http_app import HttpApi, error_of
+from tests.support.fakes.http_app import HI, HttpApi, error_of
 
 TEXT = "hello the world"
 CALL = 'Yes. <tool_call>{"name": "swim", "arguments": {"to": "the world"}}</tool_call>'
@@ -110,6 +110,63 @@ async def test_a_response_calls_functions(tmp_path: Path) -> None:
         assert arguments == call.arguments
 
 
+async def test_what_openai_alone_can_do_is_left_out_of_a_response_and_named(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    search = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
+    body = {
+        "input": [{"role": "user", "content": "hi"}, search],
+        "include": ["reasoning.encrypted_content"],
+        "tools": [FUNCTION, {"type": "web_search"}, {"type": "custom", "name": "x"}],
+        "tool_choice": "auto",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "top_logprobs": 2,
+    }
+    response = await api.post("/v1/responses", **body)
+    assert response.status_code == 200
+    assert '"name": "swim"' in prompt_of(api) and "web_search" not in prompt_of(api)
+    assert response.headers["x-ignored-fields"].split(", ") == [
+        "tools.web_search",
+        "tools.custom",
+        "include.reasoning.encrypted_content",
+        "input.web_search_call",
+        "reasoning.summary",
+        "text.verbosity",
+        "top_logprobs",
+    ]
+    assert "x-ignored-fields" not in (await api.post("/v1/responses", input="hi")).headers
+
+
+async def test_a_response_has_the_log_probabilities_of_its_text(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    body: Any = {"model": MODEL, "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    tokens = [*api.tokenizer.encode(TEXT), 2]
+    async with openai_client(api) as client:
+        whole = await client.responses.create(**body)
+        (message,) = whole.output
+        assert message.type == "message" and message.content[0].type == "output_text"
+        scored = message.content[0].logprobs
+        assert scored is not None and len(scored) == len(tokens)
+        assert "".join(entry.token for entry in scored).startswith(TEXT)
+        assert {len(entry.top_logprobs) for entry in scored} == {2}
+        streamed: list[Any] = []
+        async for event in await client.responses.create(**body, stream=True):
+            if event.type == "response.output_text.delta":
+                streamed += event.logprobs
+            if event.type == "response.output_text.done":
+                assert len(event.logprobs) == len(tokens)
+        assert [entry.token for entry in streamed] == [entry.token for entry in scored[: len(streamed)]]
+        assert "".join(entry.token for entry in streamed) == TEXT
+
+
+async def test_a_call_that_a_stop_cuts_is_not_the_reason_of_the_end(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    body = {"max_tokens": 200, "messages": HI, "tools": [TOOL], "stop_sequences": ["the"]}
+    answer = (await api.post("/v1/messages", **body)).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "the")
+    assert [block["type"] for block in answer["content"]] == ["text"]
+
+
 async def test_a_message_is_whole_or_streamed_and_the_same(tmp_path: Path) -> None:
     api = api_that_writes(tmp_path, TEXT)
     body: Any = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}], "system": "Brief."}
@@ -150,8 +207,10 @@ async def test_a_message_calls_tools_and_their_results_are_sent_back(tmp_path: P
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("responses", {"input": [{"type": "web_search_call"}]}, "input[0].type"),
-        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ("responses", {"input": "a", "tool_choice": "required"}, "tool_choice"),
+        ("responses", {"input": "a", "tool_choice": {"type": "function", "name": "swim"}}, "tool_choice"),
+        ("responses", {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ("responses", {"input": "a", "background": True}, "background"),
         ("responses", {"input": "a", "previous_response_id": "resp_none"}, "previous_response_id"),
     ],

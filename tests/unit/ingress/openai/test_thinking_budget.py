@@ -100,3 +100,42 @@ async def test_budgets_out_of_bounds_are_refused_by_name(tmp_path: Path) -> None
     for value in (-2, 1 << 21, 1.5):
         refused = await api.chat(thinking_token_budget=value)
         assert (refused.status_code, error_of(refused)["param"]) == (400, "thinking_token_budget"), value
+
+
+@pytest.mark.parametrize("writes_start", [False, True])
+@pytest.mark.parametrize("step", [1, 3])
+async def test_the_tokens_of_what_the_model_thinks_are_counted(tmp_path: Path, writes_start: bool, step: int) -> None:
+    model = ThinkingModel(tmp_path, writes_start=writes_start)
+    thought = "<think>hm</think>" if writes_start else "hm</think>"
+    model.engine = ScriptedEngine(script_of(model.tokenizer, thought + "hello"), step)
+    model.engine.context = 1024
+    generation = GenerationService(model.engine, model.tokenizer, LimitsSection(), created=1)
+    client = InProcessClient(GenerationServicer(generation), lambda: model.engine.ready)
+    app = create_app(client, LimitsSection())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pilotfish") as http:
+        chat = (await http.post("/v1/chat/completions", json={"messages": HI})).json()
+        response = (await http.post("/v1/responses", json={"input": "hi"})).json()
+        cut = (await http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 2})).json()
+    count = len(model.tokens(thought))
+    assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == count
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == count
+    # Of a beginning of "<think>" it is not certain yet that the model thinks.
+    assert cut["usage"]["completion_tokens_details"]["reasoning_tokens"] == (0 if writes_start else 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "role", "reasoning"),
+    [
+        ("<think>\nI wonder", "assistant", "hm"),
+        ("<think>", "assistant", "hm"),
+        ("<think>so</think>yes <think>", "assistant", None),
+        ("what is <think>", "user", None),
+    ],
+)
+async def test_a_continued_message_is_thought_if_it_has_begun_so(
+    tmp_path: Path, content: str, role: str, reasoning: str | None
+) -> None:
+    model = ThinkingModel(tmp_path)
+    turns = [*HI, {"role": role, "content": content}]
+    message = (await model.post(messages=turns, continue_final_message=True)).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == message["reasoning"] == reasoning

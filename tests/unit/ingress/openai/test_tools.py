@@ -70,7 +70,8 @@ async def test_the_answer_of_a_tool_is_sent_back(tmp_path: Path) -> None:
 async def test_tools_are_not_offered_if_the_choice_is_none(tmp_path: Path) -> None:
     api = api_that_writes(tmp_path, CALL)
     body = (await api.chat(tools=[TOOL], tool_choice="none")).json()
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+    nothing = {"reasoning_content": None, "reasoning": None}
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": CALL, **nothing}
     assert "swim" not in api.tokenizer.decode(api.engine.requests[0].prompt)
 
 
@@ -104,6 +105,90 @@ async def test_the_last_message_is_continued(tmp_path: Path) -> None:
     prompts = [api.tokenizer.decode(one.prompt, skip_special_tokens=False) for one in api.engine.requests]
     assert prompts[0].endswith("<|im_start|>assistant\nhello ")
     assert prompts[1].endswith("hi<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason", "calls"),
+    [
+        ("the", "stop", 0),
+        ('{"name', "stop", 0),
+        ("}", "stop", 0),
+        ("\n</tool_call>", "tool_calls", 1),
+        ("zzz", "tool_calls", 1),
+    ],
+)
+async def test_a_stop_string_inside_a_call_ends_the_answer_without_it(
+    tmp_path: Path, stop: str, reason: str, calls: int
+) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    body: dict[str, Any] = {"tools": [TOOL], "stop": stop, "seed": 1}
+    (choice,) = (await api.chat(**body)).json()["choices"]
+    found = choice["message"].get("tool_calls", [])
+    assert (choice["finish_reason"], len(found)) == (reason, calls)
+    assert not choice["message"]["content"]
+    for call in found:
+        json.loads(call["function"]["arguments"])
+    streamed = chunks(await api.chat(**body, stream=True))
+    assert streamed[-1]["choices"][0]["finish_reason"] == reason
+    deltas = [choice["delta"] for chunk in streamed for choice in chunk["choices"]]
+    assert sum("id" in call for delta in deltas for call in delta.get("tool_calls", ())) == calls
+    assert not "".join(delta.get("content") or "" for delta in deltas)
+
+
+async def test_an_answer_that_ends_within_a_call_does_not_end_for_it(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, '<tool_call>{"name": "swim", "arguments": {"to": "the')
+    (choice,) = (await api.chat(tools=[TOOL])).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("most", range(1, 12))
+async def test_a_forced_call_that_is_cut_before_its_name_is_no_content(tmp_path: Path, most: int) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    body: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "max_tokens": most}
+    (choice,) = (await api.chat(**body)).json()["choices"]
+    assert not choice["message"]["content"]
+    assert choice["finish_reason"] == "length"
+    deltas = [choice["delta"] for chunk in chunks(await api.chat(**body, stream=True)) for choice in chunk["choices"]]
+    assert not "".join(delta.get("content") or "" for delta in deltas)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "swim"}}])
+async def test_a_required_tool_wins_over_the_form_of_a_text(tmp_path: Path, choice: object) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    response = await api.chat(tools=[TOOL], tool_choice=choice, response_format=SCHEMA_FORMAT)
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "response_format"
+    grammar = api.engine.requests[-1].sampling.grammar
+    assert grammar is not None and "swim" in grammar.text
+    tool = {"type": "function", "name": "swim", "parameters": {"type": "object"}}
+    choice = choice if isinstance(choice, str) else {"type": "function", "name": "swim"}
+    body = {"input": "hi", "tools": [tool], "tool_choice": choice, "text": {"format": {"type": "json_object"}}}
+    response = await api.post("/v1/responses", **body)
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "text.format"
+
+
+async def test_json_objects_may_have_a_schema(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, "x")
+    for form in (SCHEMA_FORMAT, {"type": "json_object", "schema": SCHEMA}):
+        assert (await api.chat(response_format=form)).status_code == 200
+    first, second = (request.sampling.grammar for request in api.engine.requests)
+    assert first == second
+    error = error_of(await api.chat(response_format={"type": "json_object", "schema": 5}))
+    assert error["param"] == "response_format.schema"
+
+
+async def test_the_alternatives_that_a_client_names_include_the_token_itself(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, "hello")
+    body = (
+        await api.chat(logprobs=True, top_logprobs=1, logprob_token_ids=[5, 6], return_tokens_as_token_ids=True)
+    ).json()
+    for entry in body["choices"][0]["logprobs"]["content"]:
+        assert entry["token"] in [top["token"] for top in entry["top_logprobs"]]
 
 
 async def test_a_stream_that_may_have_calls_is_not_resumed(tmp_path: Path) -> None:

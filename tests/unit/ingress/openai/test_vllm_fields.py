@@ -187,7 +187,10 @@ async def test_tokens_are_reported_for_prompt_and_answer(api: HttpApi) -> None:
     assert all("prompt_token_ids" not in chunk for chunk in others)
     pieces = chunks(await api.complete(return_token_ids=True, stream=True))
     assert pieces[0]["choices"][0]["prompt_token_ids"] == [*api.engine.requests[-1].prompt]
-    assert "prompt_token_ids" not in (await api.chat()).json()
+    body = (await api.chat()).json()
+    assert (body["prompt_token_ids"], body["prompt_logprobs"]) == (None, None)
+    (choice,) = (await api.complete()).json()["choices"]
+    assert (choice["prompt_token_ids"], choice["prompt_logprobs"]) == (None, None)
 
 
 async def test_tokens_are_named_by_their_ids_if_asked(api: HttpApi) -> None:
