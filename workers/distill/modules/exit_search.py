@@ -99,10 +99,11 @@ def _pass_by(_: nn.Module, inputs: Any, output: Any) -> Any:
 
 def _choices(target: Any, rows: Sequence[Sequence[int]], firsts: Sequence[int]) -> Tensor:
     """The most probable token after each position from `firsts` on."""
+    device = target.get_output_embeddings().weight.device
     found = []
     with torch.inference_mode():
         for row, first in zip(rows, firsts, strict=True):
-            states = target.base_model(input_ids=torch.tensor([row]), use_cache=False).last_hidden_state
+            states = target.base_model(input_ids=torch.tensor([row], device=device), use_cache=False).last_hidden_state
             found.append(target.get_output_embeddings()(states[0, first:-1]).argmax(dim=-1))
     return torch.cat(found)
 

@@ -70,12 +70,13 @@ def fit_context(module: BlockDrafter, ends: TargetEnds, batches: Sequence[TapBat
     parts = [part for part in module.contexts if isinstance(part, ContextProjection)]
     layer = module.shape.layer
     width = module.fusion.taps * layer.hidden_size
-    squares = torch.zeros(width, width)
-    products = [torch.zeros(width, 2 * layer.kv_heads * layer.head_width) for _ in parts]
+    device = module.slots.device
+    squares = torch.zeros(width, width, device=device)
+    products = [torch.zeros(width, 2 * layer.kv_heads * layer.head_width, device=device) for _ in parts]
     with torch.no_grad():
         for batch in batches:
             states = _keys_values(module, ends, batch)
-            is_token = torch.arange(batch.tokens.shape[1]) < batch.lengths.unsqueeze(1)
+            is_token = torch.arange(batch.tokens.shape[1], device=device) < batch.lengths.unsqueeze(1)
             features = module.fusion.normalised(batch.taps.float())[is_token]
             squares += features.T @ features
             for product, state in zip(products, states, strict=True):
@@ -90,7 +91,7 @@ def fit_context(module: BlockDrafter, ends: TargetEnds, batches: Sequence[TapBat
 def _keys_values(module: BlockDrafter, ends: TargetEnds, batch: TapBatch) -> list[Tensor]:
     """Keys before rotation and values of each layer, [rows, length, 2 x KV heads x head width], from tokens alone."""
     states = ends.embed(batch.tokens).float()
-    places = torch.arange(states.shape[1]).expand(len(states), -1)
+    places = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
     mask = places.unsqueeze(1) <= places.unsqueeze(2)
     found = []
     for number, layer in enumerate(module.layers):

@@ -156,8 +156,8 @@ INLINE void weigh_tile(Work *work, const int64_t *which, const uint32_t *seen, c
             const float *query = work->query + which[g] * padded + d;
 #pragma GCC unroll 2
             for (int h = 0; h < halves; h++) {
-                part[g][0][h] += even[h] * query[0];
-                part[g][1][h] += odd[h] * query[1];
+                part[g][0][h] = fused(even[h], same(query[0]), part[g][0][h]);
+                part[g][1][h] = fused(odd[h], same(query[1]), part[g][1][h]);
             }
         }
     }
@@ -175,7 +175,7 @@ INLINE void weigh_tile(Work *work, const int64_t *which, const uint32_t *seen, c
         for (int k = 0; k < halves * LANES; k++) weight[k] = exponential(weight[k] - largest);
         for (int k = halves * LANES; k < KEYS; k++) weight[k] = 0.0f;
         work->most[v] = largest;
-        work->total[v] = work->total[v] * kept + (*(const Vector *)weight + *(const Vector *)(weight + LANES));
+        work->total[v] = fused(work->total[v], same(kept), *(const Vector *)weight + *(const Vector *)(weight + LANES));
         if (kept != 1.0f)
             for (int64_t d = 0; d < padded; d += LANES) *(Vector *)(work->sum + v * padded + d) *= kept;
     }
@@ -207,7 +207,7 @@ INLINE void add_values(Work *work, const int64_t *which, int keys, int64_t d, co
 #pragma GCC unroll 4
         for (int g = 0; g < count; g++)
 #pragma GCC unroll 4
-            for (int w = 0; w < width; w++) sum[g][w] += value[w] * work->weight[g * KEYS + k];
+            for (int w = 0; w < width; w++) sum[g][w] = fused(value[w], same(work->weight[g * KEYS + k]), sum[g][w]);
     }
 #pragma GCC unroll 4
     for (int g = 0; g < count; g++)

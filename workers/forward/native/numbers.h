@@ -25,7 +25,7 @@
 #define LINE 64     /* bytes of a cache line */
 #define INLINE static inline __attribute__((always_inline))
 
-#if defined(IS_AVX512)
+#if defined(IS_AVX512) || defined(IS_AVX2)
 #include <immintrin.h>
 #endif
 
@@ -53,6 +53,34 @@ static inline float exponential(float x)
     float power;
     memcpy(&power, &bits, sizeof power);
     return x < -87.0f ? 0.0f : p * power;
+}
+
+/* `x` in every lane. */
+static inline Vector same(float x)
+{
+#if defined(IS_AVX512)
+    return (Vector)_mm512_set1_ps(x);
+#elif defined(IS_AVX2)
+    return (Vector)_mm256_set1_ps(x);
+#else
+    Vector all;
+    for (int l = 0; l < LANES; l++) all[l] = x;
+    return all;
+#endif
+}
+
+/* a * b + c, rounded once. The compiler is free to round `a * b + c` once or twice, and decides anew for every copy of a
+   function: where copies must agree to the bit, the sum is written with this function. */
+static inline Vector fused(Vector a, Vector b, Vector c)
+{
+#if defined(IS_AVX512)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(IS_AVX2)
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int l = 0; l < LANES; l++) c[l] = fmaf(a[l], b[l], c[l]);
+    return c;
+#endif
 }
 
 /* The same for a vector, bit for bit. */
