@@ -103,7 +103,7 @@ def _choices(target: Any, rows: Sequence[Sequence[int]], firsts: Sequence[int]) 
     found = []
     with torch.inference_mode():
         for row, first in zip(rows, firsts, strict=True):
-            states = target.base_model(input_ids=torch.tensor([row], device=device), use_cache=False).last_hidden_state
+            states = target.base_model(input_ids=torch.tensor([row]).to(device), use_cache=False).last_hidden_state
             found.append(target.get_output_embeddings()(states[0, first:-1]).argmax(dim=-1))
     return torch.cat(found)
 
