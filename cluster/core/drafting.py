@@ -43,6 +43,11 @@ class DraftBudget:
     max_nodes: int
     max_depth: int
 
+    def within(self, max_nodes: int, max_depth: int) -> DraftBudget:
+        """The part that a tree of at most these sizes can use. Its depth is 0 where it allows no node."""
+        nodes = max(0, min(self.max_nodes, max_nodes))
+        return DraftBudget(nodes, max(0, min(self.max_depth, max_depth, nodes)))
+
 
 NO_DRAFT = DraftBudget(0, 0)
 EVIDENCE_ONLY = DraftBudget(0, 1)

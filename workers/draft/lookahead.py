@@ -7,6 +7,7 @@ the pool stores. The window adds tokens to a step, but no pass. It pays where mo
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -21,15 +22,15 @@ from cluster.core.tree import ROOT, TokenTree
 from workers.draft.lookup.continuation_tree import Continuation, ContinuationTree
 from workers.draft.lookup.jacobi_window import JacobiWindow
 from workers.draft.lookup.lookup_drafter import LookupSession
-from workers.draft.lookup.ngram_pool import NgramPool
-from workers.draft.lookup.reliability import Reliability
-from workers.draft.lookup.sequence_drafter import EstimatingDrafter
+from workers.draft.lookup.sequence_drafter import EstimatingDrafter, Reliability
 from workers.draft.registry import register
 
 _FIRST_RATE, _NEXT_RATE = 0.4, 0.6
 """Assumed acceptance rates of a candidate's first token (divided by the candidate's rank) and of each further one."""
 _WINDOW_RATE = 0.03
 """Assumed acceptance rate of a window's token that is no candidate's."""
+_MOST_FIRST_TOKENS = 4096
+"""Most first tokens with n-grams in one pool; the one without a new n-gram for the longest time is evicted."""
 _STRIDE = 7919
 """A prime. Where the pool has no n-gram, a new column is copied from index `position * _STRIDE` modulo length."""
 
@@ -46,6 +47,32 @@ class LookaheadSettings(PluginSettings):
     """Most n-grams in the pool with the same first token, and most that one tree has (G in the paper)."""
     text: Choice[Literal["off", "on"]] = "on"
     """`on` adds the n-grams of prompt and answer to the pool."""
+
+
+class NgramPool:
+    """What followed a token, at most `most` continuations of each token: the latest ones."""
+
+    __slots__ = ("_found", "_most")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._found: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Add an n-gram, or make it the latest one of its first token."""
+        first, continuation = ngram[0], tuple(ngram[1:])
+        found = self._found.setdefault(first, OrderedDict())
+        found[continuation] = None
+        found.move_to_end(continuation)
+        if len(found) > self._most:
+            found.popitem(last=False)
+        self._found.move_to_end(first)
+        if len(self._found) > _MOST_FIRST_TOKENS:
+            self._found.popitem(last=False)
+
+    def after(self, token: int) -> tuple[tuple[int, ...], ...]:
+        """The continuations of `token`, the latest first."""
+        return tuple(reversed(self._found.get(token, ())))
 
 
 class LookaheadSession(LookupSession):
@@ -83,7 +110,7 @@ class LookaheadSession(LookupSession):
             for ngram in self.window.observe(one):
                 self.pool.add(ngram)
 
-    def guess(self, position: int, before: int | None) -> tuple[int, ...]:
+    def new_column(self, position: int, before: int | None) -> tuple[int, ...]:
         """The first tokens of a new column: what the pool has after the token `before` it, or tokens of the text."""
         known = self.pool.after(self.tokens[-1] if before is None else before)
         if known:
@@ -108,7 +135,7 @@ class LookaheadDrafter(EstimatingDrafter[LookaheadSession]):
         candidates = [list(one.tokens) for one in session.continuations(depth)[:share]]
         tree = TokenTree.from_candidates(candidates, nodes)
         columns = max(0, min(settings.window, depth - levels + 1, (nodes - len(tree)) // levels))
-        session.window.place(len(session.tokens), columns, session.guess)
+        session.window.place(len(session.tokens), columns, session.new_column)
         whole = TokenTree.from_candidates([*candidates, *session.window.paths(columns)], nodes)
         return _with_rates(whole, len(tree), reliability)
 

@@ -21,11 +21,9 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, Evidence, EvidenceNeeds
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
-from workers.draft.lookup.contexts import Context, ContextSuccessors
 from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, ContinuationTree
-from workers.draft.lookup.reliability import Reliability
-from workers.draft.lookup.sequence_drafter import DraftedSession, EstimatingDrafter
-from workers.draft.lookup.successor_tables import RankRates, Rows, Successors, SuccessorTables
+from workers.draft.lookup.sequence_drafter import DraftedSession, EstimatingDrafter, Reliability
+from workers.draft.lookup.successors import Context, ContextSuccessors, RankRates, Rows, Successors, SuccessorTables
 from workers.draft.registry import register
 
 Rates = dict[bool, list[RankRates]]

@@ -12,9 +12,8 @@ from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, Pro
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
-from workers.draft.lookahead import LookaheadDrafter, LookaheadSettings, create_lookahead
+from workers.draft.lookahead import LookaheadDrafter, LookaheadSettings, NgramPool, create_lookahead
 from workers.draft.lookup.jacobi_window import JacobiWindow
-from workers.draft.lookup.ngram_pool import NgramPool
 
 A = SequenceId("a")
 BUDGET = DraftBudget(32, 16)

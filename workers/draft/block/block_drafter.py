@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
@@ -14,10 +15,9 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, Row
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.block.block_pass import BlockPass
-from workers.draft.block.context_reader import ContextReader
 from workers.draft.common.modules.context_session import ContextSession
 from workers.draft.common.modules.context_store import ContextStore
-from workers.draft.common.modules.context_window import ContextShape
+from workers.draft.common.modules.context_window import ContextRows, ContextShape
 from workers.draft.common.modules.module_settings import ContextModuleSettings, module_taps
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
@@ -34,6 +34,10 @@ from workers.model.drafting.files import load_drafter
 _COUPLED = "coupled"
 
 
+ComputeContext = Callable[[Tensor, Tensor], ContextRows]
+"""Computes what is kept of positions from their taps [tokens, taps, hidden size] and the positions [tokens]."""
+
+
 class BlockSession(ContextSession):
     """A sequence with its last draft."""
 
@@ -44,8 +48,45 @@ class BlockSession(ContextSession):
         self.history = PathHistory()
 
     def forget_draft(self) -> None:
-        """See `ContextSession`."""
+        """Drop the last draft."""
         self.history.last = None
+
+
+class ContextReader:
+    """Collects taps, row by row, and stores their context in the sessions."""
+
+    def __init__(self, taps: TapReader, compute: ComputeContext) -> None:
+        self._taps = taps
+        self._compute = compute
+        self._found: list[tuple[ContextSession, int, Tensor]] = []
+
+    def take(self, session: ContextSession, row: DraftRow) -> None:
+        """Take the hidden states of one row, those of its tokens.
+
+        Raises `ValueError` for hidden states of a wrong width; then nothing of the row is taken.
+        """
+        taken: list[tuple[ContextSession, int, Tensor]] = []
+        for evidence in row.evidence:
+            found = self._taps.read(evidence)
+            if found is None:
+                continue
+            first, taps = found
+            taps = taps[: max(0, len(session.tokens) - first)]
+            if len(taps):
+                taken.append((session, first, taps))
+        self._found += taken
+
+    def store(self) -> None:
+        """Compute the context of everything that was taken and store it."""
+        if not self._found:
+            return
+        found, self._found = self._found, []
+        positions = [begin + index for _, begin, taps in found for index in range(len(taps))]
+        rows = self._compute(torch.cat([taps for _, _, taps in found]), torch.tensor(positions))
+        done = 0
+        for session, begin, taps in found:
+            session.add(begin, rows.part(done, done + len(taps)))
+            done += len(taps)
 
 
 class BlockTreeDrafter:

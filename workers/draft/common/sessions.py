@@ -12,8 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from cluster.core.drafting import DraftRow, RowFault, RowFaultCode
+from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
+from workers.sampling.context import GREEDY_BELOW
+
+Evictable = TypeVar("Evictable")
 
 MOST_SESSIONS = 4096
 """Most sequences. One batch has at most as many rows, so no row of a batch evicts another row of it."""
@@ -28,9 +32,55 @@ class Session:
         self.start = start
         self.tokens: list[int] = []
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the target decodes this sequence greedily."""
+        return self.start.sampling.temperature < GREEDY_BELOW
+
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
         """Replace all tokens after the first `known_len` by `new_tokens`."""
         self.tokens[known_len:] = new_tokens
+
+
+class DraftingSession(Session):
+    """A session whose draft depends on its tokens. Tokens that stay the same are neither removed nor added again."""
+
+    __slots__ = ()
+
+    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
+        """Replace all tokens after the first `known_len` by `new_tokens`. What stays the same keeps the draft."""
+        held = self.tokens[known_len:]
+        most = min(len(held), len(new_tokens))
+        same = next((index for index in range(most) if held[index] != new_tokens[index]), most)
+        if same < len(held):
+            self.remove(known_len + same)
+            self.forget_draft()
+        self.append(new_tokens[same:])
+
+    def remove(self, length: int) -> None:
+        """Remove the tokens from position `length` on."""
+        del self.tokens[length:]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add tokens at the end."""
+        self.tokens.extend(tokens)
+
+    def forget_draft(self) -> None:
+        """Drop what was drafted, because a token before it has changed."""
+
+
+def has_room(reserve: Callable[[], object], evictable: Iterator[Evictable], evict: Callable[[Evictable], None]) -> bool:
+    """Reserve memory, and evict one after another while there is too little. Returns whether there is room."""
+    while True:
+        try:
+            reserve()
+        except KvPoolExhausted:
+            victim = next(evictable, None)
+            if victim is None:
+                return False
+            evict(victim)
+        else:
+            return True
 
 
 SessionType = TypeVar("SessionType", bound=Session)

@@ -92,8 +92,8 @@ class EagleTreeDrafter:
         growths: list[tuple[DraftRow, EagleGrowth]] = []
         for row, session in served:
             session.observe(self._calibration)
-            session.record_call(now, self._cost)
-            budget, last = self._within(row.budget), session.grown
+            session.commit_times.record(len(session.tokens), now, self._cost)
+            budget, last = row.budget.within(self._draft.max_nodes, self._draft.max_depth), session.grown
             if last is not None and last.budget == budget and last.start == session.start:
                 proposals[row.sequence_id] = last.proposal
             elif budget.max_depth and session.output is not None and session.output[0] == session.anchor - 1:
@@ -110,10 +110,6 @@ class EagleTreeDrafter:
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """See `DraftMethod`."""
         self._sessions.release(sequence_ids)
-
-    def _within(self, budget: DraftBudget) -> DraftBudget:
-        max_nodes = max(0, min(budget.max_nodes, self._draft.max_nodes))
-        return DraftBudget(max_nodes, max(0, min(budget.max_depth, self._draft.max_depth, max_nodes)))
 
     def _growth(self, session: EagleSession, output: Tensor, budget: DraftBudget) -> EagleGrowth:
         shape = self._head.context_shape

@@ -17,7 +17,7 @@ from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.trees.calibration import Calibration
 from workers.draft.common.trees.draft_node import DraftNode
 from workers.draft.common.trees.node_probabilities import observe_decision
-from workers.draft.common.trees.pass_cost import PassCost
+from workers.draft.common.trees.pass_cost import CommitTimes
 
 Piece = tuple[int, Tensor]
 """Position of the first row, and taps [tokens, taps, hidden size]."""
@@ -37,7 +37,7 @@ class _Grown:
 class EagleSession(ContextSession):
     """Committed tokens and the last draft. A position is computed once the token after it is committed."""
 
-    __slots__ = ("_held", "_last_call_at", "_last_call_len", "grown", "is_streak", "output")
+    __slots__ = ("_held", "commit_times", "grown", "is_streak", "output")
 
     def __init__(self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device) -> None:
         super().__init__(start, shape, store, device, lead=1)
@@ -48,17 +48,10 @@ class EagleSession(ContextSession):
         self.grown: _Grown | None = None
         self.is_streak = True
         """Whether the last committed token was a first candidate."""
-        self._last_call_at = float("-inf")
-        self._last_call_len = 0
-
-    def record_call(self, now: float, cost: PassCost) -> None:
-        """Record in `cost` what was committed since the last call. `now` is in seconds."""
-        if len(self.tokens) > self._last_call_len > 0:
-            cost.record_commit(len(self.tokens) - self._last_call_len, now - self._last_call_at)
-        self._last_call_at, self._last_call_len = now, len(self.tokens)
+        self.commit_times = CommitTimes()
 
     def forget_draft(self) -> None:
-        """See `ContextSession`."""
+        """Drop the last draft, and the hidden states of tokens that were removed."""
         length = len(self.tokens)
         self.grown = None
         if self._held is not None and self._held[0] >= length:

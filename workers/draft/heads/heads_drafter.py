@@ -17,7 +17,7 @@ from workers.draft.common.modules.module_settings import ModuleSettings, module_
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, Shape
 from workers.draft.common.modules.tap_reader import TapReader
-from workers.draft.common.sessions import Session, Sessions
+from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.heads_pass import ParallelHeads
 from workers.sampling.context import DecisionContext
 
@@ -35,7 +35,7 @@ class Heads(Protocol):
         ...
 
 
-class HeadsSession(Session):
+class HeadsSession(DraftingSession):
     """Committed tokens, the target's last hidden state, and the last draft."""
 
     __slots__ = ("hidden", "hidden_position", "history")
@@ -47,16 +47,11 @@ class HeadsSession(Session):
         self.hidden_position = -1
         self.history = PathHistory()
 
-    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
-        """See `Session`. What depends on a token that changes is dropped."""
-        held = self.tokens[known_len:]
-        most = min(len(held), len(new_tokens))
-        same = next((index for index in range(most) if held[index] != new_tokens[index]), most)
-        if same < len(held):
-            self.history.last = None
-            if self.hidden_position >= known_len + same:
-                self.hidden = None
-        self.tokens[known_len + same :] = new_tokens[same:]
+    def forget_draft(self) -> None:
+        """Drop the last draft, and the hidden state of a token that was removed."""
+        self.history.last = None
+        if self.hidden_position >= len(self.tokens):
+            self.hidden = None
 
     def take(self, evidence: Sequence[Evidence], reader: TapReader) -> None:
         """Store the hidden state at the last position but one. Raises `ValueError` for one of a wrong width."""

@@ -26,16 +26,16 @@ class JacobiWindow:
         self._first: int | None = None
         """Position of the first column while the target has not decided after the columns; `None` then."""
 
-    def place(self, first: int, width: int, guess: Callable[[int, int | None], tuple[int, ...]]) -> None:
+    def place(self, first: int, width: int, new_column: Callable[[int, int | None], tuple[int, ...]]) -> None:
         """Move the window to `width` columns from position `first`.
 
-        `guess` returns the first tokens of a new column, from its position and the trunk's token before it, if any.
+        `new_column` returns a new column's first tokens, from its position and the trunk's token before it, if any.
         """
         held = self._columns
         before: int | None = None
         self._columns = {}
         for position in range(first, first + width):
-            column = held.get(position) or guess(position, before)
+            column = held.get(position) or new_column(position, before)
             self._columns[position] = column
             before = column[0]
         self._columns |= {position: held[position] for position in sorted(held) if position >= first + width}

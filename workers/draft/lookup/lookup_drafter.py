@@ -10,8 +10,7 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget
 from cluster.core.request import SequenceStart
 from workers.draft.lookup.continuation_tree import Continuation, ContinuationTree, Estimate, merge
-from workers.draft.lookup.reliability import Reliability
-from workers.draft.lookup.sequence_drafter import DraftedSession, EstimatingDrafter
+from workers.draft.lookup.sequence_drafter import DraftedSession, EstimatingDrafter, Reliability
 
 
 class LookupSession(DraftedSession):

@@ -11,12 +11,38 @@ from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, Row
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT
-from workers.draft.common.sessions import Session, Sessions
+from workers.draft.common.sessions import DraftingSession, Session, Sessions
 from workers.draft.lookup.continuation_tree import ContinuationTree
-from workers.draft.lookup.reliability import Reliability
-from workers.sampling.context import GREEDY_BELOW
 
 SessionType = TypeVar("SessionType", bound=Session)
+
+
+_BINS = 16
+_PRIOR_WEIGHT = 8.0
+"""Weight of the estimate itself, in observations."""
+_DECAY = 0.995
+"""Factor by which each observation reduces the weight of earlier ones in its bin."""
+
+
+class Reliability:
+    """Acceptance rates by estimated probability, in `_BINS` bins. Before any observation the estimate is the rate."""
+
+    __slots__ = ("_hits", "_trials")
+
+    def __init__(self) -> None:
+        self._hits = [0.0] * _BINS
+        self._trials = [0.0] * _BINS
+
+    def probability(self, estimate: float) -> float:
+        """The probability that the target takes a token with this estimate, both in [0, 1]."""
+        index = min(int(estimate * _BINS), _BINS - 1)
+        return (_PRIOR_WEIGHT * estimate + self._hits[index]) / (_PRIOR_WEIGHT + self._trials[index])
+
+    def observe(self, estimate: float, hit: bool) -> None:
+        """Record whether the target took a token with this estimate."""
+        index = min(int(estimate * _BINS), _BINS - 1)
+        self._hits[index] = self._hits[index] * _DECAY + hit
+        self._trials[index] = self._trials[index] * _DECAY + 1.0
 
 
 class SequenceDrafter(ABC, Generic[SessionType]):
@@ -49,15 +75,14 @@ class SequenceDrafter(ABC, Generic[SessionType]):
 
     def _within(self, budget: DraftBudget) -> DraftBudget:
         """The budget within the configured one. Its depth is 0 where nothing can be drafted."""
-        nodes = max(0, min(budget.max_nodes, self._max_nodes))
-        return DraftBudget(nodes, max(0, min(budget.max_depth, self._max_depth, nodes)))
+        return budget.within(self._max_nodes, self._max_depth)
 
     @abstractmethod
     def _proposal(self, session: SessionType, row: DraftRow) -> Proposal:
         """The draft after the tokens of the session, to which those of the row have been added."""
 
 
-class DraftedSession(Session):
+class DraftedSession(DraftingSession):
     """Committed tokens, and the last draft after them."""
 
     __slots__ = ("_draft",)
@@ -66,11 +91,6 @@ class DraftedSession(Session):
         super().__init__(start)
         self._draft: tuple[int, DraftBudget, ContinuationTree] | None = None
         """Committed length, budget and tree of the last proposal."""
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the target decodes greedily."""
-        return self.start.sampling.temperature < GREEDY_BELOW
 
     def last_draft(self, budget: DraftBudget) -> ContinuationTree | None:
         """The last draft, if it has this budget and no tokens were committed since."""
@@ -105,23 +125,9 @@ class DraftedSession(Session):
     def learn(self, evidence: Sequence[Evidence]) -> None:
         """Learn from what the target showed. A method that asks for no evidence learns nothing."""
 
-    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
-        """See `Session`. Tokens that stay the same are neither removed nor added again."""
-        held = self.tokens[known_len:]
-        most = min(len(held), len(new_tokens))
-        same = next((index for index in range(most) if held[index] != new_tokens[index]), most)
-        if same < len(held):
-            self._draft = None
-            self.remove(known_len + same)
-        self.append(new_tokens[same:])
-
-    def remove(self, length: int) -> None:
-        """Remove the tokens from position `length` on."""
-        del self.tokens[length:]
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Add tokens at the end."""
-        self.tokens.extend(tokens)
+    def forget_draft(self) -> None:
+        """Drop the last draft."""
+        self._draft = None
 
 
 DraftedType = TypeVar("DraftedType", bound=DraftedSession)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftDistribution, DraftRow, Proposal, RowFault
-from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
-from workers.draft.common.sessions import Session, Sessions
+from workers.draft.common.sessions import Session, Sessions, has_room
 from workers.draft.common.trees.expander import ExpansionRow
 from workers.draft.model.token_drawer import DrawnSiblings, TokenDrawer
 from workers.kv.block_table import BlockTable
@@ -176,13 +175,8 @@ class DrawingDrafter:
 
     def _reserve(self, table: BlockTable, count: int, evictable: Iterator[DrawingSession]) -> bool:
         """Make room for `count` more tokens, evicting sessions if need be. Returns whether there is room."""
-        while True:
-            try:
-                self._memory.reserve(table, table.stored_len + count)
-            except KvPoolExhausted:
-                session = next(evictable, None)
-                if session is None:
-                    return False
-                self._memory.truncate(session.table, 0)
-            else:
-                return True
+        return has_room(
+            lambda: self._memory.reserve(table, table.stored_len + count),
+            evictable,
+            lambda session: self._memory.truncate(session.table, 0),
+        )

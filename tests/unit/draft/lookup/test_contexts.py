@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.draft.lookup.contexts import ContextSuccessors
+from workers.draft.lookup.successors import ContextSuccessors
 
 
 def test_a_context_has_at_most_so_many_tokens() -> None:

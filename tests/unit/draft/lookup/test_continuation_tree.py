@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, Continuation, merge
-from workers.draft.lookup.reliability import Reliability
+from workers.draft.lookup.sequence_drafter import Reliability
 
 
 def share(weight: float, total: float, match_length: int) -> float:

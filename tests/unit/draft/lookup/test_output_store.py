@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.draft.lookup.output_store import OutputStore
+from workers.draft.suffix import OutputStore
 
 
 def stored(store: OutputStore, salt: str, context: list[int]) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workers.draft.lookup.successor_tables import RankRates, Successors, SuccessorTables
+from workers.draft.lookup.successors import RankRates, Successors, SuccessorTables
 
 
 def test_a_row_has_the_newest_successors_and_at_most_as_many_as_the_table_is_wide() -> None:

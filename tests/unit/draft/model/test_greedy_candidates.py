@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.core.request import SamplingParameters
-from workers.draft.model.greedy_candidates import GreedyCandidates
+from workers.draft.model.model_expander import GreedyCandidates
 from workers.forward.native.largest import largest_by_torch, load_largest
 from workers.sampling.candidates import candidates
 from workers.sampling.context import DecisionContext

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.context_store import BLOCK, BlockKeys, ContextStore
 from workers.draft.common.modules.context_window import ContextRows, ContextShape, ContextWindow
-from workers.draft.common.sessions import Session
-from workers.sampling.context import GREEDY_BELOW
+from workers.draft.common.sessions import DraftingSession
 
 
-class ContextSession(Session):
+class ContextSession(DraftingSession):
     """Committed tokens, and the keys and values of those that the target showed."""
 
     __slots__ = ("_keys", "_lead", "_shape", "_store", "window")
@@ -30,27 +27,15 @@ class ContextSession(Session):
         self.window = ContextWindow(shape, device)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the target decodes this sequence greedily."""
-        return self.start.sampling.temperature < GREEDY_BELOW
-
-    @property
     def anchor(self) -> int:
         """Position of the last committed token, whose hidden states the target has not computed."""
         return len(self.tokens) - 1
 
-    def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
-        """See `Session`. The context of tokens that stay the same is kept."""
-        held = self.tokens[known_len:]
-        most = min(len(held), len(new_tokens))
-        same = next((index for index in range(most) if held[index] != new_tokens[index]), most)
-        if same < len(held):
-            length = known_len + same
-            del self.tokens[length:]
-            self._keys.cut(length)
-            self.window.truncate(max(0, length - self._lead))
-            self.forget_draft()
-        self.tokens.extend(new_tokens[same:])
+    def remove(self, length: int) -> None:
+        """Remove the tokens from position `length` on, and their context."""
+        super().remove(length)
+        self._keys.cut(length)
+        self.window.truncate(max(0, length - self._lead))
 
     def restore(self) -> None:
         """Take the blocks that the store has of these tokens and that are not known here."""
@@ -76,6 +61,3 @@ class ContextSession(Session):
         for index in range(first // BLOCK, min(end // BLOCK, len(keys))):
             if self.window.is_known(index * BLOCK, (index + 1) * BLOCK):
                 self._store.add(keys[index], self.window, index * BLOCK)
-
-    def forget_draft(self) -> None:
-        """Drop what was drafted, because a token before it has changed."""

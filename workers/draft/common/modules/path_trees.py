@@ -10,7 +10,7 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, Shape, draft_paths
 from workers.draft.common.sessions import Session
-from workers.sampling.context import GREEDY_BELOW, Branch, DecisionContext
+from workers.sampling.context import Branch, DecisionContext
 
 _NOT_DRAFTED = -1
 """Placeholder for the tokens between the committed ones and a depth, which are not known. Penalties ignore it."""
@@ -49,8 +49,7 @@ class PathTrees:
 
     def within(self, budget: DraftBudget) -> DraftBudget:
         """The part of a row's budget that a tree can have."""
-        max_nodes = max(0, min(budget.max_nodes, self._max_nodes))
-        return DraftBudget(max_nodes, max(0, min(budget.max_depth, self._max_depth, max_nodes)))
+        return budget.within(self._max_nodes, self._max_depth)
 
     def observe(self, session: Session, history: PathHistory) -> None:
         """Learn from the tokens that were committed since the last draft, once."""
@@ -58,7 +57,7 @@ class PathTrees:
         if last is not None and len(session.tokens) > last.base_len:
             history.last = None
             taken = session.tokens[last.base_len :]
-            history.is_streak = self._calibration.observe(last.ranked, taken, _is_greedy(session), history.is_streak)
+            history.is_streak = self._calibration.observe(last.ranked, taken, session.is_greedy, history.is_streak)
 
     def repeated(self, session: Session, history: PathHistory, budget: DraftBudget) -> Proposal | None:
         """The last proposal, if it is the answer to this budget too."""
@@ -73,7 +72,7 @@ class PathTrees:
             ranked,
             budget,
             self._calibration,
-            is_greedy=_is_greedy(session),
+            is_greedy=session.is_greedy,
             is_streak=history.is_streak,
             ends=session.start.sampling.end_token_ids,
             shape=self._shape,
@@ -90,7 +89,3 @@ def decision_contexts(sessions: Sequence[Session], depths: int) -> list[Decision
         for one in sessions
         for depth in range(depths)
     ]
-
-
-def _is_greedy(session: Session) -> bool:
-    return session.start.sampling.temperature < GREEDY_BELOW

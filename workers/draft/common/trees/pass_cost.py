@@ -38,3 +38,19 @@ class PassCost:
         if self._seconds > 0.0 and self._passes > 0.0:
             lost = rows * self._tokens / self._seconds * self._pass_seconds / self._passes
         return gain > max(lost, _LEAST_GAIN)
+
+
+class CommitTimes:
+    """When one sequence was drafted for, and how many tokens it had."""
+
+    __slots__ = ("_at", "_length")
+
+    def __init__(self) -> None:
+        self._at = float("-inf")
+        self._length = 0
+
+    def record(self, length: int, now: float, cost: PassCost) -> None:
+        """Record in `cost` what was committed since the last call. `now` is in seconds."""
+        if length > self._length > 0:
+            cost.record_commit(length - self._length, now - self._at)
+        self._at, self._length = now, length

@@ -15,7 +15,7 @@ from cluster.core.drafting import DraftRow, Proposal, RowFault
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.ports import SourceStates
-from workers.draft.common.sessions import Sessions
+from workers.draft.common.sessions import Sessions, has_room
 from workers.draft.common.trees.calibration import Calibration
 from workers.draft.common.trees.expander import Expander, ReadsSources
 from workers.draft.common.trees.expansion_settings import ExpansionSettings
@@ -86,7 +86,7 @@ class TreeDrafter:
             if isinstance(session, RowFault):
                 faults[row.sequence_id] = session
                 continue
-            session.record_call(now, self._cost)
+            session.commit_times.record(len(session.tokens), now, self._cost)
             session.tree.extend_by_lookup(self._calls)
             max_context_len = self._expander.max_context_len
             builders[row.sequence_id] = ProposalBuilder(session, row, self._draft, self._width, max_context_len)
@@ -166,16 +166,12 @@ class TreeDrafter:
         """Make room for a session's source, if its model has an encoder. Returns whether there is room."""
         if session.source is not None or not isinstance(self._expander, ReadsSources):
             return True
-        while True:
-            try:
-                session.source = self._expander.open_source(session.start)
-            except KvPoolExhausted:
-                other = next(evictable, None)
-                if other is None:
-                    return False
-                other.evict()
-            else:
-                return True
+        expander = self._expander
+
+        def open_source() -> None:
+            session.source = expander.open_source(session.start)
+
+        return has_room(open_source, evictable, TreeSession.evict)
 
     def _plan_pass(self, builders: Sequence[ProposalBuilder]) -> list[NodeExpansion]:
         """Choose the expansions of the next pass; none if no tree is short and the gain is too small."""
@@ -227,16 +223,7 @@ class TreeDrafter:
 
     def _reserve(self, table: BlockTable, length: int, evictable: Iterator[TreeSession]) -> bool:
         """Make room for `length` tokens, evicting sessions if need be. Returns whether there is room."""
-        while True:
-            try:
-                self._memory.reserve(table, length)
-            except KvPoolExhausted:
-                session = next(evictable, None)
-                if session is None:
-                    return False
-                session.evict()
-            else:
-                return True
+        return has_room(lambda: self._memory.reserve(table, length), evictable, TreeSession.evict)
 
     def _reserve_spare(self, table: BlockTable, length: int) -> bool:
         """Make room for `length` tokens if enough blocks are free without eviction. Returns whether there is room."""

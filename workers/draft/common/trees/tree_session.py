@@ -12,9 +12,8 @@ from workers.draft.common.trees.calibration import Calibration
 from workers.draft.common.trees.draft_node import DraftNode
 from workers.draft.common.trees.draft_tree import DraftTree
 from workers.draft.common.trees.expander import BranchMemory, ExpansionRow, OpenSource
-from workers.draft.common.trees.pass_cost import PassCost
+from workers.draft.common.trees.pass_cost import CommitTimes
 from workers.kv.block_table import BlockTable
-from workers.sampling.context import GREEDY_BELOW
 
 LEAST_CATCH_UP = 16
 """Fewer unstored committed tokens than this get no pass of their own; the next call's first pass stores them."""
@@ -26,8 +25,7 @@ class TreeSession(Session):
     __slots__ = (
         "_drafted_for",
         "_index",
-        "_last_call_at",
-        "_last_call_len",
+        "commit_times",
         "source",
         "tree",
         "version",
@@ -45,10 +43,9 @@ class TreeSession(Session):
         super().__init__(start)
         self._index = None if lookup_sizes is None else SuffixIndex(self.tokens, lookup_sizes[0], lookup_sizes[-1])
         self._drafted_for = start
-        self._last_call_at = float("-inf")
-        self._last_call_len = 0
+        self.commit_times = CommitTimes()
         look_up = None if self._index is None else self._index.next_after
-        self.tree = DraftTree(memory, calibration, _is_greedy(start), look_up, max_depth)
+        self.tree = DraftTree(memory, calibration, self.is_greedy, look_up, max_depth)
         self.source: OpenSource | None = None
         """What the model's encoder says of the source; `None` without one, and while nothing is stored."""
         self.wants_drafts = False
@@ -74,7 +71,7 @@ class TreeSession(Session):
             if self._drafted_for.source != self.start.source:
                 self.evict()
             self._drafted_for = self.start
-            self.tree.restart(self.tokens, _is_greedy(self.start))
+            self.tree.restart(self.tokens, self.is_greedy)
 
     def evict(self) -> None:
         """Free all stored keys and values; the committed tokens stay."""
@@ -83,12 +80,6 @@ class TreeSession(Session):
         if self.source is not None:
             self.source.close()
             self.source = None
-
-    def record_call(self, now: float, cost: PassCost) -> None:
-        """Record in `cost` what was committed since the last call. `now` is in seconds."""
-        if len(self.tokens) > self._last_call_len > 0:
-            cost.record_commit(len(self.tokens) - self._last_call_len, now - self._last_call_at)
-        self._last_call_at, self._last_call_len = now, len(self.tokens)
 
     def unstored_tokens(self) -> list[int]:
         """Committed tokens that must go through the model, the root's last; empty once the root is expanded."""
@@ -125,7 +116,3 @@ class NodeExpansion:
         depth = self.node.length - self.session.tree.root.length + 1
         session = self.session
         return ExpansionRow(table, self.tokens, session.start, self.is_last, depth, session.source)
-
-
-def _is_greedy(start: SequenceStart) -> bool:
-    return start.sampling.temperature < GREEDY_BELOW

@@ -1,4 +1,9 @@
-"""Tables of successors (Token Recycling, Luo et al. 2024): what the target last ranked highest after each token."""
+"""What came next after tokens and contexts, for Token Recycling (Luo et al. 2024).
+
+A table of a salt has what the target last ranked highest after each token. A request also has what followed contexts of
+several tokens. A longer context says more about what follows and is known less often, so its successors precede those
+of shorter ones (back-off, Katz 1987; contexts of several tokens for drafts: Stewart et al. 2024).
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,8 @@ _RATE_STEP = 0.01
 
 Rows = NDArray[np.int32]
 """[tokens, k] successors of each token, the most probable first; -1 where fewer are known."""
+Context = tuple[int, ...]
+"""The last tokens before a position, in the order of the text."""
 
 
 class Successors:
@@ -117,3 +124,52 @@ class RankRates:
         """Record that `token` came next where `successors` were known."""
         for rank, successor in enumerate(successors):
             self._rates[rank] += _RATE_STEP * ((successor == token) - self._rates[rank])
+
+
+class ContextSuccessors:
+    """At most `count` successors of every context of 1 to `longest` tokens, the most probable first."""
+
+    __slots__ = ("_count", "_rows", "longest")
+
+    def __init__(self, longest: int, count: int) -> None:
+        self.longest = longest
+        self._count = count
+        self._rows: dict[Context, tuple[int, ...]] = {}
+
+    def before(self, tokens: Sequence[int], position: int) -> Context:
+        """The longest context of a position of a text."""
+        return tuple(tokens[max(0, position - self.longest) : position])
+
+    def add(self, context: Context, successor: int) -> None:
+        """Add one successor of the context and its ends before all others, where it is not known."""
+        rows = self._rows
+        while context:
+            known = rows.get(context)
+            if known is None:
+                rows[context] = (successor,)
+            elif successor not in known:
+                rows[context] = (successor, *known)[: self._count]
+            context = context[1:]
+
+    def replace(self, context: Context, successors: Sequence[int]) -> None:
+        """Replace the successors of the context and its ends. Those beyond the width are left out."""
+        row = tuple(successors[: self._count])
+        while context:
+            self._rows[context] = row
+            context = context[1:]
+
+    def after(self, context: Context, others: Sequence[int] = ()) -> tuple[int, list[int]]:
+        """The length of the longest known end of the context, and at most `count` successors: of that end first.
+
+        Those of shorter ends and then `others` follow. The length is 0 if no end is known.
+        """
+        rows, found, length = self._rows, list[int](), 0
+        while context:
+            if (row := rows.get(context)) is not None:
+                length = length or len(context)
+                found += row if not found else [one for one in row if one not in found]
+                if len(found) >= self._count:
+                    return length, found[: self._count]
+            context = context[1:]
+        found += [one for one in others if one not in found]
+        return length, found[: self._count]
