@@ -207,14 +207,16 @@ class Unauthenticated(PilotfishError):
 
 
 class PermissionDenied(PilotfishError):
-    """The caller's API key is valid and does not allow the call."""
+    """The caller's API key does not allow the call, or a browser calls for a page or a host that is not allowed."""
 
     grpc_status = "PERMISSION_DENIED"
     http_status = 403
     http_type = "invalid_request_error"
     http_code = "permission_denied"
-    meaning = "The API key is valid and does not open this."
-    advice = "Use the key of an operator, or another call."
+    meaning = "The API key is valid and does not open this, or a browser calls for a foreign page or a foreign host."
+    advice = (
+        "Use the key of an operator, or another call. `server.cors_origins` allows pages, `server.allowed_hosts` hosts."
+    )
     is_public = True
 
 

@@ -66,8 +66,8 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     Raises `TooLarge`, `InvalidRequest` for another content type than JSON, `Aborted` if the client disconnects.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a browser sends it for a page of another origin only if CORS allows it
         raise InvalidRequest("body", kind, "sent with content-type application/json")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, PilotfishError
-from cluster.ingress.access.cors import cors
+from cluster.ingress.access.browsers import OWN_PAGES, BrowserMiddleware, BrowserRules
 from cluster.ingress.access.http_access import AccessMiddleware, named
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.asgi import (
@@ -98,13 +98,13 @@ def create_app(
     metrics: IngressMetrics | None = None,
     tracer: CallTracer | None = None,
     page: Page | None = None,
-    cors_origins: Sequence[str] = (),
+    browsers: BrowserRules = OWN_PAGES,
 ) -> FastAPI:
     """Return the ASGI application, which calls the public service through `client`.
 
     `adds_request_id=False` is for an app behind a proxy that adds the header `x-request-id`, as Ray Serve's does.
     Callers need one of the API `keys`, if there are any. Requests are counted in `metrics` and traced by `tracer`.
-    With `page`, a page for people is at `/`. Browsers may call for web pages of `cors_origins`.
+    With `page`, a page for people is at `/`. `browsers` says what web pages may do.
     """
     keys, metrics, load = keys or KeyRing(), metrics or IngressMetrics(), RequestCount()
     app = FastAPI(
@@ -114,9 +114,10 @@ def create_app(
         redoc_url=None,
         middleware=[
             Middleware(MarkMiddleware, refused=partial(metrics.refused, "http")),
-            *cors(cors_origins),
+            *browsers.cors(),
             Middleware(RequestIdMiddleware, adds_header=adds_request_id),
             Middleware(ObservabilityMiddleware, metrics=metrics, clock=time.monotonic, tracer=tracer),
+            Middleware(BrowserMiddleware, rules=browsers, demands_keys=lambda: keys.demands_keys),
             Middleware(AccessMiddleware, keys=keys, has_page=page is not None),
             Middleware(CountMiddleware, count=load),
         ],

@@ -17,6 +17,7 @@ import uvicorn
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.access.api_keys import ApiKey
+from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.connections.protocol import BoundedHttpProtocol
 from cluster.ingress.connections.tls import tls_options
@@ -148,7 +149,7 @@ class LocalCluster:
             self._configuration.limits,
             keys=self._keys,
             page=self._page(),
-            cors_origins=server_section.cors_origins,
+            browsers=BrowserRules(server_section.cors_origins, server_section.allowed_hosts),
         )
         tls: dict[str, Any] = {**tls_options(self._configuration.server.tls)}
         config = uvicorn.Config(app, log_level="warning", lifespan="off", http=BoundedHttpProtocol, **tls)

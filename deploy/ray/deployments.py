@@ -20,6 +20,7 @@ from cluster.core.config.target_section import answer_version
 from cluster.core.membership import Member, MemberRole, View
 from cluster.core.ports import DraftMethod
 from cluster.ingress.access.api_keys import ApiKey
+from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.endpoints.page import Page
@@ -223,7 +224,7 @@ class IngressReplica:
             lambda address: CoordinatorClient(fixed_address(address), access),
             shares_between_keys=server.sharing_between_keys == "on",
         )
-        self._cors_origins = server.cors_origins
+        self._browsers = BrowserRules(server.cors_origins, server.allowed_hosts)
         self._client = PublicClient(router, lambda name: self._keys.limits_of(name) or server.client_limits)
         self._metrics = IngressMetrics(_member_id(context))
         self._server = IngressServer(self._client, server, configuration.limits, self._keys, self._metrics)
@@ -243,7 +244,7 @@ class IngressReplica:
             metrics=self._metrics,
             page=self._page(),
             tracer=tracer,
-            cors_origins=self._cors_origins,
+            browsers=self._browsers,
         )
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:

@@ -64,6 +64,24 @@ def test_a_drafting_method_in_the_values_replaces_that_of_the_preset() -> None:
         checked(both.serve_config)
 
 
+def test_the_http_api_answers_under_the_names_of_services_and_routes() -> None:
+    values = {"ingress": {"enabled": True, "http": {"host": "a.example.com"}}}
+    (through_ingress,) = checked(render(values).serve_config)
+    found = render(values)
+    hosts = through_ingress.server.allowed_hosts
+    assert "a.example.com" in hosts
+    for service in found.of_kind("Service"):
+        if service["spec"]["ports"][0]["name"] != "grpc":
+            name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+            assert {name, f"{name}.{namespace}", f"{name}.{namespace}.svc"} <= set(hosts)
+    gateway = {"enabled": True, "parentRefs": [{"name": "g"}], "http": {"host": "*.example.com"}}
+    (through_gateway,) = checked(render({"gateway": gateway}).serve_config)
+    assert "*.example.com" in through_gateway.server.allowed_hosts
+    assert "pilotfish.example.com" not in through_gateway.server.allowed_hosts
+    (chosen,) = checked(render({"settings": {"server": {"allowed_hosts": ["*"]}}}).serve_config)
+    assert chosen.server.allowed_hosts == ("*",)
+
+
 def test_each_pod_has_one_replica_of_its_role_by_default() -> None:
     (large,) = checked(render_ci("two-by-eight").serve_config)
     assert (large.target.replicas, large.target.autoscaling.max_replicas) == (1, 3)

@@ -25,7 +25,8 @@ class ClientLimitsSection(Section):
     """Most answers that are generated at a time. Unset: no limit."""
 
 
-Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|https?://[^/\s]+)$")]
+Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
+Host = Annotated[str, Field(max_length=256, pattern=r"^(\*|(\*\.)?[\w.:-]+)$")]
 
 
 class AutoscalingSection(Section):
@@ -76,6 +77,9 @@ class ServerSection(Section):
     cors_origins: Annotated[tuple[Origin, ...], Field(max_length=64)] = ()
     """Origins of web pages that may call the HTTP API from a browser, as `https://chat.example.com`, or `*` for all;
     unset: none."""
+    allowed_hosts: Annotated[tuple[Host, ...], Field(max_length=64)] = ()
+    """Names under which the HTTP API answers where no API keys are demanded, besides `localhost` and its addresses:
+    `pilotfish.example.com`, `*.example.com`, or `*` for all. With API keys, it answers under any name."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
     ingress_node_resource: str | None = None

@@ -93,6 +93,7 @@ matchExpressions:
 {{- end -}}
 {{- $server := dict "grpc_host" "0.0.0.0" "grpc_port" 9000 "drain_timeout_seconds" 30 -}}
 {{- $_ := set $server "ingress_node_resource" "pilotfish-ingress" -}}
+{{- $_ := set $server "allowed_hosts" (include "pilotfish.hosts" . | fromYamlArray) -}}
 {{- $_ := set $server "ingress_replicas" (max 1 (include "pilotfish.leastPods" (list . $workers.ingress) | int)) -}}
 {{- if .Values.apiKeys.existingSecret -}}
 {{- $_ := set $server "api_key_file" (include "pilotfish.apiKeysDirectory" .) -}}
@@ -107,6 +108,22 @@ matchExpressions:
 {{- end -}}
 {{- $chart := dict "config" .Values.preset "target" $target "draft" $draft "server" $server -}}
 {{- mergeOverwrite $chart (deepCopy .Values.settings) | toYaml -}}
+{{- end -}}
+
+{{/* The names under which clients reach the HTTP API: those of its Services, of the Ingress and of the Gateway. */}}
+{{- define "pilotfish.hosts" -}}
+{{- $hosts := list -}}
+{{- range $suffix := tuple "http" "metrics" "serve-svc" -}}
+{{- $name := printf "%s-%s" (include "pilotfish.fullname" $) $suffix -}}
+{{- $namespaced := printf "%s.%s" $name $.Release.Namespace -}}
+{{- $hosts = concat $hosts (list $name $namespaced (printf "%s.svc" $namespaced) (printf "%s.svc.cluster.local" $namespaced)) -}}
+{{- end -}}
+{{- range tuple .Values.ingress .Values.gateway -}}
+{{- if .enabled -}}
+{{- $hosts = append $hosts .http.host -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml ($hosts | uniq) -}}
 {{- end -}}
 
 {{- define "pilotfish.apiKeysDirectory" -}}

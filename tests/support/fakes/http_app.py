@@ -14,6 +14,7 @@ from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import InProcessClient, fake_service
 
 HI = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
 LIMITS = LimitsSection(max_body_bytes=2048, max_prompts=4)
 
 

@@ -13,7 +13,7 @@ from tests.support.deadline import deadline
 from tests.support.fakes.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling
 from tests.support.fakes.both_apis import apis as apis
 from tests.support.fakes.fake_engine import MODEL
-from tests.support.fakes.http_app import chunks
+from tests.support.fakes.http_app import JSON, chunks
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ async def test_text_that_is_not_utf8_is_refused_by_both_apis(apis: BothApis) -> 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    response = await apis.http.post("/v1/completions", content=b'{"prompt": "\xff\xfe"}')
+    response = await apis.http.post("/v1/completions", content=b'{"prompt": "\xff\xfe"}', headers=JSON)
     assert response.status_code == 400
     assert await apis.over_http({"prompt": "hi"}) == ("hello the world", "")
 

@@ -19,7 +19,7 @@ from cluster.core.errors import (
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import CONTEXT, MODEL, VOCABULARY, InProcessClient, ScriptedEngine, fake_service
-from tests.support.fakes.http_app import HI, LIMITS, HttpApi, chunks, error_of
+from tests.support.fakes.http_app import HI, JSON, LIMITS, HttpApi, chunks, error_of
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ async def test_a_body_over_the_bound_is_refused_declared_or_not(api: HttpApi) ->
             yield b"x" * 1000
 
     for content in (b"x" * 5000, endless()):
-        response = await api.http.post("/v1/completions", content=content)
+        response = await api.http.post("/v1/completions", content=content, headers=JSON)
         assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
     assert (await api.complete()).status_code == 200
 
@@ -240,10 +240,10 @@ async def test_a_client_may_shorten_the_deadline(api: HttpApi) -> None:
 
 
 async def test_a_lone_surrogate_is_refused(api: HttpApi) -> None:
-    response = await api.http.post("/v1/completions", content=rb'{"prompt": "\ud800"}')
+    response = await api.http.post("/v1/completions", content=rb'{"prompt": "\ud800"}', headers=JSON)
     assert response.status_code == 400
     assert error_of(response)["message"]
-    named = await api.http.post("/v1/completions", content=rb'{"prompt": "hi", "\ud800": 1}')
+    named = await api.http.post("/v1/completions", content=rb'{"prompt": "hi", "\ud800": 1}', headers=JSON)
     assert (named.status_code, named.headers["x-ignored-fields"]) == (200, "?")
 
 
@@ -288,7 +288,7 @@ async def test_an_error_names_the_parameter_that_the_client_sent(
 
 async def test_a_body_that_is_nested_too_deep_is_refused(api: HttpApi) -> None:
     body = b'{"prompt": %s}' % (b"[" * 965 + b"]" * 965)
-    response = await api.http.post("/v1/completions", content=body)
+    response = await api.http.post("/v1/completions", content=body, headers=JSON)
     assert (response.status_code, error_of(response)["code"]) == (400, None)
     assert "nested at most 64 levels deep" in error_of(response)["message"]
 

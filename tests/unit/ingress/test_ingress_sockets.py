@@ -16,6 +16,7 @@ from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.deadline import deadline
 from tests.support.fakes.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening
+from tests.support.fakes.http_app import JSON
 
 LIMITS = LimitsSection(max_body_bytes=65536)
 TIMEOUT_SECONDS = 10.0
@@ -106,7 +107,8 @@ async def test_a_client_that_disconnects_frees_its_answer(
     engine.hold_after = commits
     host, port = address.removeprefix("http://").split(":")
     body = b'{"prompt": "hi", "request_id": "gone", "stream": %s}' % (b"true" if stream else b"false")
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"content-length: %d\r\n\r\n" % len(body)
     async with deadline(TIMEOUT_SECONDS):
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(head + body)
@@ -137,6 +139,6 @@ async def test_a_body_far_over_the_bound_gets_its_refusal_and_the_next_request_w
     address, _ = served
     async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as http:
         for size in (LIMITS.max_body_bytes + 1, 4 * LIMITS.max_body_bytes):
-            response = await http.post(f"{address}/v1/completions", content=b"x" * size)
+            response = await http.post(f"{address}/v1/completions", content=b"x" * size, headers=JSON)
             assert response.status_code == 413
         assert (await http.post(f"{address}/v1/completions", json={"prompt": "hi"})).status_code == 200

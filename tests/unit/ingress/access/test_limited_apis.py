@@ -13,6 +13,7 @@ from cluster.core.config.load import load
 from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import ConfigurationError, RateLimited
 from cluster.ingress.access.api_keys import parse_keys
+from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.access.public_client import PublicClient
@@ -40,7 +41,7 @@ async def limited(directory: Path, defaults: ClientLimitsSection) -> AsyncIterat
             servicer = RoutedGenerationServicer(client, 10.0)
             server.add(GENERATION_SERVICE, generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
             port = await server.start()
-            app = create_app(client, LIMITS, keys=keys, cors_origins=("https://chat.example.com",))
+            app = create_app(client, LIMITS, keys=keys, browsers=BrowserRules(("https://chat.example.com",)))
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://pilotfish") as http:
                 yield http, f"127.0.0.1:{port}"

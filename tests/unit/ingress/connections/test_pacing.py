@@ -45,7 +45,7 @@ class Flood:
         async def note(message: Message) -> None:
             self.sent.append(message)
 
-        scope = {"type": "http", "method": method, "root_path": "", "headers": []}
+        scope = {"type": "http", "method": method, "path": "/v1/completions", "root_path": "", "headers": []}
         return [asyncio.create_task(self.app(dict(scope), nothing, note)) for _ in range(count)]
 
 
