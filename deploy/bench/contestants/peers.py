@@ -200,7 +200,7 @@ def load_target(configuration: Configuration) -> Any:
     try:
         is_encoder_decoder = AutoConfig.from_pretrained(section.path).is_encoder_decoder
         family: Any = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-        model: Any = family.from_pretrained(section.path, dtype=_DTYPES[section.dtype])
+        model: Any = family.from_pretrained(section.path, dtype=_DTYPES[section.dtype], use_safetensors=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"transformers cannot load {section.path!r}: {error}") from error
     if torch.cuda.is_available() and section.device != "cpu":
@@ -217,7 +217,7 @@ def load_assistant(directory: Path, target: Path, model: Any) -> Any:
     config = AutoConfig.from_pretrained(directory)
     if not is_distilled(directory):
         family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        assistant: Any = family.from_pretrained(directory, dtype=model.dtype)
+        assistant: Any = family.from_pretrained(directory, dtype=model.dtype, use_safetensors=True)
         return assistant.to(model.device).eval().requires_grad_(False)
     register()  # it is loaded with the project's attention, and changed below
     draft = load_distilled_draft(directory, target, config, model.dtype, model.device)

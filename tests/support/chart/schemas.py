@@ -1,26 +1,27 @@
 """Checks objects against schemas that refuse unknown fields.
 
-Kubernetes' own kinds: the schemas in `kubernetes-validate`. RayService: KubeRay's resource definition, in the file that
-the environment variable `PILOTFISH_RAYSERVICE_CRD` names. Other kinds: `FIELDS`, the fields that the chart may use.
+Kubernetes' own kinds: the schemas in `kubernetes-validate`. RayService: an extract of KubeRay's resource definition.
+Other kinds: `FIELDS`, the fields that the chart may use.
 """
 
 from __future__ import annotations
 
-import os
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
-import yaml
 from kubernetes_validate import utils
 
 from tests.support.chart.rendering import Object
 
 KUBERNETES = "1.28"
 """The oldest version that the chart supports."""
-CRD_VARIABLE = "PILOTFISH_RAYSERVICE_CRD"
+RAYSERVICE = Path(__file__).parent / "rayservice_v1.json"
+"""Version v1 of KubeRay's resource definition of RayService (Apache-2.0). Descriptions, status and pod templates are left
+out."""
 
 utils.schema_contents = cache(utils.schema_contents)  # it would read a megabyte for each object
 
@@ -80,7 +81,7 @@ FIELDS: dict[str, Any] = {
 def check(found: Object) -> None:
     """Raise `jsonschema.ValidationError` if the object has an unknown field or a wrong type.
 
-    Of a RayService, the pod templates are checked, and the whole object where its resource definition is at hand.
+    Of a RayService, the pod templates are checked as Kubernetes' own kind.
     """
     kind = f"{found['apiVersion']}/{found['kind']}"
     if kind == "ray.io/v1/RayService":
@@ -90,29 +91,17 @@ def check(found: Object) -> None:
             kubernetes_validate.validate(
                 {"apiVersion": "v1", "kind": "PodTemplate"} | template, KUBERNETES, strict=True
             )
-        if rayservice_definition() is not None:
-            rayservice_validator().validate(found)
+        rayservice_validator().validate(found)
     elif kind in FIELDS:
         jsonschema.validate(found["spec"], _schema(FIELDS[kind]))
     else:
         kubernetes_validate.validate(found, KUBERNETES, strict=True)
 
 
-def rayservice_definition() -> Path | None:
-    """The file with KubeRay's definition of RayService, if the environment names one."""
-    file = os.environ.get(CRD_VARIABLE)
-    return Path(file) if file else None
-
-
 @cache
 def rayservice_validator() -> jsonschema.Draft202012Validator:
     """A validator of `ray.io/v1` RayService, in which every object refuses unknown fields."""
-    file = rayservice_definition()
-    if file is None:
-        raise LookupError(f"{CRD_VARIABLE} is not set")
-    definition = yaml.load(file.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
-    (version,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1"]
-    schema = _strict(version["schema"]["openAPIV3Schema"])
+    schema = _strict(json.loads(RAYSERVICE.read_text("utf-8")))
     schema["properties"]["metadata"] = {"type": "object"}
     return jsonschema.Draft202012Validator(schema)
 

