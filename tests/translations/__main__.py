@@ -3,10 +3,10 @@
     python -m tests.translations [FILE] [--model opus-mt-fr-en] [--sentences N] [--methods none,model,…]
         [--beams 1,4] [--at-once 1,16] [--kill target,draft] [--placement auto] [--kept FILE] [--json FILE]
 
-FILE has one JSON object per line with a field for each language; the default is `sentences.jsonl`. Each method translates
-greedily, and by beams without drafts. With `--kill`, a process of that role is killed in the middle of each run. Exits with 1 if a token
-or a text differs, if no draft is accepted, if a kill interrupts no translation, or if no draft is accepted before the
-kill of a target or after it.
+FILE has one JSON object per line with a field for each language; the default is `sentences.jsonl`. Each method
+translates greedily, and by beams without drafts. With `--kill`, a process of that role is killed in the middle of each
+run. Exits with 1 if a token or a text differs, if no draft is accepted, if a kill interrupts no translation, or if no
+draft is accepted before the kill of a target or after it.
 """
 
 from __future__ import annotations

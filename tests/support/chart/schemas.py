@@ -20,8 +20,8 @@ from tests.support.chart.rendering import Object
 KUBERNETES = "1.28"
 """The oldest version that the chart supports."""
 RAYSERVICE = Path(__file__).parent / "rayservice_v1.json"
-"""Version v1 of KubeRay's resource definition of RayService (Apache-2.0). Descriptions, status and pod templates are left
-out."""
+"""Version v1 of KubeRay's resource definition of RayService (Apache-2.0). Descriptions, status and pod templates are
+left out."""
 
 utils.schema_contents = cache(utils.schema_contents)  # it would read a megabyte for each object
 
