@@ -46,6 +46,9 @@ MAX_ALLOWED_TOKENS = 1 << 16
 """Most tokens that a request allows, if it does not allow all."""
 MAX_BAD_WORDS = 512
 """Most token sequences that a request forbids."""
+MAX_BAD_TEXTS = 256
+"""Most texts that a request forbids."""
+MAX_BAD_TEXT_CHARS = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_THINK_MARKER = 64
 """Most tokens that begin or end what a model thinks."""

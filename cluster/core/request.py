@@ -62,6 +62,8 @@ class SamplingParameters:
     """Only these tokens are sampled; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer never contains: where all but the last token precede, the last is not sampled."""
+    bad_texts: tuple[str, ...] = ()
+    """Texts that no word of the answer begins with, however they are spelled by tokens."""
     no_repeat_ngram_size: int = 0
     """No sequence of this many tokens occurs twice in prompt and answer; 0 allows repetition."""
     logprob_token_ids: tuple[int, ...] = ()

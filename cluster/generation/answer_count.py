@@ -24,6 +24,7 @@ INCOMPATIBLE_WITH_BEAMS = (
     "logprobs",
     "allowed_token_ids",
     "bad_words",
+    "bad_texts",
     "grammar",
     "logprob_token_ids",
     "prompt_logprobs",

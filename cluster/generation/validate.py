@@ -17,7 +17,6 @@ from cluster.core.request import GenerationRequest, SamplingParameters, Stopping
 from cluster.core.verification import TargetInfo
 from cluster.generation.answer_count import AnswerCount, answer_count
 from cluster.generation.resume import ReceivedPart, check_lengths, received_parts
-from cluster.generation.text.bad_words import check_bad_words
 from cluster.generation.text.prompts import (
     Prompt,
     PromptOptions,
@@ -27,7 +26,7 @@ from cluster.generation.text.prompts import (
     prediction_too_long,
     prompt_too_long,
 )
-from cluster.wire.codec.common import SamplingLimits, decode_sampling
+from cluster.wire.codec.common import SamplingLimits, decode_sampling, decode_texts
 from cluster.wire.request_values import draw_seed
 from pilotfish.v1 import common_pb2, generation_pb2
 
@@ -119,7 +118,7 @@ def validate(
             skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
             include_stop=request.stopping.include_stop,
         ),
-        bad_words=check_bad_words(request.bad_words),
+        bad_words=decode_texts(request.bad_words, "bad_words"),
         answers=answers,
         cache_salt=scoped_salt(client, salt, shares_between_keys=shares_between_keys),
         max_draft_tokens=bounds.integer("max_draft_tokens", request.max_draft_tokens, 0, bounds.MAX_TREE_NODES)

@@ -166,6 +166,7 @@ infos = st.builds(
     decoder_start=st.lists(st.just(0), max_size=3).map(tuple),
     max_source_len=st.integers(0, 2**16),
     forced_eos_token_id=st.none() | st.just(0),
+    bad_texts=st.lists(st.text(min_size=1, max_size=3).filter(str.strip), max_size=2).map(tuple),
     bad_words=st.lists(st.lists(st.just(0), min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
     no_repeat_ngram_size=st.integers(0, 1024),
     min_tokens=st.integers(0, 2**20),

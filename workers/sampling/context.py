@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllowedTokens:
-    """The tokens that a grammar allows at one position."""
+    """The tokens that a grammar allows at one position, without those that complete a bad text."""
 
     mask: Tensor
     """bool [vocabulary], on the CPU."""
@@ -39,7 +39,7 @@ class DecisionContext:
     prompt_len: int
     """Number of prompt tokens at the beginning of `tokens`."""
     allowed: AllowedTokens | None = None
-    """What the grammar allows; `None` allows all tokens."""
+    """What the grammar and the bad texts allow; `None` allows all tokens."""
 
     @property
     def position(self) -> int:
@@ -175,6 +175,8 @@ def leaders_of(sampling: SamplingParameters) -> int:
         return 0
     if sampling.logit_bias or sampling.allowed_token_ids or sampling.grammar or sampling.thinking:
         return 0
+    if sampling.bad_texts:
+        return 0  # they may exclude any number of tokens
     if sampling.no_repeat_ngram_size:
         return 0  # it may exclude any number of tokens
     ends = len(sampling.end_token_ids) if sampling.min_tokens else 0

@@ -16,7 +16,7 @@ import torch
 
 from cluster.core.config.target_section import EvidenceSection, TargetSection
 from cluster.core.drafting import Proposal, RowFaultCode
-from cluster.core.errors import KvPoolExhausted
+from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.ports import DraftMethod
@@ -42,6 +42,7 @@ from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions, decide_rows
 from workers.verify.draft_passes import PartialEngine, connect
 from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
+from workers.verify.forbidden import ForbiddenTexts
 from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
@@ -76,6 +77,7 @@ class TargetEngine:
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._sources = SourceStore(pool)
         self._grammars = Grammars(directory, model.vocabulary_size, model.eos_token_ids)
+        self._forbidden = ForbiddenTexts(directory, model.vocabulary_size)
         self._drafter: ColocatedDrafter | None = None
         if method is not None:
             part = PartialEngine(model, pool, self._runner, decider, self._sequences)
@@ -197,7 +199,7 @@ class TargetEngine:
         scored = scored_count(row, sequence.start)
         select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
         try:
-            allowed = self._grammars.allowed(row, sequence)
+            allowed = self._forbidden.without(row, sequence, self._grammars.allowed(row, sequence))
             if sequence.source is None and sequence.start.source:
                 sequence.source = self._sources.acquire(sequence.start.source, sequence.start.cache_salt)
             source = sequence.source
@@ -205,6 +207,8 @@ class TargetEngine:
             self._pool.reserve(sequence.table, forward.end)
         except GrammarError as error:
             return fault_verdict(row, RowFaultCode.INVALID, f"grammar: {error}", len(sequence.tokens))
+        except ConfigurationError as error:
+            return fault_verdict(row, RowFaultCode.INVALID, f"bad_texts: {error}", len(sequence.tokens))
         except KvPoolExhausted as error:
             stored = len(sequence.tokens)
             if stored == 0:

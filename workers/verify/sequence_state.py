@@ -11,6 +11,7 @@ from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ForwardRow
 from workers.kv.block_table import BlockTable
 from workers.kv.sources import StoredSource, source_salt
+from workers.sampling.bad_texts import BadTexts
 from workers.sampling.context import AllowedTokens, Branch, DecisionContext, tree_contexts
 from workers.sampling.grammar.matcher import GrammarMatcher
 
@@ -31,6 +32,8 @@ class SequenceState:
     """Logits `[1, vocabulary]` at the end of a prompt chunk, if the next token of the prompt is to be scored."""
     grammar: GrammarMatcher | None = None
     """Follows the answer through its grammar, from the first decision on."""
+    bad_texts: BadTexts | None = None
+    """The texts that the answer must not contain, from the first decision on."""
 
     @property
     def tokens(self) -> list[int]:
@@ -57,7 +60,7 @@ class ReadyRow:
     scored: int = 0
     """How many of the first selected logits score tokens of the prompt. The others are those of the decisions."""
     allowed: tuple[AllowedTokens | None, ...] = ()
-    """What the grammar allows at each decision; empty without a grammar."""
+    """What grammar and bad texts allow at each decision; empty without them."""
 
     def contexts(self) -> tuple[DecisionContext, ...]:
         """One context per decision: at the last pending token, then at every node of the tree."""

@@ -12,10 +12,10 @@ import tokenizers
 
 from cluster.core.answer_format import ToolFormat
 from cluster.core.errors import ConfigurationError, InvalidRequest
+from cluster.core.token_bytes import METASPACE, PieceToBytes, reader
 from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
 from cluster.generation.text.marian_vocabulary import MarianVocabulary, is_marian
 from cluster.generation.text.text_executor import TextExecutor
-from cluster.generation.text.token_bytes import METASPACE, PieceToBytes, reader
 from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -84,6 +84,11 @@ class Tokenizer:
         A translation model reads one language and writes another, with other tokens.
         """
         return self._vocabulary.encode_answer(text)
+
+    @property
+    def has_json_vocabulary(self) -> bool:
+        """Whether the vocabulary is that of a `tokenizer.json`."""
+        return isinstance(self._vocabulary, JsonVocabulary)
 
     @property
     def has_template(self) -> bool:

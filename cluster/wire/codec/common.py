@@ -49,6 +49,7 @@ def encode_sampling(sampling: SamplingParameters) -> pb.SamplingParameters:
         logprobs=sampling.logprobs,
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=[pb.TokenIds(ids=word) for word in sampling.bad_words],
+        bad_texts=sampling.bad_texts,
         no_repeat_ngram_size=sampling.no_repeat_ngram_size,
         logprob_token_ids=sampling.logprob_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,
@@ -104,6 +105,7 @@ def decode_sampling(
             limits.vocabulary_size,
         ),
         bad_words=decode_words(message.bad_words, f"{prefix}bad_words", limits.vocabulary_size),
+        bad_texts=decode_texts(message.bad_texts, f"{prefix}bad_texts"),
         no_repeat_ngram_size=bounds.integer(
             f"{prefix}no_repeat_ngram_size", message.no_repeat_ngram_size, 0, bounds.MAX_NO_REPEAT_NGRAM
         ),
@@ -137,6 +139,16 @@ def _decode_thinking(message: pb.ThinkingBudget, field: str, limits: SamplingLim
         marker("start_token_ids", message.start_token_ids),
         marker("end_token_ids", message.end_token_ids),
     )
+
+
+def decode_texts(texts: Sequence[str], field: str) -> tuple[str, ...]:
+    """Check texts that an answer must not contain. Raises `InvalidRequest`."""
+    bounds.count(field, texts, 0, bounds.MAX_BAD_TEXTS, "texts")
+    for text in texts:
+        if not text.strip() or len(text) > bounds.MAX_BAD_TEXT_CHARS:
+            bound = f"between 1 and {bounds.MAX_BAD_TEXT_CHARS} characters, not all spaces"
+            raise InvalidRequest(field, text, bound)
+    return tuple(texts)
 
 
 def decode_words(words: Sequence[pb.TokenIds], field: str, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:

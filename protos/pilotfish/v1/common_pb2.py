@@ -24,43 +24,43 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pilotfish/v1/common.proto\x12\x0cpilotfish.v1\"\xb0\x05\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12+\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x17.pilotfish.v1.LogitBias\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12)\n\tbad_words\x18\x0c \x03(\x0b\x32\x16.pilotfish.v1.TokenIds\x12\x19\n\x11logprob_token_ids\x18\r \x03(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x12&\n\x07grammar\x18\x0f \x01(\x0b\x32\x15.pilotfish.v1.Grammar\x12.\n\x08thinking\x18\x10 \x01(\x0b\x32\x1c.pilotfish.v1.ThinkingBudget\x12\x1c\n\x14no_repeat_ngram_size\x18\x11 \x01(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"T\n\x0eThinkingBudget\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x17\n\x0fstart_token_ids\x18\x02 \x03(\r\x12\x15\n\rend_token_ids\x18\x03 \x03(\r\"\x8c\x01\n\x07Grammar\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\'\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x15.pilotfish.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"g\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.pilotfish.v1.TopLogprob\x12\x0c\n\x04rank\x18\x04 \x01(\r\"D\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\tTokenTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\"\xba\x01\n\rSequenceStart\x12\x12\n\nprompt_len\x18\x01 \x01(\r\x12\x32\n\x08sampling\x18\x02 \x01(\x0b\x32 .pilotfish.v1.SamplingParameters\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x15\n\rend_token_ids\x18\x04 \x03(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x12\n\nprediction\x18\x06 \x03(\r\x12\x0e\n\x06source\x18\x07 \x03(\r\"Y\n\x08RowFault\x12(\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1a.pilotfish.v1.RowFaultCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nstored_len\x18\x03 \x01(\r\"\xec\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12%\n\x04tree\x18\x03 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12%\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\x12\x15\n\rprobabilities\x18\x05 \x03(\x02\x12\r\n\x05ready\x18\x06 \x01(\r\x12\x36\n\rdistributions\x18\x07 \x03(\x0b\x32\x1f.pilotfish.v1.DraftDistribution\x12\r\n\x05whole\x18\x08 \x01(\x08\":\n\x11\x44raftDistribution\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"\xa9\x01\n\x08\x45vidence\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\r\x12%\n\x04tree\x18\x02 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12\x11\n\tdecisions\x18\x03 \x03(\x11\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x11\n\ttop_count\x18\x05 \x01(\r\x12*\n\x06hidden\x18\x06 \x01(\x0b\x32\x1a.pilotfish.v1.HiddenStates\":\n\x0cHiddenStates\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c*\x8b\x01\n\x0cRowFaultCode\x12\x1e\n\x1aROW_FAULT_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aROW_FAULT_CODE_OUT_OF_SYNC\x10\x01\x12\x1f\n\x1bROW_FAULT_CODE_KV_EXHAUSTED\x10\x02\x12\x1a\n\x16ROW_FAULT_CODE_INVALID\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pilotfish/v1/common.proto\x12\x0cpilotfish.v1\"\xc3\x05\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12+\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x17.pilotfish.v1.LogitBias\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12)\n\tbad_words\x18\x0c \x03(\x0b\x32\x16.pilotfish.v1.TokenIds\x12\x19\n\x11logprob_token_ids\x18\r \x03(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\t\x88\x01\x01\x12&\n\x07grammar\x18\x0f \x01(\x0b\x32\x15.pilotfish.v1.Grammar\x12.\n\x08thinking\x18\x10 \x01(\x0b\x32\x1c.pilotfish.v1.ThinkingBudget\x12\x1c\n\x14no_repeat_ngram_size\x18\x11 \x01(\r\x12\x11\n\tbad_texts\x18\x12 \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"T\n\x0eThinkingBudget\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x17\n\x0fstart_token_ids\x18\x02 \x03(\r\x12\x15\n\rend_token_ids\x18\x03 \x03(\r\"\x8c\x01\n\x07Grammar\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\'\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x15.pilotfish.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"g\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.pilotfish.v1.TopLogprob\x12\x0c\n\x04rank\x18\x04 \x01(\r\"D\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\tTokenTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\"\xba\x01\n\rSequenceStart\x12\x12\n\nprompt_len\x18\x01 \x01(\r\x12\x32\n\x08sampling\x18\x02 \x01(\x0b\x32 .pilotfish.v1.SamplingParameters\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x15\n\rend_token_ids\x18\x04 \x03(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x12\n\nprediction\x18\x06 \x03(\r\x12\x0e\n\x06source\x18\x07 \x03(\r\"Y\n\x08RowFault\x12(\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1a.pilotfish.v1.RowFaultCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nstored_len\x18\x03 \x01(\r\"\xec\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12%\n\x04tree\x18\x03 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12%\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x16.pilotfish.v1.RowFault\x12\x15\n\rprobabilities\x18\x05 \x03(\x02\x12\r\n\x05ready\x18\x06 \x01(\r\x12\x36\n\rdistributions\x18\x07 \x03(\x0b\x32\x1f.pilotfish.v1.DraftDistribution\x12\r\n\x05whole\x18\x08 \x01(\x08\":\n\x11\x44raftDistribution\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"\xa9\x01\n\x08\x45vidence\x12\x10\n\x08\x62\x61se_len\x18\x01 \x01(\r\x12%\n\x04tree\x18\x02 \x01(\x0b\x32\x17.pilotfish.v1.TokenTree\x12\x11\n\tdecisions\x18\x03 \x03(\x11\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x11\n\ttop_count\x18\x05 \x01(\r\x12*\n\x06hidden\x18\x06 \x01(\x0b\x32\x1a.pilotfish.v1.HiddenStates\":\n\x0cHiddenStates\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c*\x8b\x01\n\x0cRowFaultCode\x12\x1e\n\x1aROW_FAULT_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aROW_FAULT_CODE_OUT_OF_SYNC\x10\x01\x12\x1f\n\x1bROW_FAULT_CODE_KV_EXHAUSTED\x10\x02\x12\x1a\n\x16ROW_FAULT_CODE_INVALID\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pilotfish.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWFAULTCODE']._serialized_start=2092
-  _globals['_ROWFAULTCODE']._serialized_end=2231
+  _globals['_ROWFAULTCODE']._serialized_start=2111
+  _globals['_ROWFAULTCODE']._serialized_end=2250
   _globals['_SAMPLINGPARAMETERS']._serialized_start=44
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=732
-  _globals['_THINKINGBUDGET']._serialized_start=734
-  _globals['_THINKINGBUDGET']._serialized_end=818
-  _globals['_GRAMMAR']._serialized_start=821
-  _globals['_GRAMMAR']._serialized_end=961
-  _globals['_CHOICES']._serialized_start=963
-  _globals['_CHOICES']._serialized_end=987
-  _globals['_LOGITBIAS']._serialized_start=989
-  _globals['_LOGITBIAS']._serialized_end=1032
-  _globals['_TOKENLOGPROBS']._serialized_start=1034
-  _globals['_TOKENLOGPROBS']._serialized_end=1137
-  _globals['_TOPLOGPROB']._serialized_start=1139
-  _globals['_TOPLOGPROB']._serialized_end=1207
-  _globals['_TOKENIDS']._serialized_start=1209
-  _globals['_TOKENIDS']._serialized_end=1232
-  _globals['_TOKENTREE']._serialized_start=1234
-  _globals['_TOKENTREE']._serialized_end=1278
-  _globals['_SEQUENCESTART']._serialized_start=1281
-  _globals['_SEQUENCESTART']._serialized_end=1467
-  _globals['_ROWFAULT']._serialized_start=1469
-  _globals['_ROWFAULT']._serialized_end=1558
-  _globals['_PROPOSAL']._serialized_start=1561
-  _globals['_PROPOSAL']._serialized_end=1797
-  _globals['_DRAFTDISTRIBUTION']._serialized_start=1799
-  _globals['_DRAFTDISTRIBUTION']._serialized_end=1857
-  _globals['_EVIDENCE']._serialized_start=1860
-  _globals['_EVIDENCE']._serialized_end=2029
-  _globals['_HIDDENSTATES']._serialized_start=2031
-  _globals['_HIDDENSTATES']._serialized_end=2089
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=751
+  _globals['_THINKINGBUDGET']._serialized_start=753
+  _globals['_THINKINGBUDGET']._serialized_end=837
+  _globals['_GRAMMAR']._serialized_start=840
+  _globals['_GRAMMAR']._serialized_end=980
+  _globals['_CHOICES']._serialized_start=982
+  _globals['_CHOICES']._serialized_end=1006
+  _globals['_LOGITBIAS']._serialized_start=1008
+  _globals['_LOGITBIAS']._serialized_end=1051
+  _globals['_TOKENLOGPROBS']._serialized_start=1053
+  _globals['_TOKENLOGPROBS']._serialized_end=1156
+  _globals['_TOPLOGPROB']._serialized_start=1158
+  _globals['_TOPLOGPROB']._serialized_end=1226
+  _globals['_TOKENIDS']._serialized_start=1228
+  _globals['_TOKENIDS']._serialized_end=1251
+  _globals['_TOKENTREE']._serialized_start=1253
+  _globals['_TOKENTREE']._serialized_end=1297
+  _globals['_SEQUENCESTART']._serialized_start=1300
+  _globals['_SEQUENCESTART']._serialized_end=1486
+  _globals['_ROWFAULT']._serialized_start=1488
+  _globals['_ROWFAULT']._serialized_end=1577
+  _globals['_PROPOSAL']._serialized_start=1580
+  _globals['_PROPOSAL']._serialized_end=1816
+  _globals['_DRAFTDISTRIBUTION']._serialized_start=1818
+  _globals['_DRAFTDISTRIBUTION']._serialized_end=1876
+  _globals['_EVIDENCE']._serialized_start=1879
+  _globals['_EVIDENCE']._serialized_end=2048
+  _globals['_HIDDENSTATES']._serialized_start=2050
+  _globals['_HIDDENSTATES']._serialized_end=2108
 # @@protoc_insertion_point(module_scope)

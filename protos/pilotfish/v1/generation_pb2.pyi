@@ -501,8 +501,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Words that the answer never contains, alone or after a space. They join sampling.bad_words as tokens. Bound: 256 of
-        1 to 256 characters.
+        """Words that the answer does not contain, nor longer words that begin with them. They join sampling.bad_texts; those
+        of a model without a tokenizer.json join sampling.bad_words, spelled alone and after a space. Bound: 256 of 1 to 256
+        characters.
         """
 
     def __init__(

@@ -23,9 +23,11 @@ SAMPLED = SamplingParameters(temperature=0.9, top_p=0.95, seed=7)
 PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)
 
 
-def open_engine(directory: Path, blocks: int = 200) -> TargetEngine:
-    model = load_model(ModelSection(path=str(directory), device="cpu"))
-    return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=4), blocks=blocks), LocalDecider())
+def open_engine(path: Path, blocks: int = 200, directory: Path | None = None) -> TargetEngine:
+    """The engine of the model at `path`. `directory` has the tokenizer, if it needs one."""
+    model = load_model(ModelSection(path=str(path), device="cpu"))
+    pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=blocks)
+    return TargetEngine(model, pool, LocalDecider(), directory=directory)
 
 
 def first_row(name: str, prompt: Sequence[int], sampling: SamplingParameters = GREEDY) -> VerifyRow:

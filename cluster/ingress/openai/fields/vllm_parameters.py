@@ -39,7 +39,9 @@ class VllmParameters(StrictModel):
     allowed_token_ids: UInt32s = Field(default_factory=list)
     """Only these tokens are sampled; an empty list allows all."""
     bad_words: Texts = Field(default_factory=list)
-    """Words that the answer never contains, alone or after a space."""
+    """Words that the answer never contains, nor longer words that begin with them, however tokens spell them. Inside of
+    words they are allowed, except in scripts without spaces between words. Of MarianMT models, which have no
+    `tokenizer.json`, only the usual spelling is excluded, alone and after a space."""
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence tokens."""
     min_tokens: UInt32 | None = None

@@ -178,6 +178,7 @@ COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sampling.logprobs": ({}, {"sampling__logprobs": 1}),
     "sampling.allowed_token_ids": ({}, {"sampling__allowed_token_ids": [5, 6]}),
     "sampling.bad_words": ({}, {"sampling__bad_words": [common_pb2.TokenIds(ids=[5])]}),
+    "sampling.bad_texts": ({}, {"sampling__bad_texts": ["world"]}),
     "sampling.logprob_token_ids": (
         {"sampling__logprobs": 1},
         {"sampling__logprobs": 1, "sampling__logprob_token_ids": [5]},
@@ -197,7 +198,6 @@ NOT_COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt_options.report": ({}, {"prompt_options__report": True}),
     "prompt_options.echo": ({}, {"prompt_options__echo": True}),
     "stopping.max_tokens": ({}, {"stopping__max_tokens": 5}),
-    "stopping.fit_max_tokens": ({}, {"stopping__fit_max_tokens": True}),
     "return_drafts": ({}, {"return_drafts": True}),
     "traceparent": ({}, {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}),
 }

@@ -82,6 +82,7 @@ def test_answers_are_decoded_as_transformers_does(tokenizer: Tokenizer, library:
 
 
 def test_words_that_an_answer_must_not_contain_are_of_its_language(tokenizer: Tokenizer) -> None:
+    assert not tokenizer.has_json_vocabulary
     assert encode_bad_words(tokenizer, ["street"]) == (tokenizer.encode_answer("street"),)
 
 

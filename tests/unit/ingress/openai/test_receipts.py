@@ -191,3 +191,15 @@ async def test_a_stream_with_usage_says_the_same(http: httpx.AsyncClient, interv
 
 async def test_a_response_without_drafts_has_no_such_field(http: httpx.AsyncClient) -> None:
     assert "metrics" not in (await http.post("/v1/completions", json={**BODY, "max_draft_tokens": 0})).json()
+
+
+async def test_bad_words_are_never_spelled_by_other_tokens(http: httpx.AsyncClient) -> None:
+    """Every byte is a token, so a word can be spelled in many ways."""
+    body = {"prompt": [50, 51], "max_tokens": 48, "temperature": 1.0, "seed": 5}
+    free = (await http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    words = [part for part in re.split(r"[^a-zA-Z0-9]+", free) if len(part) > 1][:8]
+    assert words
+    for drafts in (None, 0):
+        response = await http.post("/v1/completions", json={**body, "bad_words": words, "max_draft_tokens": drafts})
+        text = response.json()["choices"][0]["text"]
+        assert not [word for word in words if re.search(rf"(?<![^\W_]){re.escape(word)}", text)]
