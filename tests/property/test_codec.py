@@ -50,6 +50,7 @@ samplings = st.builds(
     logit_bias=st.lists(st.tuples(tokens, real(-100, 100)), max_size=4, unique_by=lambda pair: pair[0]).map(tuple),
     seed=st.integers(0, 2**64 - 1),
     logprobs=st.none() | st.integers(0, 256),
+    bad_texts=st.lists(st.text(min_size=1, max_size=3).filter(str.strip), max_size=2).map(tuple),
     end_token_ids=st.lists(tokens, max_size=4).map(tuple),
     min_tokens=st.integers(0, 2**20),
 )
@@ -166,7 +167,6 @@ infos = st.builds(
     decoder_start=st.lists(st.just(0), max_size=3).map(tuple),
     max_source_len=st.integers(0, 2**16),
     forced_eos_token_id=st.none() | st.just(0),
-    bad_texts=st.lists(st.text(min_size=1, max_size=3).filter(str.strip), max_size=2).map(tuple),
     bad_words=st.lists(st.lists(st.just(0), min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
     no_repeat_ngram_size=st.integers(0, 1024),
     min_tokens=st.integers(0, 2**20),
