@@ -18,11 +18,13 @@ from cluster.ingress.http import create_app
 from cluster.ingress.router.choice import prefix_hashes
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.models import tiny_tokenizer
+from tests.support.translation.tiny_marian import FRENCH, save_translator
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase, make_directories
 from tests.unit.tenants.retained import Snapshot
 from tests.unit.tenants.two_keys import ALICE, BOB, TwoKeys, configuration, settled, two_keys
 from workers.draft.common.modules.context_store import BlockKeys
 from workers.draft.registry import METHODS
+from workers.kv.sources import source_salt
 
 SECRET = (10, 11, 12, 201, 202, 203, 204, 205)
 """What one client has in its text."""
@@ -134,6 +136,17 @@ async def finds_contexts(_: TwoKeys) -> bool:
     return bool(set(keys[0]) & set(keys[2]))
 
 
+async def finds_sources(_: TwoKeys) -> bool:
+    """Whether two clients have a salt in common for the same source of a translator, as one client has."""
+    salts = [scoped_salt(name, "", shares_between_keys=False) for name in ("a", "a", "b")]
+    for kind in ("blocks", "text"):
+        one, same, other = (source_salt(salt, (1, 2, 3), kind) for salt in salts)
+        assert one == same
+        if one == other:
+            return True
+    return False
+
+
 Trial = Callable[[TwoKeys], Awaitable[bool]]
 
 STORES: dict[str, Trial] = {
@@ -200,6 +213,7 @@ UNREAD: dict[str, str] = {
     "NativeDecoder._scratch": SCRATCH,
     "PackedLinear._input": SCRATCH,
     "WindowLayers._scratch": SCRATCH,
+    "WorkBuffers._scratch": SCRATCH,
     "ModelRunner._shapes": LAST,
     "ModelRunner.hidden": LAST,
     "BlockAllocator._free": "the numbers of free blocks, in the order of their release",
@@ -305,6 +319,7 @@ TRIALS: dict[str, list[Trial]] = {
         resumes_the_answer,
         is_routed_by_the_prompt,
         finds_contexts,
+        finds_sources,
     ],
     "suffix": [drafts_the_text],
     "recycling": [drafts_the_text],
@@ -329,3 +344,15 @@ async def test_keys_share_if_the_settings_say_so_and_only_what_they_say(
                 assert await trial(clients), (method, trial.__name__)
             for trial in private.get(method, ()):
                 assert not await trial(clients), (method, trial.__name__)
+
+
+async def test_everything_that_outlives_a_request_to_a_translator_is_named_here(tmp_path: Path) -> None:
+    translator = Directories(save_translator(tmp_path / "model", "marian"), tmp_path, tmp_path)
+    async with two_keys(configuration(translator, "none")) as clients:
+        await clients.answered(ALICE, "/v1/completions", {"prompt": FRENCH[0]})
+        await settled()
+        before = Snapshot()
+        await clients.answered(ALICE, "/v1/completions", {"prompt": list(FRENCH[1:])})
+        await settled()
+        unnamed = Snapshot().changed_since(before) - STORES.keys() - UNREAD.keys()
+    assert not unnamed, f"name them, with a trial of two keys or a reason: {sorted(unnamed)}"

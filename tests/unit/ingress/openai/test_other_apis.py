@@ -241,3 +241,18 @@ def test_kept_conversations_are_bounded_and_belong_to_their_client() -> None:
     conversations.keep("long", "me", [{"role": "user", "content": "x" * 500}])
     with pytest.raises(InvalidRequest):
         conversations.find("long", "me")
+
+
+def test_a_client_that_keeps_many_conversations_drops_none_of_others() -> None:
+    conversations = Conversations(most=4, most_chars=2000)
+    hello = [{"role": "user", "content": "hello"}]
+    conversations.keep("first", "you", hello)
+    for number in range(20):
+        conversations.keep(f"short-{number}", "me", hello)
+        conversations.keep(f"long-{number}", "them", [{"role": "user", "content": "x" * 900}])
+    conversations.keep("too long", "them", [{"role": "user", "content": "x" * 5000}])
+    assert conversations.find("first", "you") == hello
+    assert conversations.find("short-19", "me") == hello
+    for name in ("short-0", "long-0", "too long"):
+        with pytest.raises(InvalidRequest):
+            conversations.find(name, "me" if name.startswith("short") else "them")
