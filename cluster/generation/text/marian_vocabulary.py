@@ -75,8 +75,13 @@ class _Pieces:
 
     def __init__(self, path: Path) -> None:
         # Few models need the library, and it is loaded for these only.
-        import sentencepiece
-
+        try:
+            import sentencepiece
+        except ImportError:
+            raise ConfigurationError(
+                f"{path}: a SentencePiece model needs the package sentencepiece, which is not installed; "
+                "run `pip install 'pilotfish[translation]'`"
+            ) from None
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         except (OSError, RuntimeError) as error:
