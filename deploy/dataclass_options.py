@@ -80,6 +80,8 @@ def _parameters(options: type[Any]) -> list[inspect.Parameter]:
 def _option(name: str, kind: Any, text: str) -> OptionInfo:
     """The option of a field that is annotated with a help text alone."""
     number = next((each for each in get_args(kind)[:1] if each in (int, float)), None)
-    if get_origin(kind) is not tuple or number is None:
-        return typer.Option(help=text)
-    return typer.Option(parser=number_list("--" + name.replace("_", "-"), number), metavar="NUMBERS", help=text)
+    parser = None
+    if get_origin(kind) is tuple and number is not None:
+        parser = number_list("--" + name.replace("_", "-"), number)
+    option: OptionInfo = typer.Option(parser=parser, metavar="NUMBERS" if parser else None, help=text)
+    return option

@@ -13,6 +13,7 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
+from tests.support.engines.tree_drafter import LookupSettings
 from tests.support.fakes.fake_expander import BLOCK, FakeExpander, SourcedFakeExpander, ranked
 from workers.draft.common.trees.draft_tree import DraftTree
 from workers.draft.common.trees.expansion_settings import ExpansionSettings
@@ -46,8 +47,9 @@ class TreeDrafterMachine(RuleBasedStateMachine):
     ) -> None:
         self.has_lookup = lookup == "on"
         self.expander = expander(blocks, CONTEXT, confidences=(0.6, 0.2, 0.1)[:drafted])
-        settings, draft = ExpansionSettings(mode=mode, width=width), DraftSection(max_nodes=8, max_depth=6)
-        self.drafter = TreeDrafter(self.expander, settings, draft, self.has_lookup, chunk, clock=lambda: 0.0)
+        kind = LookupSettings if self.has_lookup else ExpansionSettings
+        settings, draft = kind(mode=mode, width=width), DraftSection(max_nodes=8, max_depth=6)
+        self.drafter = TreeDrafter(self.expander, settings, draft, chunk, clock=lambda: 0.0)
         self.tokens: dict[str, list[int]] = {}
         self.sent_len: dict[str, int] = {}
         self.proposals: dict[str, Proposal] = {}

@@ -26,7 +26,7 @@ from cluster.core.request import SamplingParameters
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.common.sessions import MOST_SESSIONS
 from workers.draft.common.trees.calibration import KINDS, Calibration, Kind
-from workers.draft.registry import register
+from workers.draft.registry import Places, register
 from workers.sampling.context import GREEDY_BELOW
 
 logger = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ def part_of(settings: EarlyExitSettings, target: TargetSection) -> TargetPart | 
     return TargetPart(last, skipped, skipped, () if norm is None else tuple(norm.float().tolist()))
 
 
-@register("early_exit", EarlyExitSettings, placements=("target",), on_every_rank=True)
+@register("early_exit", EarlyExitSettings, places=Places(("target",), on_every_rank=True))
 def create_early_exit(settings: EarlyExitSettings, draft: DraftSection, target: TargetSection) -> EarlyExitDrafter:
     """Create the method `early_exit`.
 

@@ -23,7 +23,7 @@ from workers.draft.lookup.continuation_tree import Continuation, ContinuationTre
 from workers.draft.lookup.jacobi_window import JacobiWindow
 from workers.draft.lookup.lookup_drafter import LookupSession
 from workers.draft.lookup.sequence_drafter import EstimatingDrafter, Reliability
-from workers.draft.registry import register
+from workers.draft.registry import ON_TARGET_FIRST, register
 
 _FIRST_RATE, _NEXT_RATE = 0.4, 0.6
 """Assumed acceptance rates of a candidate's first token (divided by the candidate's rank) and of each further one."""
@@ -159,7 +159,7 @@ def _with_rates(tree: TokenTree, candidate_nodes: int, reliability: Reliability)
     "lookahead",
     LookaheadSettings,
     needs=lambda _: EvidenceNeeds(decisions=True),
-    placements=("target", "drafter"),
+    places=ON_TARGET_FIRST,
 )
 def create_lookahead(settings: LookaheadSettings, draft: DraftSection, target: TargetSection) -> LookaheadDrafter:  # noqa: ARG001
     """Create the method `lookahead`."""

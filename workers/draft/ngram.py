@@ -17,7 +17,7 @@ from cluster.core.tree import TokenTree
 from workers.draft.common.sessions import Session
 from workers.draft.common.suffix_index import SuffixIndex
 from workers.draft.lookup.sequence_drafter import SequenceDrafter
-from workers.draft.registry import register
+from workers.draft.registry import ON_TARGET_FIRST, register
 
 LOOKS_PER_CANDIDATE = 8
 """Earlier occurrences of one suffix that are examined per requested candidate; most of them are alike."""
@@ -99,7 +99,7 @@ class NgramDrafter(SequenceDrafter[IndexedSession]):
         return Proposal(row.sequence_id, row.base_len, TokenTree.from_candidates(candidates, budget.max_nodes))
 
 
-@register("ngram", NgramSettings, placements=("target", "drafter"))
+@register("ngram", NgramSettings, places=ON_TARGET_FIRST)
 def create_ngram(settings: NgramSettings, draft: DraftSection, target: TargetSection) -> NgramDrafter:  # noqa: ARG001
     """Create the method `ngram`."""
     return NgramDrafter(settings, draft)

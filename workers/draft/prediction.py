@@ -17,7 +17,7 @@ from cluster.core.request import SequenceStart
 from workers.draft.lookup.alignment import Alignment
 from workers.draft.lookup.continuation_tree import Continuation
 from workers.draft.lookup.lookup_drafter import LookupDrafter, LookupSession
-from workers.draft.registry import register
+from workers.draft.registry import ON_TARGET_FIRST, register
 
 _RATES = (0.25, 0.5, 0.65, 0.75, 0.82, 0.86, 0.9, 0.92, 0.94)
 """Acceptance rate assumed for a predicted token, by the number of equal tokens before it; more: the last."""
@@ -71,7 +71,7 @@ def _rate(match_length: int) -> float:
     return _RATES[min(match_length, len(_RATES) - 1)] if match_length >= 0 else _RATES[0] * 2.0**match_length
 
 
-@register("prediction", PredictionSettings, placements=("target", "drafter"))
+@register("prediction", PredictionSettings, places=ON_TARGET_FIRST)
 def create_prediction(
     settings: PredictionSettings,
     draft: DraftSection,

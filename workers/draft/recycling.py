@@ -24,7 +24,7 @@ from cluster.core.tree import ROOT, TokenTree
 from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, ContinuationTree
 from workers.draft.lookup.sequence_drafter import DraftedSession, EstimatingDrafter, Reliability
 from workers.draft.lookup.successors import Context, ContextSuccessors, RankRates, Rows, Successors, SuccessorTables
-from workers.draft.registry import register
+from workers.draft.registry import ON_TARGET_FIRST, register
 
 Rates = dict[bool, list[RankRates]]
 """Greedy or not: the rates by the length of the known context."""
@@ -162,7 +162,7 @@ def _best_first(
     "recycling",
     RecyclingSettings,
     needs=lambda settings: EvidenceNeeds(top=settings.successors, decisions=True),
-    placements=("target", "drafter"),
+    places=ON_TARGET_FIRST,
 )
 def create_recycling(settings: RecyclingSettings, draft: DraftSection, target: TargetSection) -> RecyclingDrafter:
     """Create the method `recycling`. Raises `ModelLoadError` if `path` holds no table."""

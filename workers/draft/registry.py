@@ -31,6 +31,26 @@ Placement = Literal["target", "drafter"]
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where a method can draft."""
+
+    order: tuple[Placement, ...] = ("drafter", "target")
+    """All places, the preferred one first."""
+    preferred: Callable[[TargetSection], Placement] | None = None
+    """Computes the preferred place from the target; unset: the first of `order`."""
+    on_every_rank: bool = False
+    """Whether the method computes with the target's layers, so that it runs on all ranks of the target."""
+
+    def best(self, target: TargetSection | None) -> Placement:
+        """The preferred place."""
+        return self.order[0] if self.preferred is None or target is None else self.preferred(target)
+
+
+ON_TARGET_FIRST = Places(("target", "drafter"))
+"""Of a method that takes less time than a call to another process, or that reads hidden states of the target."""
+
+
+@dataclass(frozen=True, slots=True)
 class MethodPlugin:
     """A registered drafting method."""
 
@@ -41,18 +61,10 @@ class MethodPlugin:
     """Computes the settings of `target`, by dotted key, that the method needs; only a lossy method needs any."""
     needs: Callable[[Any], EvidenceNeeds] = lambda _: EvidenceNeeds()
     """Computes from the settings what the target must show to the method."""
-    placements: tuple[Placement, ...] = ("drafter", "target")
-    """Where the method can draft, the preferred place first."""
-    on_every_rank: bool = False
-    """Whether the method computes with the target's layers, so that it runs on all ranks of the target."""
+    places: Places = Places()
+    """Where the method can draft."""
     for_encoder_decoder: bool = True
     """Whether the method drafts for encoder-decoder targets."""
-    preferred: Callable[[TargetSection], Placement] | None = None
-    """Computes the preferred place from the target; unset: the first of `placements`."""
-
-    def place(self, target: TargetSection | None) -> Placement:
-        """The preferred place."""
-        return self.placements[0] if self.preferred is None or target is None else self.preferred(target)
 
 
 METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft")
@@ -64,23 +76,24 @@ MethodType = TypeVar("MethodType", bound=DraftMethod)
 def register(
     name: str,
     settings: type[SettingsType],
+    *,
     target_settings: Callable[[SettingsType], Mapping[str, Any]] | None = None,
     needs: Callable[[SettingsType], EvidenceNeeds] = lambda _: EvidenceNeeds(),
-    placements: tuple[Placement, ...] = ("drafter", "target"),
-    on_every_rank: bool = False,
+    places: Places = Places(),
     for_encoder_decoder: bool = True,
-    preferred: Callable[[TargetSection], Placement] | None = None,
 ) -> Callable[
     [Callable[[SettingsType, DraftSection, TargetSection], MethodType]],
     Callable[[SettingsType, DraftSection, TargetSection], MethodType],
 ]:
-    """Make the decorated factory known as `name`; see `MethodPlugin`. Raises `ValueError` when the name is taken."""
+    """Make the decorated factory known as `name`; the other parameters are the fields of a `MethodPlugin`.
+
+    Raises `ValueError` when the name is taken.
+    """
 
     def add(
         create: Callable[[SettingsType, DraftSection, TargetSection], MethodType],
     ) -> Callable[[SettingsType, DraftSection, TargetSection], MethodType]:
-        flags = (on_every_rank, for_encoder_decoder, preferred)
-        METHODS.register(name, MethodPlugin(settings, create, target_settings, needs, placements, *flags))
+        METHODS.register(name, MethodPlugin(settings, create, target_settings, needs, places, for_encoder_decoder))
         return create
 
     return add
@@ -111,7 +124,9 @@ def create_for_worker_rank(draft: DraftSection, target: TargetSection) -> DraftM
 
     Raises the errors of the factories.
     """
-    shared = tuple(name for name, plugin in _selected(draft) if plugin.on_every_rank) if draft.is_colocated else ()
+    if not draft.is_colocated:
+        return None
+    shared = tuple(name for name, plugin in _selected(draft) if plugin.places.on_every_rank)
     return create(draft.model_copy(update={"methods": shared}), target) if shared else None
 
 
@@ -133,14 +148,14 @@ def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Pl
     if not draft.is_enabled:
         return "drafter"
     if draft.placement == "auto":
-        prefers_target = draft.replicas == 1 and all(plugin.place(target) == "target" for _, plugin in selected)
+        prefers_target = draft.replicas == 1 and all(plugin.places.best(target) == "target" for _, plugin in selected)
         place: Placement = "target" if prefers_target or any(_only("target", one) for _, one in selected) else "drafter"
     else:
         place = draft.placement
     for name, plugin in selected:
-        if place not in plugin.placements:
+        if place not in plugin.places.order:
             raise ConfigurationError(
-                f"draft.placement: {place} is refused; {name} drafts only on the {plugin.placements[0]}"
+                f"draft.placement: {place} is refused; {name} drafts only on the {plugin.places.order[0]}"
             )
     if place == "target" and draft.replicas > 1:
         raise ConfigurationError(f"draft.replicas: {draft.replicas} is refused; on the target there is one drafter")
@@ -156,7 +171,7 @@ def is_encoder_decoder(directory: Path) -> bool:
 
 
 def _only(place: Placement, plugin: MethodPlugin) -> bool:
-    return plugin.placements == (place,)
+    return plugin.places.order == (place,)
 
 
 def _selected(draft: DraftSection) -> list[tuple[str, MethodPlugin]]:

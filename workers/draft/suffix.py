@@ -21,7 +21,7 @@ from cluster.core.request import SequenceStart
 from workers.draft.lookup.continuation_tree import Continuation
 from workers.draft.lookup.lookup_drafter import LookupDrafter, LookupSession
 from workers.draft.lookup.occurrence_index import SEPARATOR, OccurrenceIndex
-from workers.draft.registry import register
+from workers.draft.registry import ON_TARGET_FIRST, register
 
 _RATES = (0.2, 0.3, 0.45, 0.55, 0.62, 0.7, 0.78, 0.84, 0.88)
 """Acceptance rate assumed for a token that followed one match, by the match's length from 0; longer: the last."""
@@ -157,7 +157,7 @@ def _rate(match_length: int) -> float:
     return _RATES[min(match_length, len(_RATES) - 1)]
 
 
-@register("suffix", SuffixSettings, placements=("target", "drafter"))
+@register("suffix", SuffixSettings, places=ON_TARGET_FIRST)
 def create_suffix(
     settings: SuffixSettings,
     draft: DraftSection,

@@ -20,6 +20,14 @@ BUDGET = DraftBudget(8, 4)
 Mode = Literal["serial", "run_ahead", "enumerate"]
 
 
+class LookupSettings(ExpansionSettings):
+    """Settings of trees with looked-up tokens."""
+
+    @property
+    def has_lookup(self) -> bool:
+        return True
+
+
 class DrafterHarness:
     """A drafter over the fake expander, and the tokens of the sequences that it drafts for."""
 
@@ -34,8 +42,9 @@ class DrafterHarness:
     ) -> None:
         self.expander = FakeExpander(blocks, max_context_len, confidences)
         self.now = 0.0
-        settings, draft = ExpansionSettings(mode=mode, **changes), DraftSection(max_nodes=16, max_depth=8)
-        self.drafter = TreeDrafter(self.expander, settings, draft, has_lookup=lookup == "on", clock=lambda: self.now)
+        settings = (LookupSettings if lookup == "on" else ExpansionSettings)(mode=mode, **changes)
+        draft = DraftSection(max_nodes=16, max_depth=8)
+        self.drafter = TreeDrafter(self.expander, settings, draft, clock=lambda: self.now)
         self.tokens: dict[str, list[int]] = {}
         self.sampling = GREEDY
 

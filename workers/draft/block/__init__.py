@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ContextModuleSettings, TreeSettings, needs_of_module
-from workers.draft.registry import register
+from workers.draft.registry import ON_TARGET_FIRST, register
 
 if TYPE_CHECKING:
     from workers.draft.block.block_drafter import BlockTreeDrafter
@@ -25,7 +25,7 @@ class BlockSettings(ContextModuleSettings, TreeSettings):
     "block",
     BlockSettings,
     needs=needs_of_module,
-    placements=("target", "drafter"),
+    places=ON_TARGET_FIRST,
     for_encoder_decoder=False,
 )
 def create_block(settings: BlockSettings, draft: DraftSection, target: TargetSection) -> BlockTreeDrafter:
@@ -35,4 +35,4 @@ def create_block(settings: BlockSettings, draft: DraftSection, target: TargetSec
     """
     from workers.draft.block.block_drafter import load_block_drafter
 
-    return load_block_drafter(settings, draft, target, *settings.form(draft))
+    return load_block_drafter(settings, draft, target, settings.form(draft))

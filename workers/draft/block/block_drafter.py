@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,18 +20,11 @@ from workers.draft.common.modules.context_window import ContextRows, ContextShap
 from workers.draft.common.modules.module_settings import ContextModuleSettings, module_taps
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
-from workers.draft.common.modules.product import make_product
-from workers.draft.common.modules.ranked_paths import Shape
-from workers.draft.common.modules.shortlist import Shortlist
+from workers.draft.common.modules.ranked_paths import TreeForm
+from workers.draft.common.modules.served_module import computed_type, load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import Sessions
-from workers.forward.native.largest import load_largest
-from workers.model.devices import choose_device
 from workers.model.drafting.block import BlockDrafter
-from workers.model.drafting.files import load_drafter
-
-_COUPLED = "coupled"
-
 
 ComputeContext = Callable[[Tensor, Tensor], ContextRows]
 """Computes what is kept of positions from their taps [tokens, taps, hidden size] and the positions [tokens]."""
@@ -98,26 +90,23 @@ class BlockTreeDrafter:
 
     def __init__(
         self,
-        block: BlockPass,
+        passes: BlockPass,
         ranker: PathRanker,
         taps: TapReader,
         draft: DraftSection,
-        siblings: int,
-        store: ContextStore,
-        most_sequences: int,
-        form: Shape | None = None,
+        settings: ContextModuleSettings,
+        form: TreeForm,
     ) -> None:
-        """`siblings` is the number of candidates below one node. `form`: the nodes that a tree may have."""
-        self._block = block
+        self._passes = passes
         self._ranker = ranker
-        self._siblings = siblings
-        shape = block.context_shape
-        self._reader = ContextReader(taps, block.context)
-        self._trees = PathTrees(draft, block.depths, form)
+        self._siblings = form.siblings
+        shape, store = passes.context_shape, ContextStore(settings.store_tokens, computed_type(settings.weights))
+        self._reader = ContextReader(taps, passes.context)
+        self._trees = PathTrees(draft, passes.depths, form)
         self._sessions = Sessions(
-            lambda start: BlockSession(start, shape, store, block.device),
-            vocabulary_size=block.vocabulary_size,
-            most=most_sequences,
+            lambda start: BlockSession(start, shape, store, passes.device),
+            vocabulary_size=passes.vocabulary_size,
+            most=settings.sequences,
         )
 
     @torch.inference_mode()
@@ -143,7 +132,7 @@ class BlockTreeDrafter:
             elif budget.max_depth and session.window.is_known(session.anchor - 1, session.anchor):
                 wanted.append((row, budget, session))
         if wanted:
-            self._draft_blocks(wanted, proposals)
+            self._draft(wanted, proposals)
         return tuple(proposals[row.sequence_id] for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
@@ -159,12 +148,12 @@ class BlockTreeDrafter:
             return RowFault(RowFaultCode.INVALID, f"evidence: {error}")
         return None
 
-    def _draft_blocks(
+    def _draft(
         self, wanted: Sequence[tuple[DraftRow, DraftBudget, BlockSession]], proposals: dict[SequenceId, Proposal]
     ) -> None:
         """Draft all rows' blocks in one pass, rank them to the same depth and build a tree for each."""
         sessions = [session for _, _, session in wanted]
-        hidden = self._block.draft(
+        hidden = self._passes.draft(
             [session.tokens[-1] for session in sessions],
             [session.anchor for session in sessions],
             [session.window for session in sessions],
@@ -176,23 +165,11 @@ class BlockTreeDrafter:
 
 
 def load_block_drafter(
-    settings: ContextModuleSettings,
-    draft: DraftSection,
-    target: TargetSection,
-    siblings: int,
-    form: Shape | None = None,
+    settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, form: TreeForm
 ) -> BlockTreeDrafter:
     """Load the module of the kind `block`; see `BlockTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
-    dtype = torch.float32 if settings.weights == "float32" else torch.bfloat16
-    device = choose_device(target.device, 0)
-    loaded = load_drafter(Path(settings.path), Path(target.path), dtype, device, kind="block")
-    if not isinstance(loaded.module, BlockDrafter):
-        raise TypeError(f"{type(loaded.module).__name__} is no block drafter")
-    block = BlockPass(loaded.module, loaded.ends, settings.weights, target.compile_directory)
-    make = partial(make_product, weights=settings.weights, directory=target.compile_directory)
-    largest = load_largest(device, target.compile_directory)
-    shortlist = Shortlist(loaded.ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
-    ranker = PathRanker(loaded.ends, loaded.module.selector, make, shortlist)
+    loaded = load_served_module(Path(settings.path), settings.weights, target, "block", BlockDrafter)
+    passes = BlockPass(loaded.module, loaded.ends, settings.weights, target.compile_directory)
+    ranker = PathRanker(loaded.ends, loaded.module.selector, loaded.make, loaded.shortlist)
     taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
-    store = ContextStore(settings.store_tokens, dtype)
-    return BlockTreeDrafter(block, ranker, taps, draft, siblings, store, settings.sequences, form)
+    return BlockTreeDrafter(passes, ranker, taps, draft, settings, form)

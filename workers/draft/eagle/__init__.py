@@ -13,7 +13,7 @@ from pydantic import Field
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ContextModuleSettings, needs_of_module
-from workers.draft.registry import register
+from workers.draft.registry import ON_TARGET_FIRST, register
 
 if TYPE_CHECKING:
     from workers.draft.eagle.eagle_drafter import EagleTreeDrafter
@@ -32,7 +32,7 @@ class EagleSettings(ContextModuleSettings):
     "eagle",
     EagleSettings,
     needs=needs_of_module,
-    placements=("target", "drafter"),
+    places=ON_TARGET_FIRST,
     for_encoder_decoder=False,
 )
 def create_eagle(settings: EagleSettings, draft: DraftSection, target: TargetSection) -> EagleTreeDrafter:
@@ -41,5 +41,6 @@ def create_eagle(settings: EagleSettings, draft: DraftSection, target: TargetSec
     Raises `ModelLoadError`, and `ConfigurationError` if the target does not take its taps.
     """
     from workers.draft.eagle.eagle_drafter import load_eagle_drafter
+    from workers.draft.eagle.eagle_growth import GrowthLimits
 
-    return load_eagle_drafter(settings, draft, target, settings.candidates, settings.width)
+    return load_eagle_drafter(settings, draft, target, GrowthLimits(settings.candidates, settings.width))

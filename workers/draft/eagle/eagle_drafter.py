@@ -15,20 +15,17 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, Row
 from cluster.core.ids import SequenceId
 from workers.draft.common.modules.context_store import ContextStore
 from workers.draft.common.modules.module_settings import ContextModuleSettings, module_taps
+from workers.draft.common.modules.served_module import computed_type, load_served_module
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import Sessions
 from workers.draft.common.trees.calibration import KINDS, Calibration
 from workers.draft.common.trees.pass_cost import PassCost
-from workers.draft.eagle.eagle_growth import EagleGrowth
+from workers.draft.eagle.eagle_growth import EagleGrowth, GrowthLimits
 from workers.draft.eagle.eagle_pass import EaglePass, committed_piece
 from workers.draft.eagle.eagle_session import EagleSession, Piece
-from workers.forward.native.largest import load_largest
-from workers.model.devices import choose_device
 from workers.model.drafting.eagle import EagleHead
-from workers.model.drafting.files import load_drafter
 
-_COUPLED = "coupled"
 _LEAST_SCRATCH = 64
 """Least number of committed tokens of one sequence that go through the head in one pass."""
 
@@ -43,28 +40,24 @@ class EagleTreeDrafter:
     def __init__(
         self,
         head: EaglePass,
+        shortlist: Shortlist,
         taps: TapReader,
         draft: DraftSection,
-        siblings: int,
-        width: int,
-        store: ContextStore,
-        most_sequences: int,
-        shortlist: Shortlist,
+        settings: ContextModuleSettings,
+        limits: GrowthLimits,
     ) -> None:
-        """`siblings` is the number of candidates below one node, `width` the most nodes of one tree in a pass."""
         self._head = head
         self._taps = taps
         self._draft = draft
-        self._siblings = siblings
-        self._width = width
+        self._limits = limits
         self._shortlist = shortlist
         self._calibration = Calibration()
         self._cost = PassCost()
-        shape = head.context_shape
+        shape, store = head.context_shape, ContextStore(settings.store_tokens, computed_type(settings.weights))
         self._sessions = Sessions(
             lambda start: EagleSession(start, shape, store, head.device),
             vocabulary_size=head.vocabulary_size,
-            most=most_sequences,
+            most=settings.sequences,
         )
 
     @torch.inference_mode()
@@ -150,7 +143,7 @@ class EagleTreeDrafter:
             if depth:
                 self._cost.record_pass(time.perf_counter() - begun)
             depth += 1
-            active = [growth for growth in active if growth.choose(depth, self._width, self._first_rate(growth))]
+            active = [growth for growth in active if growth.choose(depth, self._limits.width, self._first_rate(growth))]
             gain = sum(growth.gain for growth in active)
             if not any(growth.is_short for growth in active) and not self._cost.is_worthwhile(gain, len(growths)):
                 return
@@ -168,7 +161,7 @@ class EagleTreeDrafter:
     def _add_candidates(self, growths: Sequence[EagleGrowth], outputs: Tensor) -> None:
         """Add the candidates below all nodes of the frontiers, whose outputs are [nodes, hidden size]."""
         contexts = [context for growth in growths for context in growth.contexts()]
-        leading = self._shortlist.leading(self._head.logits(outputs), contexts, self._siblings)
+        leading = self._shortlist.leading(self._head.logits(outputs), contexts, self._limits.siblings)
         tokens, confidences = self._shortlist.tokens(leading.columns).tolist(), leading.confidences.tolist()
         first = 0
         for growth in growths:
@@ -178,18 +171,11 @@ class EagleTreeDrafter:
 
 
 def load_eagle_drafter(
-    settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, siblings: int, width: int
+    settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, limits: GrowthLimits
 ) -> EagleTreeDrafter:
     """Load the module of the kind `eagle`; see `EagleTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
-    dtype = torch.float32 if settings.weights == "float32" else torch.bfloat16
-    device = choose_device(target.device, 0)
-    loaded = load_drafter(Path(settings.path), Path(target.path), dtype, device, kind="eagle")
-    if not isinstance(loaded.module, EagleHead):
-        raise TypeError(f"{type(loaded.module).__name__} is no EAGLE head")
-    scratch = max(_LEAST_SCRATCH, width * draft.max_depth)
+    loaded = load_served_module(Path(settings.path), settings.weights, target, "eagle", EagleHead)
+    scratch = max(_LEAST_SCRATCH, limits.width * draft.max_depth)
     head = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
     taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
-    store = ContextStore(settings.store_tokens, dtype)
-    largest = load_largest(device, target.compile_directory)
-    shortlist = Shortlist(head.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
-    return EagleTreeDrafter(head, taps, draft, siblings, width, store, settings.sequences, shortlist)
+    return EagleTreeDrafter(head, loaded.shortlist, taps, draft, settings, limits)

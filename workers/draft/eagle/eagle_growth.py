@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +21,16 @@ from workers.sampling.context import Branch, DecisionContext
 
 LEAST_PROBABILITY = 0.1
 """A depth is expanded if the path probabilities of its nodes sum to at least this."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthLimits:
+    """How widely the trees are expanded."""
+
+    siblings: int
+    """Most candidates below one node."""
+    width: int
+    """Most nodes of one tree that one pass expands."""
 
 
 class EagleGrowth:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ModuleSettings, TreeSettings, needs_of_module
-from workers.draft.registry import register
+from workers.draft.common.modules.ranked_paths import TreeForm
+from workers.draft.registry import ON_TARGET_FIRST, register
 
 if TYPE_CHECKING:
     from workers.draft.heads.heads_drafter import HeadsDrafter
@@ -27,17 +28,17 @@ class BlockwiseSettings(ModuleSettings):
     """The heads; the length of a chain is `draft.max_depth`, at most one token for each head."""
 
 
-@register("heads", HeadsSettings, needs=needs_of_module, placements=("target", "drafter"))
+@register("heads", HeadsSettings, needs=needs_of_module, places=ON_TARGET_FIRST)
 def create_heads(settings: HeadsSettings, draft: DraftSection, target: TargetSection) -> HeadsDrafter:
     """Create the method `heads`. Raises `ModelLoadError`, and `ConfigurationError` if the target lacks its taps."""
     from workers.draft.heads.heads_drafter import load_heads_drafter
 
-    return load_heads_drafter(settings, draft, target, *settings.form(draft))
+    return load_heads_drafter(settings, draft, target, settings.form(draft))
 
 
-@register("blockwise", BlockwiseSettings, needs=needs_of_module, placements=("target", "drafter"))
+@register("blockwise", BlockwiseSettings, needs=needs_of_module, places=ON_TARGET_FIRST)
 def create_blockwise(settings: BlockwiseSettings, draft: DraftSection, target: TargetSection) -> HeadsDrafter:
     """Create the method `blockwise`. Raises `ModelLoadError`, and `ConfigurationError` if the target lacks its taps."""
     from workers.draft.heads.heads_drafter import load_heads_drafter
 
-    return load_heads_drafter(settings, draft, target, siblings=1)
+    return load_heads_drafter(settings, draft, target, TreeForm(siblings=1))

@@ -15,7 +15,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.module_settings import ModuleSettings, module_taps
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
-from workers.draft.common.modules.ranked_paths import RankedPaths, Shape
+from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.heads_pass import ParallelHeads
@@ -75,14 +75,11 @@ class HeadsDrafter:
     A sequence without the hidden state before its last token gets no draft.
     """
 
-    def __init__(
-        self, heads: Heads, reader: TapReader, draft: DraftSection, siblings: int, shape: Shape | None
-    ) -> None:
-        """`siblings` is the number of candidates below one node. `shape`: see `draft_paths`."""
+    def __init__(self, heads: Heads, reader: TapReader, draft: DraftSection, form: TreeForm) -> None:
         self._heads = heads
         self._reader = reader
-        self._siblings = siblings
-        self._trees = PathTrees(draft, heads.depths, shape)
+        self._siblings = form.siblings
+        self._trees = PathTrees(draft, heads.depths, form)
         self._sessions = Sessions(HeadsSession, vocabulary_size=heads.vocabulary_size)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
@@ -130,13 +127,13 @@ class HeadsDrafter:
 
 
 def load_heads_drafter(
-    settings: ModuleSettings, draft: DraftSection, target: TargetSection, siblings: int, shape: Shape | None = None
+    settings: ModuleSettings, draft: DraftSection, target: TargetSection, form: TreeForm
 ) -> HeadsDrafter:
     """Load the heads, warm them up and make their drafter; see `HeadsDrafter`.
 
     Raises `ModelLoadError`, and `ConfigurationError` if the target does not take the taps.
     """
     heads = ParallelHeads(Path(settings.path), target, settings.weights)
-    heads.warm_up(siblings)
+    heads.warm_up(form.siblings)
     reader = TapReader(module_taps(settings), target, heads.hidden_size)
-    return HeadsDrafter(heads, reader, draft, siblings, shape)
+    return HeadsDrafter(heads, reader, draft, form)

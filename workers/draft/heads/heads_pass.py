@@ -1,9 +1,8 @@
-"""Medusa heads as serving runs them: few products for all rows and all depths. See `MedusaHeads`."""
+"""The pass of Medusa heads for serving: few products for all rows and depths, with the results of `MedusaHeads`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,19 +13,13 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.path_ranker import PathRanker
-from workers.draft.common.modules.product import MakeProduct, Product, make_product
+from workers.draft.common.modules.product import MakeProduct, Product
 from workers.draft.common.modules.ranked_paths import RankedPaths
-from workers.draft.common.modules.shortlist import Shortlist
-from workers.forward.native.largest import load_largest
-from workers.model.devices import choose_device
+from workers.draft.common.modules.served_module import load_served_module
 from workers.model.drafting.ends import rms_norm
-from workers.model.drafting.files import load_drafter
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.selector import Selector
 from workers.sampling.context import DecisionContext
-
-_COUPLED = "coupled"
-_KIND = "heads"
 
 
 class ParallelHeads:
@@ -34,23 +27,16 @@ class ParallelHeads:
 
     def __init__(self, directory: Path, target: TargetSection, weights: Weights) -> None:
         """Load the heads in `directory`. Raises `ModelLoadError`, and `ConfigurationError` without the device."""
-        dtype = torch.float32 if weights == "float32" else torch.bfloat16
-        device = choose_device(target.device, 0)
-        drafter = load_drafter(directory, Path(target.path), dtype, device, _KIND)
-        module, ends = drafter.module, drafter.ends
-        if not isinstance(module, MedusaHeads):
-            raise TypeError(f"{type(module).__name__} is no module of the kind {_KIND}")
+        loaded = load_served_module(directory, weights, target, "heads", MedusaHeads)
+        module, ends, make = loaded.module, loaded.ends, loaded.make
         self.depths = module.shape.depths
         self.hidden_size = ends.hidden_size
         self.vocabulary_size = len(ends.embedding)
         self._embedding, self._epsilon = ends.embedding, ends.epsilon
         self._norm = None if ends.norm is None else ends.norm.float()
-        make = partial(make_product, weights=weights, directory=target.compile_directory)
         self._mix = None if module.mix is None else _mix_of(module.mix, make)
         self._heads = make(module.weights)
-        largest = load_largest(device, target.compile_directory)
-        shortlist = Shortlist(ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
-        self._ranker = PathRanker(ends, module.selector, make, shortlist)
+        self._ranker = PathRanker(ends, module.selector, make, loaded.shortlist)
 
     def warm_up(self, siblings: int) -> None:
         """Rank zeros in a few widths, so that the first proposals do not wait for one-time work."""

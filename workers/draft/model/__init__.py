@@ -18,7 +18,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.common.trees.expansion_settings import ExpansionSettings
 from workers.draft.common.trees.tree_drafter import TreeDrafter
-from workers.draft.registry import Placement, is_encoder_decoder, register
+from workers.draft.registry import Placement, Places, is_encoder_decoder, register
 from workers.sampling.acceptance import RULES, DrawnDrafts
 
 
@@ -40,6 +40,11 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
     `mode`, `width` and `lookup` have no effect. `auto` is `on` where `target.acceptance` is such a rule. For the same
     seed, the text then differs from decoding without drafts; its distribution does not."""
 
+    @property
+    def has_lookup(self) -> bool:
+        """Whether tokens that followed the same tokens earlier in the sequence are added to the trees."""
+        return self.lookup == "on"
+
 
 def _preferred(target: TargetSection) -> Placement:
     """On CPU, a translator's draft takes less time than a call to another process, and reads no source there."""
@@ -59,7 +64,7 @@ def _resolved(settings: DraftModelSettings) -> DraftModelSettings:
     return settings.model_copy(update={"quantization": "int8" if is_small and on_cpu else "none"})
 
 
-@register("model", DraftModelSettings, preferred=_preferred)
+@register("model", DraftModelSettings, places=Places(preferred=_preferred))
 def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> DraftMethod:
     """Create the method `model`: load the weights and warm up.
 
@@ -91,4 +96,4 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
             )
         siblings = 1 if drawn == DrawnDrafts.CHAIN else settings.candidates
         return DrawingDrafter(TokenDrawer(expander, target_vocabulary_size), draft, siblings)
-    return TreeDrafter(expander, settings, draft, has_lookup=settings.lookup == "on")
+    return TreeDrafter(expander, settings, draft)

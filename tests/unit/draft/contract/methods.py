@@ -116,7 +116,7 @@ def cases_of(name: str) -> list[MethodCase]:
 
 def places_of(name: str) -> list[str]:
     """Where all of the joined methods can draft."""
-    return [place for place in _PLACES if all(place in METHODS.get(one).placements for one in name.split("+"))]
+    return [place for place in _PLACES if all(place in METHODS.get(one).places.order for one in name.split("+"))]
 
 
 _PLACES = ("drafter", "target")

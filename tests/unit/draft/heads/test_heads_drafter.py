@@ -17,6 +17,7 @@ from cluster.core.ports import DraftMethod
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
 from tests.support.models import drafting_modules, tiny
+from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.registry import METHODS, create, needs_of
 from workers.model.draft_card import read_card
 from workers.model.draft_shapes import HeadsShape
@@ -129,11 +130,11 @@ def test_the_tree_of_a_card_is_used_where_the_settings_have_none(target: Path, t
         settings_of_kind: Any = section.settings(kind, METHODS.get(kind).settings)
         return settings_of_kind.form(section)
 
-    assert form(4) == (3, frozenset(nodes))
-    assert form(2) == (1, frozenset(nodes[:2]))
-    assert form(5) == (8, None)  # a tree of fewer nodes than may be drafted is not used
-    assert form(4, tree="auto") == (8, None)
-    assert form(4, tree=[[0], [1]]) == (2, frozenset({(0,), (1,)}))
+    assert form(4) == TreeForm(3, frozenset(nodes))
+    assert form(2) == TreeForm(1, frozenset(nodes[:2]))
+    assert form(5) == TreeForm(8)  # a tree of fewer nodes than may be drafted is not used
+    assert form(4, tree="auto") == TreeForm(8)
+    assert form(4, tree=[[0], [1]]) == TreeForm(2, frozenset({(0,), (1,)}))
 
 
 def test_settings_that_cannot_work_are_refused(target: Path, heads: Path, tmp_path: Path) -> None:

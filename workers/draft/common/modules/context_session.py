@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cluster.core.request import SequenceStart
-from workers.draft.common.modules.context_store import BLOCK, BlockKeys, ContextStore
+from workers.draft.common.modules.context_store import SEGMENT, ContextStore, SegmentKeys
 from workers.draft.common.modules.context_window import ContextRows, ContextShape, ContextWindow
 from workers.draft.common.sessions import DraftingSession
 
@@ -18,12 +18,12 @@ class ContextSession(DraftingSession):
     def __init__(
         self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device, lead: int = 0
     ) -> None:
-        """`lead`: see `BlockKeys`."""
+        """`lead`: see `SegmentKeys`."""
         super().__init__(start)
         self._lead = lead
         self._shape = shape
         self._store = store
-        self._keys = BlockKeys(start.cache_salt, lead)
+        self._keys = SegmentKeys(start.cache_salt, lead)
         self.window = ContextWindow(shape, device)
 
     @property
@@ -38,26 +38,26 @@ class ContextSession(DraftingSession):
         self.window.truncate(max(0, length - self._lead))
 
     def restore(self) -> None:
-        """Take the blocks that the store has of these tokens and that are not known here."""
+        """Take the segments that the store has of these tokens and that are not known here."""
         keys = self._keys.of(self.tokens)
-        for index in range(max(0, self.anchor - self._shape.window) // BLOCK, self.anchor // BLOCK):
-            first = index * BLOCK
-            found = None if self.window.is_known(first, first + BLOCK) else self._store.find(keys[index])
+        for index in range(max(0, self.anchor - self._shape.window) // SEGMENT, self.anchor // SEGMENT):
+            first = index * SEGMENT
+            found = None if self.window.is_known(first, first + SEGMENT) else self._store.find(keys[index])
             if found is not None:
                 self.window.store(first, found)
 
     def add(self, first: int, rows: ContextRows) -> None:
-        """Store the context of consecutive tokens, and share full blocks."""
+        """Store the context of consecutive tokens, and share full segments."""
         end, begin = first + len(rows.features), first
         while begin < end:
-            piece_end = min(end, begin - begin % BLOCK + BLOCK)
+            piece_end = min(end, begin - begin % SEGMENT + SEGMENT)
             self.window.store(begin, rows.part(begin - first, piece_end - first))
             self.share(begin, piece_end)
             begin = piece_end
 
     def share(self, first: int, end: int) -> None:
-        """Keep the full blocks that end within these positions, which are known, for other sequences."""
+        """Keep the full segments that end within these positions, which are known, for other sequences."""
         keys = self._keys.of(self.tokens)
-        for index in range(first // BLOCK, min(end // BLOCK, len(keys))):
-            if self.window.is_known(index * BLOCK, (index + 1) * BLOCK):
-                self._store.add(keys[index], self.window, index * BLOCK)
+        for index in range(first // SEGMENT, min(end // SEGMENT, len(keys))):
+            if self.window.is_known(index * SEGMENT, (index + 1) * SEGMENT):
+                self._store.add(keys[index], self.window, index * SEGMENT)

@@ -13,42 +13,42 @@ import torch
 from workers.draft.common.modules.context_window import ContextRows, ContextWindow
 from workers.kv.prefix_cache import next_key, root_key
 
-BLOCK = 16
-"""Tokens per block."""
+SEGMENT = 16
+"""Tokens per segment."""
 
 
 class ContextStore:
-    """Blocks of positions by the hash of all tokens up to their end. The least recently used ones are dropped."""
+    """Segments of positions by the hash of all tokens up to their end. The least recently used ones are dropped."""
 
     def __init__(self, most_tokens: int, dtype: torch.dtype) -> None:
-        self._most = most_tokens // BLOCK
+        self._most = most_tokens // SEGMENT
         self._dtype = dtype
-        self._blocks: OrderedDict[bytes, ContextRows] = OrderedDict()
+        self._segments: OrderedDict[bytes, ContextRows] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._segments)
 
     def find(self, key: bytes) -> ContextRows | None:
-        """The block with this key."""
-        found = self._blocks.get(key)
+        """The segment with this key."""
+        found = self._segments.get(key)
         if found is not None:
-            self._blocks.move_to_end(key)
+            self._segments.move_to_end(key)
         return found
 
     def add(self, key: bytes, window: ContextWindow, first: int) -> None:
-        """Keep a copy of the block that begins at position `first`, unless it is kept already."""
+        """Keep a copy of the segment that begins at position `first`, unless it is kept already."""
         if not self._most or self.find(key) is not None:
             return
-        while len(self._blocks) >= self._most:
-            self._blocks.popitem(last=False)
-        self._blocks[key] = window.stored(first, first + BLOCK).copied(self._dtype)
+        while len(self._segments) >= self._most:
+            self._segments.popitem(last=False)
+        self._segments[key] = window.stored(first, first + SEGMENT).copied(self._dtype)
 
 
-class BlockKeys:
-    """The keys of one sequence's full blocks.
+class SegmentKeys:
+    """The keys of one sequence's full segments.
 
-    With `lead` 1, what is kept of a position depends on the token after it, too: a block of positions then has the key
-    of all tokens up to the one after its end.
+    With `lead` 1, what is kept of a position depends on the token after it, too: a segment of positions then has the
+    key of all tokens up to the one after its end.
     """
 
     def __init__(self, salt: str, lead: int = 0) -> None:
@@ -57,13 +57,13 @@ class BlockKeys:
         self._keys: list[bytes] = []
 
     def cut(self, length: int) -> None:
-        """Forget the blocks that depend on a token at or after position `length`."""
-        del self._keys[max(0, length - self._lead) // BLOCK :]
+        """Forget the segments that depend on a token at or after position `length`."""
+        del self._keys[max(0, length - self._lead) // SEGMENT :]
 
     def of(self, tokens: Sequence[int]) -> list[bytes]:
-        """The keys of all full blocks of `tokens`, which continue those of the last call."""
-        while (len(self._keys) + 1) * BLOCK + self._lead <= len(tokens):
-            first, end = len(self._keys) * BLOCK, (len(self._keys) + 1) * BLOCK + self._lead
+        """The keys of all full segments of `tokens`, which continue those of the last call."""
+        while (len(self._keys) + 1) * SEGMENT + self._lead <= len(tokens):
+            first, end = len(self._keys) * SEGMENT, (len(self._keys) + 1) * SEGMENT + self._lead
             before = self._keys[-1] if self._keys else self._root
             self._keys.append(next_key(before, tokens[first:end]))
         return self._keys

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from cluster.core.config.draft_section import DraftModuleSection, DraftSection
 from cluster.core.drafting import EvidenceNeeds
-from workers.draft.common.modules.ranked_paths import Shape
+from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.model.draft_card import read_card
 
 Weights = Literal["auto", "float32", "bfloat16", "int8"]
@@ -57,18 +57,18 @@ class TreeSettings(DraftModuleSection):
                 raise ValueError(f"tree: {list(path)} needs its parent {list(path[:-1])}")
         return tree
 
-    def form(self, draft: DraftSection) -> tuple[int, Shape | None]:
-        """The most candidates below one node, and the nodes that a tree may have; `None`: any.
+    def form(self, draft: DraftSection) -> TreeForm:
+        """The form of the trees.
 
-        Of the tree of a card, as many nodes as `draft.max_nodes`; one with fewer nodes is not used.
+        Of the tree of a card, it has as many nodes as `draft.max_nodes`; one with fewer nodes is not used.
         """
         nodes = () if self.tree == "auto" else self.tree
         if nodes is None:
             nodes = read_card(Path(self.path)).tree[: draft.max_nodes]
             nodes = nodes if len(nodes) == draft.max_nodes else ()
         if not nodes:
-            return self.candidates, None
-        return 1 + max(rank for path in nodes for rank in path), frozenset(nodes)
+            return TreeForm(self.candidates)
+        return TreeForm(1 + max(rank for path in nodes for rank in path), frozenset(nodes))
 
 
 def module_taps(settings: DraftModuleSection) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.request import SequenceStart
-from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, Shape, draft_paths
+from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, TreeForm, draft_paths
 from workers.draft.common.sessions import Session
+from workers.draft.common.trees.calibration import KINDS
 from workers.sampling.context import Branch, DecisionContext
 
 _NOT_DRAFTED = -1
@@ -40,11 +41,11 @@ class PathHistory:
 class PathTrees:
     """Builds the trees of all sequences of a drafter, and learns from the tokens that were committed after them."""
 
-    def __init__(self, draft: DraftSection, depths: int, shape: Shape | None = None) -> None:
-        """`depths` that the module predicts. `shape`: see `draft_paths`."""
+    def __init__(self, draft: DraftSection, depths: int, form: TreeForm) -> None:
+        """`depths` is the number that the module predicts."""
         self._max_nodes = draft.max_nodes
         self._max_depth = min(draft.max_depth, depths)
-        self._shape = shape
+        self._nodes = form.nodes
         self._calibration = PathCalibration(depths)
 
     def within(self, budget: DraftBudget) -> DraftBudget:
@@ -56,8 +57,8 @@ class PathTrees:
         last = history.last
         if last is not None and len(session.tokens) > last.base_len:
             history.last = None
-            taken = session.tokens[last.base_len :]
-            history.is_streak = self._calibration.observe(last.ranked, taken, session.is_greedy, history.is_streak)
+            taken, kind = session.tokens[last.base_len :], KINDS[session.is_greedy, history.is_streak]
+            history.is_streak = self._calibration.observe(last.ranked, taken, kind)
 
     def repeated(self, session: Session, history: PathHistory, budget: DraftBudget) -> Proposal | None:
         """The last proposal, if it is the answer to this budget too."""
@@ -72,10 +73,9 @@ class PathTrees:
             ranked,
             budget,
             self._calibration,
-            is_greedy=session.is_greedy,
-            is_streak=history.is_streak,
+            kind=KINDS[session.is_greedy, history.is_streak],
             ends=session.start.sampling.end_token_ids,
-            shape=self._shape,
+            shape=self._nodes,
         )
         proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities)
         history.last = _Drafted(row.base_len, session.start, ranked, budget, proposal)

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 
 from cluster.core.drafting import DraftBudget
 from cluster.core.tree import ROOT, TokenTree
-from workers.draft.common.trees.calibration import KINDS, Calibration
+from workers.draft.common.trees.calibration import KINDS, Calibration, Kind
 
 Shape = frozenset[tuple[int, ...]]
 """The nodes that a tree may have. A node is the ranks along its path: `(0, 1)` is the second child of the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeForm:
+    """The form of the trees of a module that predicts all depths at once."""
+
+    siblings: int
+    """Most candidates below one node."""
+    nodes: Shape | None = None
+    """The nodes that a tree may have; `None`: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +48,20 @@ class PathCalibration:
     def __init__(self, depths: int) -> None:
         self._depths = [Calibration() for _ in range(depths)]
 
-    def probabilities(self, depth: int, confidences: Sequence[float], is_greedy: bool, is_streak: bool) -> list[float]:
-        """See `Calibration`. `is_streak`: whether the token before was itself a first candidate."""
-        return self._depths[depth].probabilities(confidences, KINDS[is_greedy, is_streak])
+    def probabilities(self, depth: int, confidences: Sequence[float], kind: Kind) -> list[float]:
+        """The probability that the target takes each candidate of a depth, in order of rank."""
+        return self._depths[depth].probabilities(confidences, kind)
 
-    def observe(self, ranked: RankedPaths, taken: Sequence[int], is_greedy: bool, is_streak: bool) -> bool:
-        """Learn from the tokens that the target took after the row of `ranked`.
+    def observe(self, ranked: RankedPaths, taken: Sequence[int], kind: Kind) -> bool:
+        """Learn from the tokens that the target took after the row of `ranked`. `kind` is that of the first depth.
 
         Returns whether the last one was a first candidate of its depth.
         """
-        parent = 0
+        parent, is_streak = 0, kind.is_streak
         for depth, token in enumerate(taken[: len(ranked.tokens)]):
             order, confidences = ranked.children(depth, parent)
             rank = next((rank for rank, one in enumerate(order) if ranked.tokens[depth][one] == token), None)
-            self._depths[depth].observe(confidences, rank, KINDS[is_greedy, is_streak])
+            self._depths[depth].observe(confidences, rank, KINDS[kind.is_greedy, is_streak])
             is_streak = rank == 0
             if rank is None:
                 break
@@ -64,14 +74,14 @@ def draft_paths(
     budget: DraftBudget,
     calibration: PathCalibration,
     *,
-    is_greedy: bool,
-    is_streak: bool,
+    kind: Kind,
     ends: Collection[int] = (),
     shape: Shape | None = None,
 ) -> tuple[TokenTree, tuple[float, ...]]:
     """The tree of the most probable nodes within `budget`, best first, and the probability of the path to each.
 
-    With a `shape`, only its nodes. Nothing follows a token of `ends`.
+    `kind` is that of the candidates at the first depth. With a `shape`, only its nodes. Nothing follows a token of
+    `ends`.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -84,7 +94,7 @@ def draft_paths(
         nonlocal serial
         depth = len(ranks)
         order, confidences = ranked.children(depth, candidate)
-        estimates = calibration.probabilities(depth, confidences, is_greedy, is_first)
+        estimates = calibration.probabilities(depth, confidences, KINDS[kind.is_greedy, is_first])
         for rank, child in enumerate(order):
             if confidences[rank] > 0.0 and (shape is None or (*ranks, rank) in shape):
                 serial += 1
@@ -92,7 +102,7 @@ def draft_paths(
 
     max_depth = min(budget.max_depth, len(ranked.tokens))
     if max_depth > 0:
-        push_children(0, ROOT, 1.0, (), is_streak)
+        push_children(0, ROOT, 1.0, (), kind.is_streak)
     while heap and len(tokens) < budget.max_nodes:
         path, _, candidate, parent, ranks = heapq.heappop(heap)
         token = ranked.tokens[len(ranks) - 1][candidate]

@@ -17,3 +17,8 @@ class ExpansionSettings(PluginSettings):
     `enumerate` between calls anywhere in the tree."""
     width: Annotated[int, Field(ge=1, le=32)] = 4
     """Most nodes of one tree that one forward pass expands."""
+
+    @property
+    def has_lookup(self) -> bool:
+        """Whether tokens that followed the same tokens earlier in the sequence are added to the trees."""
+        return False

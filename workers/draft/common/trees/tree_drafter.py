@@ -53,7 +53,6 @@ class TreeDrafter:
         expander: Expander,
         settings: ExpansionSettings,
         draft: DraftSection,
-        has_lookup: bool = False,
         most_forward_tokens: int = MOST_FORWARD_TOKENS,
         clock: Callable[[], float] = time.perf_counter,
         calibration: Calibration | None = None,
@@ -67,7 +66,7 @@ class TreeDrafter:
         self._calibration = Calibration() if calibration is None else calibration
         self._cost = PassCost()
         self._queue = RunAheadQueue(settings, draft.max_nodes, expander.max_context_len)
-        lookup_sizes = LOOKUP_SIZES if has_lookup else None
+        lookup_sizes = LOOKUP_SIZES if settings.has_lookup else None
         self._sessions = Sessions(
             lambda start: TreeSession(start, self._memory, self._calibration, lookup_sizes, draft.max_depth),
             TreeSession.evict,

@@ -17,7 +17,9 @@ from tests.unit.draft.conftest import DRAFT_VOCABULARY
 from tests.unit.draft.rows import BUDGET, GREEDY, SAMPLED, SIZE, TAPS, draft, row, shown
 from workers.draft.block.block_drafter import load_block_drafter
 from workers.draft.common.modules.module_settings import ContextModuleSettings
+from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.eagle.eagle_drafter import load_eagle_drafter
+from workers.draft.eagle.eagle_growth import GrowthLimits
 
 Make = Callable[..., DraftMethod]
 
@@ -31,8 +33,8 @@ def make(request: pytest.FixtureRequest, target: Path, modules: Path) -> Make:
         section = TargetSection.model_validate({"path": str(target), "device": "cpu", "evidence": {"taps": TAPS}})
         parsed = ContextModuleSettings.model_validate(values)
         if request.param == "block":
-            return load_block_drafter(parsed, DraftSection(), section, siblings=3)
-        return load_eagle_drafter(parsed, DraftSection(), section, siblings=3, width=2)
+            return load_block_drafter(parsed, DraftSection(), section, TreeForm(siblings=3))
+        return load_eagle_drafter(parsed, DraftSection(), section, GrowthLimits(siblings=3, width=2))
 
     return create
 

@@ -7,6 +7,7 @@ import pytest
 from cluster.core.drafting import DraftBudget
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, Shape, draft_paths
+from workers.draft.common.trees.calibration import KINDS
 
 RANKED = RankedPaths(
     tokens=[[10, 11, 12], [20, 21, 22], [30, 31, 32]],
@@ -23,7 +24,7 @@ def drafted(
     ends: tuple[int, ...] = (),
 ) -> tuple[TokenTree, tuple[float, ...]]:
     calibration = calibration or PathCalibration(3)
-    return draft_paths(RANKED, budget, calibration, is_greedy=True, is_streak=True, ends=ends, shape=shape)
+    return draft_paths(RANKED, budget, calibration, kind=KINDS[True, True], ends=ends, shape=shape)
 
 
 def test_the_most_probable_nodes_are_drafted_with_the_tokens_below_their_own_parent() -> None:
@@ -60,9 +61,9 @@ def test_nothing_follows_a_token_that_ends_the_answer() -> None:
 def test_decisions_of_the_target_move_the_tree_to_the_tokens_that_it_takes() -> None:
     calibration = PathCalibration(3)
     for _ in range(200):
-        is_first = calibration.observe(RANKED, [11, 22, 99], is_greedy=True, is_streak=True)
+        is_first = calibration.observe(RANKED, [11, 22, 99], KINDS[True, True])
     assert not is_first
     tree, probabilities = drafted(DraftBudget(2, 3), calibration=calibration)
     assert tree == TokenTree.chain([11, 22])
     assert min(probabilities) > 0.8
-    assert calibration.observe(RANKED, [10], is_greedy=True, is_streak=True)
+    assert calibration.observe(RANKED, [10], KINDS[True, True])

@@ -7,7 +7,7 @@ from cluster.core.drafting import DraftBudget, DraftRow
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
-from workers.draft.common.modules.ranked_paths import RankedPaths
+from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.sessions import Session
 
 START = SequenceStart(2, SamplingParameters(temperature=0.0))
@@ -17,7 +17,7 @@ BUDGET = DraftBudget(3, 2)
 
 def drafted() -> tuple[PathTrees, Session, PathHistory]:
     """A sequence of two tokens with its first draft."""
-    trees, session, history = PathTrees(DraftSection(), 2), Session(START), PathHistory()
+    trees, session, history = PathTrees(DraftSection(), 2, TreeForm(3)), Session(START), PathHistory()
     session.tokens = [5, 6]
     tree = trees.propose(DraftRow(SequenceId("a"), 2, (5, 6), BUDGET, START), BUDGET, session, history, RANKED).tree
     assert len(tree) == 3 and tree.path_tokens(0) == (10,)
@@ -25,7 +25,7 @@ def drafted() -> tuple[PathTrees, Session, PathHistory]:
 
 
 def test_a_budget_is_cut_to_the_settings_and_to_the_depths_of_the_module() -> None:
-    trees = PathTrees(DraftSection(max_nodes=6, max_depth=5), 4)
+    trees = PathTrees(DraftSection(max_nodes=6, max_depth=5), 4, TreeForm(3))
     assert trees.within(DraftBudget(9, 9)) == DraftBudget(6, 4)
     assert trees.within(DraftBudget(2, 9)) == DraftBudget(2, 2)
     assert trees.within(DraftBudget(0, 3)) == DraftBudget(0, 0)

@@ -1,0 +1,62 @@
+"""Loads a drafting module for serving, with the target's ends and the ranking of its candidates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+from cluster.core.config.target_section import TargetSection
+from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.product import MakeProduct, make_product
+from workers.draft.common.modules.shortlist import Shortlist
+from workers.forward.native.largest import load_largest
+from workers.model.devices import choose_device
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.files import load_drafter
+
+_COUPLED = "coupled"
+"""The acceptance rule with which sampled candidates are ranked by the target's own noise."""
+
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModule(Generic[ModuleType]):
+    """A module that was trained for the target."""
+
+    module: ModuleType
+    ends: TargetEnds
+    make: MakeProduct
+    """Makes products with weights in the type of the settings."""
+    shortlist: Shortlist
+    """Ranks the candidates of rows of logits."""
+
+
+def computed_type(weights: Weights) -> torch.dtype:
+    """The data type that a module with these weights is loaded in, and that its keys and values are kept in."""
+    return torch.float32 if weights == "float32" else torch.bfloat16
+
+
+def load_served_module(
+    directory: Path, weights: Weights, target: TargetSection, kind: str, expected: type[ModuleType]
+) -> ServedModule[ModuleType]:
+    """Load the module of this kind in a directory.
+
+    Raises `ModelLoadError`, and `ConfigurationError` without the device.
+    """
+    device = choose_device(target.device, 0)
+    loaded = load_drafter(directory, Path(target.path), computed_type(weights), device, kind)
+    if not isinstance(loaded.module, expected):
+        raise TypeError(f"{type(loaded.module).__name__} is no module of the kind {kind}")
+    largest = load_largest(device, target.compile_directory)
+    return ServedModule(
+        loaded.module,
+        loaded.ends,
+        partial(make_product, weights=weights, directory=target.compile_directory),
+        Shortlist(loaded.ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest),
+    )
