@@ -24,6 +24,8 @@ class RowFaultCode(Enum):
     """No block is free. Send the row again when other sequences have released theirs."""
     INVALID = "invalid"
     """The row is invalid, for example a token is outside the vocabulary. Only its request fails."""
+    NOT_READY = "not_ready"
+    """The row's grammar is still being compiled. Send the row again."""
 
 
 @dataclass(frozen=True, slots=True)

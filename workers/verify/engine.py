@@ -76,7 +76,7 @@ class TargetEngine:
         self._name = served_name or model.name
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._sources = SourceStore(pool)
-        self._grammars = Grammars(directory, model.vocabulary_size, model.eos_token_ids)
+        self._grammars = Grammars(directory, model.vocabulary_size, model.eos_token_ids, ranks=model.tensor_parallel)
         self._forbidden = ForbiddenTexts(directory, model.vocabulary_size)
         self._drafter: ColocatedDrafter | None = None
         if method is not None:
@@ -150,6 +150,7 @@ class TargetEngine:
         begun = time.perf_counter()
         verdicts: dict[SequenceId, Verdict] = {}
         ready: list[ReadyRow] = []
+        self._grammars.prepare([(row, self._sequences.get(row.sequence_id)) for row in batch.rows])
         for row in batch.rows:
             prepared = self._prepare(row)
             if isinstance(prepared, ReadyRow):
@@ -196,6 +197,8 @@ class TargetEngine:
             return fault_verdict(row, RowFaultCode.OUT_OF_SYNC, message, stored)
         if problem := source_problem(sequence.start.source, self._model.source):
             return fault_verdict(row, RowFaultCode.INVALID, problem)
+        if not self._grammars.is_ready(row, sequence):
+            return fault_verdict(row, RowFaultCode.NOT_READY, "its grammar is being compiled", len(sequence.tokens))
         scored = scored_count(row, sequence.start)
         select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
         try:

@@ -27,6 +27,7 @@ _FAULTS = {
     pb.ROW_FAULT_CODE_OUT_OF_SYNC: RowFaultCode.OUT_OF_SYNC,
     pb.ROW_FAULT_CODE_KV_EXHAUSTED: RowFaultCode.KV_EXHAUSTED,
     pb.ROW_FAULT_CODE_INVALID: RowFaultCode.INVALID,
+    pb.ROW_FAULT_CODE_NOT_READY: RowFaultCode.NOT_READY,
 }
 _FAULT_NUMBERS = {code: number for number, code in _FAULTS.items()}
 

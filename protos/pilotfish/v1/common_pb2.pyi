@@ -37,6 +37,8 @@ class _RowFaultCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowFault
     """No KV block is free. Send the row again later."""
     ROW_FAULT_CODE_INVALID: _RowFaultCode.ValueType  # 3
     """The row is invalid. Only its request fails."""
+    ROW_FAULT_CODE_NOT_READY: _RowFaultCode.ValueType  # 4
+    """The row's grammar is still being compiled. Send the row again later."""
 
 class RowFaultCode(_RowFaultCode, metaclass=_RowFaultCodeEnumTypeWrapper):
     """Why one row was not computed. The other rows of the batch are not affected."""
@@ -49,6 +51,8 @@ ROW_FAULT_CODE_KV_EXHAUSTED: RowFaultCode.ValueType  # 2
 """No KV block is free. Send the row again later."""
 ROW_FAULT_CODE_INVALID: RowFaultCode.ValueType  # 3
 """The row is invalid. Only its request fails."""
+ROW_FAULT_CODE_NOT_READY: RowFaultCode.ValueType  # 4
+"""The row's grammar is still being compiled. Send the row again later."""
 Global___RowFaultCode: _TypeAlias = RowFaultCode  # noqa: Y015
 
 @_typing.final

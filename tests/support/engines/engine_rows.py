@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
+from cluster.core.drafting import RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.verification import OpenRow, StepBatch, Verdict, VerifyRow
@@ -40,7 +41,11 @@ def open_row(name: str, tokens: Sequence[int], parent: str | None = None, salt: 
 
 
 def verify(engine: TargetEngine, row: VerifyRow) -> Verdict:
-    return engine.step(StepBatch((row,))).verdicts[0]
+    """The verdict on a row, which is sent again while its grammar is compiled."""
+    while True:
+        verdict = engine.step(StepBatch((row,))).verdicts[0]
+        if verdict.fault is None or verdict.fault.code is not RowFaultCode.NOT_READY:
+            return verdict
 
 
 def decode(

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
 from cluster.core.bounds import MAX_CHOICES
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
+from cluster.core.drafting import RowFaultCode
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
-from cluster.core.verification import VerifyRow
+from cluster.core.verification import StepBatch, VerifyRow
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.engines.engine_rows import first_row, verify
 from tests.support.models import tiny, tiny_tokenizer
@@ -130,3 +134,42 @@ def check(grammar: Grammar, text: str) -> None:
             assert text in grammar.choices
         case _:
             assert text.strip("()") in ("fish", "swim", "he") and text.count("(") == text.count(")")
+
+
+def test_a_grammar_that_is_compiled_for_long_delays_no_other_row(
+    engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, may_end = engine._grammars._compiler, threading.Event()
+    assert compiler is not None
+    compile_now = compiler._compile
+
+    def slow(grammar: Grammar) -> LLMatcher:
+        assert may_end.wait(60)
+        return compile_now(grammar)
+
+    monkeypatch.setattr(compiler, "_compile", slow)
+    constrained = replace(SAMPLINGS["greedy"], grammar=Grammar(GrammarKind.REGEX, "(fish){3}"))
+    waiting, plain = first_row("waiting", PROMPT, constrained), first_row("plain", PROMPT, SAMPLINGS["greedy"])
+    try:
+        for length in range(len(PROMPT), len(PROMPT) + 3):
+            begun = time.monotonic()
+            late, prompt = engine.step(StepBatch((waiting, plain))).verdicts
+            assert time.monotonic() - begun < 5
+            assert late.fault is not None and late.fault.code is RowFaultCode.NOT_READY
+            assert prompt.fault is None and len(prompt.tokens) == 1
+            plain = VerifyRow(SequenceId("plain"), length + 1, prompt.tokens)
+    finally:
+        may_end.set()
+    assert verify(engine, waiting).fault is None
+    engine.release_all()
+
+
+def test_an_error_of_a_grammar_is_not_kept(engine: TargetEngine) -> None:
+    compiler = engine._grammars._compiler
+    assert compiler is not None
+    wrong = replace(SAMPLINGS["greedy"], grammar=Grammar(GrammarKind.REGEX, "[a"))
+    for _ in range(2):
+        fault = verify(engine, first_row("wrong", PROMPT, wrong)).fault
+        assert fault is not None and fault.code is RowFaultCode.INVALID and fault.message.startswith("grammar: ")
+        assert wrong.grammar not in compiler._compiled
+    engine.release_all()

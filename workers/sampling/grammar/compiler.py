@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -16,7 +17,7 @@ _MOST_CACHED = 64
 
 
 class GrammarCompiler:
-    """Compiles grammars, and keeps those that were used last.
+    """Compiles grammars in a thread, and keeps those that were used last.
 
     The vocabulary is read at the first grammar. The work and the memory of a compilation are bounded by the library.
     """
@@ -27,17 +28,29 @@ class GrammarCompiler:
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = list(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
 
-    def matcher(self, grammar: Grammar, prompt_len: int) -> GrammarMatcher:
-        """Return a matcher at the beginning of an answer. Raises `GrammarError`."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compile(grammar)
-            self._compiled[grammar] = compiled
+    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Begin to compile a grammar, if that is not done. The result is a matcher to copy, or a `GrammarError`."""
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
             if len(self._compiled) > _MOST_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
+        return found
+
+    def matcher(self, grammar: Grammar, prompt_len: int) -> GrammarMatcher:
+        """Return a matcher at the beginning of an answer. Waits for the compilation.
+
+        Raises `GrammarError`, which is not kept.
+        """
+        try:
+            compiled = self.compile(grammar).result()
+        except GrammarError:
+            del self._compiled[grammar]
+            raise
         return GrammarMatcher(compiled.deep_copy(), prompt_len, self._vocabulary_size, self._eos_token_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:

@@ -30,6 +30,8 @@ class GrammarMatcher:
         self._start = self._end = prompt_len
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._forced: list[int] = []
+        """Forced tokens after the place that are known. A long literal is not read anew at each step."""
 
     def follow(self, tokens: Sequence[int], length: int) -> None:
         """Go to the place after the first `length` of `tokens`, prompt included.
@@ -40,9 +42,11 @@ class GrammarMatcher:
         if length < self._end:
             self._matcher.rollback(self._end - length)
             self._end = length
+            self._forced = []
         new = [tokens[index] for index in range(self._end, length)]
         taken = self._matcher.try_consume_tokens(new) if new else 0
         self._end += taken
+        self._forced = self._forced[taken:] if self._forced[:taken] == new[:taken] else []
         self._check()
         if taken < len(new):
             raise GrammarError("the answer so far does not match the grammar")
@@ -93,8 +97,11 @@ class GrammarMatcher:
         """Return up to `most` tokens that follow because the grammar allows no other one at each place."""
         if most <= 0 or self._matcher.is_stopped():
             return ()
-        tokens = self._matcher.compute_ff_tokens()[:most]
-        return tuple(token for token in tokens if token < self._vocabulary_size) if not self._matcher.is_error() else ()
+        if not self._forced:
+            self._forced = self._matcher.compute_ff_tokens()
+        if self._matcher.is_error():
+            return ()
+        return tuple(token for token in self._forced[:most] if token < self._vocabulary_size)
 
     def _here(self) -> AllowedTokens:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import (
     InvalidRequest,
 )
@@ -66,3 +68,25 @@ async def test_a_verdict_that_does_not_match_its_row_is_dropped() -> None:
     async with serving(target, WrongDrafter(target)) as coordinator:
         assert await tokens_of(coordinator, request()) == target.answer(request())
         await until(lambda: target.blocks_free == target.blocks)
+
+
+async def test_a_row_that_is_not_ready_is_sent_again_and_delays_no_other() -> None:
+    target = FakeTarget()
+    plain, refused = target.step, 0
+
+    async def not_ready(batch: StepBatch) -> StepResult:
+        nonlocal refused
+        late = [row for row in batch.rows if row.pending[:1] == (7,)] if refused < 5 else []
+        refused += len(late)
+        others = tuple(row for row in batch.rows if row not in late)
+        result = await plain(replace(batch, rows=others))
+        fault = RowFault(RowFaultCode.NOT_READY, "its grammar is being compiled")
+        verdicts = (Verdict(row.sequence_id, row.base_len, fault=fault) for row in late)
+        return replace(result, verdicts=(*result.verdicts, *verdicts))
+
+    target.step = not_ready  # type: ignore[method-assign]
+    wanted = [request("late", prompt=(7, 1)), request("other", prompt=(1, 2))]
+    async with serving(target, PerfectDrafter(target)) as coordinator:
+        answers = await asyncio.gather(*(tokens_of(coordinator, one) for one in wanted))
+    assert answers == [target.answer(one) for one in wanted]
+    assert refused >= 5
