@@ -3,9 +3,10 @@
 The argument is the path of the model's `tokenizer.json`. Each line of the standard input is a JSON object: `source`,
 `is_ebnf` (whether it may be EBNF instead of Lark's syntax), `limits` (arguments of `LLParserLimits`) and `seconds` of
 processor time. Each is answered by one line of JSON on the standard output: `source` in Lark's syntax, `error`, which
-is empty for a good grammar, and `signal`, the signal that ended the compilation, or 0. Each grammar is compiled by a
-child of this process, so a grammar that takes too long or crashes ends nothing else. The process ends with its input.
-It imports nothing of this project, so that the file can be run by its path.
+is empty for a good grammar, and `signal`, the signal that ended the compilation, or 0. `vocabulary` says why the file
+cannot be used, if that is so. Each grammar is compiled by a child of this process, so a grammar that takes too long or
+crashes ends nothing else. The process ends with its input. It imports nothing of this project, so that the file can be
+run by its path.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def main() -> None:
     except ValueError as error:
         vocabulary, problem = None, f"the model's {os.path.basename(sys.argv[1])} cannot be used: {error}"
     for line in sys.stdin:
-        answer = {"source": "", "error": problem, "signal": 0}
+        answer = {"source": "", "error": "", "signal": 0, "vocabulary": problem}
         if vocabulary is not None:
             answer = _in_a_child(json.loads(line), vocabulary)
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.core.errors import NotReady
+from cluster.core.errors import InvalidRequest, NotReady
 
 _MOST_SECONDS = 60.0
 """Longest time for an answer of the process, in seconds, also on a busy machine."""
@@ -47,7 +47,8 @@ class CompilerProcess:
     def compile(self, source: str, limits: Mapping[str, Any], *, is_ebnf: bool, seconds: float) -> Compiled:
         """Compile within `seconds` of processor time. This call blocks; only one thread may call at a time.
 
-        Raises `NotReady` for a failure that the grammar did not cause.
+        Raises `NotReady` for a failure that the grammar did not cause, and `InvalidRequest` (`grammar`) if the
+        vocabulary cannot be used.
         """
         request = {"source": source, "is_ebnf": is_ebnf, "limits": dict(limits), "seconds": seconds}
         try:
@@ -57,6 +58,9 @@ class CompilerProcess:
         if answer is None or answer["signal"] in _NOT_ITS_OWN:
             self.close()
             raise NotReady("the process that compiles grammars has ended; send the request again")
+        if answer.get("vocabulary"):
+            self.close()  # the file is read again for the next grammar
+            raise InvalidRequest("grammar", source, f"left out: {answer['vocabulary']}")
         if answer["signal"] == _TOO_SLOW:
             return Compiled("", f"it takes more than {seconds:g} s to compile", was_too_slow=True)
         if answer["signal"]:

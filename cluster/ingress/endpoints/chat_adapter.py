@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import aclosing
+import re
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Protocol
 
 from fastapi import Request, Response
@@ -61,6 +62,21 @@ class ChatAdapter(Protocol):
     def error(self, error: ErrorResponse) -> Event:
         """Return the event of an error in a stream."""
         ...
+
+
+@contextmanager
+def own_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the field of an error as the client of another API knows it.
+
+    `names` maps regular expressions to replacements. The first one that the beginning of the field matches is used.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        for pattern, own in names.items():
+            if (found := re.match(pattern, error.field)) is not None:
+                raise error.renamed(found.expand(own) + error.field[found.end() :]) from None
+        raise
 
 
 async def respond(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
@@ -17,7 +15,7 @@ from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.core.json_text import find_half
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.endpoints.chat_adapter import Event, Named, respond
+from cluster.ingress.endpoints.chat_adapter import Event, Named, own_names, respond
 from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.errors import ErrorResponse, anthropics_error
 from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32, Untyped
@@ -37,11 +35,14 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _NAMES = {
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-    "thinking_token_budget": "thinking.budget_tokens",
+    r"response_format\.json_schema\.schema": "output_config.format.schema",
+    r"response_format\b": "output_config.format",
+    r"stop\b": "stop_sequences",
+    r"thinking_token_budget": "thinking.budget_tokens",
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[\d+\])\.function": r"\1",
 }
-"""Parameters by their names in OpenAI's API, where Anthropic's names differ."""
+"""Names of Anthropic's API for fields that OpenAI's names otherwise; see `own_names`."""
 
 
 class ConversationBody(StrictModel):
@@ -101,29 +102,18 @@ def add_messages(app: FastAPI, client: ServiceClient, limits: LimitsSection, nam
             "top_k": body.top_k,
         }
         adapter = _Message(request.state.request_id)
-        with _anthropics_names():
+        with own_names(_NAMES):
             chat = parse(ChatRequest, json.dumps({**_chat(body), **answering}).encode())
             return await respond(request, client, limits, named, chat, adapter, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body, headers = await read_parsed(ConversationBody, request, limits)
-        with _anthropics_names():
+        with own_names(_NAMES):
             chat = parse(ChatRequest, json.dumps(_chat(body)).encode())
             conversation = chat_input(chat, chat.messages)
             found = await client.tokenize(generation_pb2.TokenizeRequest(model=body.model, chat=conversation))
         return JSONResponse({"input_tokens": len(found.token_ids)}, headers=dict(headers))
-
-
-@contextmanager
-def _anthropics_names() -> Iterator[None]:
-    """Name the parameter of an error as the client knows it."""
-    try:
-        yield
-    except InvalidRequest as error:
-        name = re.match(r"\w*", error.field)
-        first = name.group() if name else ""
-        raise error.renamed(_NAMES.get(first, first) + error.field.removeprefix(first)) from None
 
 
 def _chat(body: ConversationBody) -> Json:

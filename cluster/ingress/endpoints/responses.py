@@ -13,7 +13,7 @@ from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import UnsupportedParameter
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.endpoints.chat_adapter import Event, Named, respond
+from cluster.ingress.endpoints.chat_adapter import Event, Named, own_names, respond
 from cluster.ingress.endpoints.conversations import Conversations
 from cluster.ingress.endpoints.responses_body import ResponsesBody
 from cluster.ingress.openai.errors import ErrorResponse
@@ -22,6 +22,15 @@ from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
 from cluster.ingress.openai.requests import ChatRequest, part_text
 from cluster.ingress.openai.responses import reduced_tokens
 from pilotfish.v1 import generation_pb2
+
+_NAMES = {
+    r"response_format(\.json_schema)?\b": "text.format",
+    r"max_tokens\b": "max_output_tokens",
+    r"messages\b.*": "input",
+    r"reasoning_effort\b": "reasoning.effort",
+    r"(tools\[\d+\])\.function": r"\1",
+}
+"""Names of this API for fields that chats name otherwise; see `own_names`."""
 
 
 def add_responses(app: FastAPI, client: ServiceClient, limits: LimitsSection, named: Named) -> None:
@@ -34,7 +43,8 @@ def add_responses(app: FastAPI, client: ServiceClient, limits: LimitsSection, na
         caller = named(generation_pb2.GenerateRequest()).client
         before = [] if body.previous_response_id is None else conversations.find(body.previous_response_id, caller)
         turns = [*before, *_turns(body.input)]
-        chat = parse(ChatRequest, json.dumps(_chat(body, turns)).encode())
+        with own_names(_NAMES):
+            chat = parse(ChatRequest, json.dumps(_chat(body, turns)).encode())
         adapter = _ResponseObject(f"resp_{request.state.request_id}", body)
         if body.store:
 
@@ -42,7 +52,8 @@ def add_responses(app: FastAPI, client: ServiceClient, limits: LimitsSection, na
                 conversations.keep(adapter.id, caller, [*turns, answer])
 
             adapter.on_end = keep
-        return await respond(request, client, limits, named, chat, adapter, headers)
+        with own_names(_NAMES):
+            return await respond(request, client, limits, named, chat, adapter, headers)
 
 
 def _chat(body: ResponsesBody, turns: list[Json]) -> Json:

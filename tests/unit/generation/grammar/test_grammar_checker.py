@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,3 +255,15 @@ async def test_a_clients_own_options_of_the_library_have_no_effect(checker: Gram
     schema = {"type": "object", "x-guidance": {"no such option": True}}
     async with deadline(SECONDS):
         await checker.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+async def test_a_vocabulary_that_cannot_be_read_is_read_again(vocabulary: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{", encoding="utf-8")
+    checker = GrammarChecker(file)
+    async with deadline(SECONDS):
+        with pytest.raises(InvalidRequest, match="cannot be used"):
+            await checker.check(regex("a"))
+        shutil.copy(vocabulary, file)
+        assert await checker.check(regex("a")) == regex("a")
+    checker.close()

@@ -98,7 +98,18 @@ async def test_the_form_of_a_response_is_its_schema(api: HttpApi) -> None:
     assert response.status_code == 200, response.text
     assert api.engine.requests[0].sampling.grammar == OF_SCHEMA
     wrong = await api.post("/v1/responses", input="hi", text={"format": {**form, "schema": {"type": "fish"}}})
-    assert error_of(wrong)["param"] == "response_format.json_schema.schema"
+    assert error_of(wrong)["param"] == "text.format.schema"
+    for body, field in (
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "fish"}}]}, "tools[0].parameters"),
+        ({"text": {"format": {"type": "fish"}}}, "text.format.type"),
+        ({"input": "x" * 1500}, "input"),
+    ):
+        choice = {"tool_choice": "required"} if "tools" in body else {}
+        assert error_of(await api.post("/v1/responses", **{"input": "hi", **body, **choice}))["param"] == field
+    tool = {"name": "f", "input_schema": {"type": "fish"}}
+    message = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "tool_choice": {"type": "any"}}
+    refused = await api.post("/v1/messages", tools=[tool], **message)
+    assert refused.json()["error"]["message"].startswith("tools[0].input_schema: ")
 
 
 class Account(pydantic.BaseModel):
