@@ -164,6 +164,8 @@ class TargetInfo:
     """Whether answers are exactly those of the model alone. False for a lossy acceptance rule or attention window."""
     fingerprint: str = ""
     """A name of what answers depend on: weights, number format, kernels, ranks, and settings that are LOSSY."""
+    dequantized_from: str = ""
+    """What the weights were before they were de-quantized, as `GGUF Q4_1`; empty if they are as published."""
     decoder_start: tuple[int, ...] = ()
     """The prompt of every sequence of an encoder-decoder model: its start token and the forced tokens after it. Empty
     for a decoder-only model."""

@@ -120,3 +120,5 @@ class ServedModel:
     """Longest source of an encoder-decoder model, in tokens; 0 for other models."""
     shares_between_keys: bool = False
     """See `ServerSection.sharing_between_keys`."""
+    dequantized_from: str = ""
+    """See `TargetInfo.dequantized_from`."""

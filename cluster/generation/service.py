@@ -235,6 +235,7 @@ class GenerationService:
             info.is_lossless,
             info.max_source_len,
             self._shares_between_keys,
+            info.dequantized_from,
         )
 
     def models(self) -> tuple[ServedModel, ...]:

@@ -201,4 +201,5 @@ def _encode_model(model: ServedModel) -> generation_pb2.Model:
         else generation_pb2.MODEL_KIND_DECODER_ONLY,
         max_source_len=model.max_source_len,
         shares_between_keys=model.shares_between_keys,
+        dequantized_from=model.dequantized_from,
     )

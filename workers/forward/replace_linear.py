@@ -35,6 +35,16 @@ def replace_linear_layers(model: PreTrainedModel, quantization: str = "none") ->
                 setattr(parent, name, _replace(child, style, quantization))
 
 
+def has_only_fast_linears(model: nn.Module) -> bool:
+    """Whether all matrices but those of embeddings are in layers that `replace_linear_layers` has replaced."""
+    return not any(
+        parameter.dim() > 1
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
+
+
 def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The decoder layers: the members of the model's longest module list."""
     lists = [getattr(parent, name) for parent, name in _outer_lists(model)]

@@ -11,8 +11,11 @@ import torch
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
+from workers.forward.compilation import should_compile
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.attention import load_kernel
 from workers.forward.native.build import products
+from workers.forward.replace_linear import has_only_fast_linears
 
 _SAMPLE_BYTES = 1024
 _MOST_HEADER_BYTES = 100 * 1024 * 1024
@@ -21,9 +24,12 @@ _TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 
 
 def fingerprint(section: TargetSection, model: LoadedModel) -> str:
-    """Return the number of ranks and a hash of weights, number format, kernels, ranks and settings that are LOSSY.
+    """Name what answers depend on beside the request: `tp1-invariant-…` or `tp1-batched-…`.
 
-    For the same request and seed, targets of one fingerprint on machines of one kind give the same answer.
+    It has the number of ranks, whether other requests in a batch can change a bit (see `is_batch_invariant`), and a
+    hash of weights, number format, kernels, ranks and settings that are LOSSY. For the same request and seed, targets
+    of one fingerprint on machines of one kind give the same answer; a `batched` one may choose the other of two tokens
+    whose logits are nearly equal.
     """
     window = [section.kv.window, section.kv.sinks] if section.kv.window is not None else None
     rule = section.model_dump(mode="json", include={"acceptance": True, section.acceptance: True})
@@ -37,7 +43,27 @@ def fingerprint(section: TargetSection, model: LoadedModel) -> str:
         window,
     ]
     digest = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=6).hexdigest()
-    return f"tp{model.tensor_parallel}-{digest}"
+    batch = "invariant" if is_batch_invariant(section, model) else "batched"
+    return f"tp{model.tensor_parallel}-{batch}-{digest}"
+
+
+def is_batch_invariant(section: TargetSection, model: LoadedModel) -> bool:
+    """Whether a sequence's logits have the same bits alone and beside any others.
+
+    So it is where the CPU kernels compute a decoder, and in float32 where uncompiled modules of `transformers` do, on
+    one rank with attention by the CPU kernels, if all of their matrices are in linear layers. A mixture of experts, an
+    encoder, a GPU, or a compiled layer is not known to be.
+    """
+    if model.device.type != "cpu" or model.tensor_parallel > 1 or model.source is not None:
+        return False
+    if model.native is not None:
+        return True
+    is_plain = model.dtype is torch.float32 and not should_compile(section)
+    return (
+        is_plain
+        and has_only_fast_linears(model.module)
+        and load_kernel(model.kv_spec, section.compile_directory) is not None
+    )
 
 
 def weights_digest(directory: Path) -> str:

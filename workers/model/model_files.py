@@ -9,15 +9,18 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from gguf import GGUFReader
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cluster.core.errors import ModelLoadError
+from workers.model.dequantized import write_dequantized_from
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
 from workers.model.packaged.zip_entries import extract_entries
@@ -89,13 +92,19 @@ def _plain_weights(directory: Path, cache_directory: Path) -> Path:
         return directory
     files = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".json"))
     destination = cache_directory / f"{directory.name}-{_identity(files)}"
-    return _converted(lambda building, _: dequantize(directory, building), destination)
+
+    def convert(building: Path, _: Path) -> None:
+        dequantize(directory, building)
+        write_dequantized_from(building, str(settings["quant_method"]))
+
+    return _converted(convert, destination)
 
 
 def _convert_packaged(name: str, destination: Path, scratch: Path) -> None:
     file = packaged_file(name, scratch)
     if not PACKAGED_MODELS[name].is_marian:
         _convert_gguf(file, destination)
+        write_dequantized_from(destination, PACKAGED_MODELS[name].quantized)
         return
     entries = scratch / "entries"
     entries.mkdir()
@@ -150,6 +159,13 @@ def _convert_gguf(file: Path, destination: Path) -> None:
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
+    write_dequantized_from(destination, f"GGUF {_types_of(file)}")
+
+
+def _types_of(file: Path) -> str:
+    """The types of the matrices in a GGUF file, the most frequent first, as `Q4_1, Q8_0`."""
+    matrices = (tensor for tensor in GGUFReader(file).tensors if len(tensor.shape) > 1)
+    return ", ".join(kind for kind, _ in Counter(tensor.tensor_type.name for tensor in matrices).most_common())
 
 
 def end_of_sequence_ids(directory: Path) -> tuple[int, ...]:

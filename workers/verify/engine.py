@@ -35,6 +35,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
+from workers.model.dequantized import dequantized_from
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
 from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
 from workers.sampling.grammar.matcher import GrammarError
@@ -68,6 +69,7 @@ class TargetEngine:
     ) -> None:
         """`method` drafts here after each step. `evidence` is what drafters need; `directory` has the tokenizer."""
         self._model, self._pool, self._fingerprint = model, pool, fingerprint
+        self._dequantized_from = "" if directory is None else dequantized_from(directory)
         self._evidence = evidence or EvidenceSection()
         self._runner = ModelRunner(model, pool, resolve_taps(self._evidence.taps, len(model.layers)))
         self._collector = EvidenceCollector(self._evidence, self._runner, decider, model.tensor_parallel == 1, method)
@@ -89,7 +91,13 @@ class TargetEngine:
     def info(self) -> TargetInfo:
         """Describe this target."""
         info = describe_target(self._model, self._pool, self._name, is_lossless=self._rule.is_lossless)
-        return replace(info, epoch=self._epoch, profile=self._profile, fingerprint=self._fingerprint)
+        return replace(
+            info,
+            epoch=self._epoch,
+            profile=self._profile,
+            fingerprint=self._fingerprint,
+            dequantized_from=self._dequantized_from,
+        )
 
     def warm_up(self, profile: Sequence[StepSample] = ()) -> None:
         """Compile kernels, capture CUDA graphs, and measure the time of steps unless given. Call this on all ranks."""

@@ -229,6 +229,8 @@ def model_card(model: generation_pb2.Model) -> Json:
         "draft_method": model.draft_method,
         "shares_between_keys": model.shares_between_keys,
     }
+    if model.dequantized_from:
+        card["dequantized_from"] = model.dequantized_from
     if model.max_source_len:
         card["max_source_len"] = model.max_source_len
     return card

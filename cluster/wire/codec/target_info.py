@@ -49,6 +49,7 @@ def encode_target_info(info: TargetInfo) -> pb.TargetServiceGetInfoResponse:
         min_tokens=info.min_tokens,
         beam_search=encode_beam_search(info.beam_scoring),
         fingerprint=info.fingerprint,
+        dequantized_from=info.dequantized_from,
     )
 
 
@@ -82,6 +83,7 @@ def decode_target_info(message: pb.TargetServiceGetInfoResponse) -> TargetInfo:
         min_tokens=bounds.integer("min_tokens", message.min_tokens, 0, bounds.MAX_TOKENS),
         beam_scoring=decode_beam_search(message.beam_search, USUAL_SCORING),
         fingerprint=bounds.text("fingerprint", message.fingerprint, bounds.MAX_NAME_BYTES),
+        dequantized_from=bounds.text("dequantized_from", message.dequantized_from, bounds.MAX_NAME_BYTES),
     )
 
 

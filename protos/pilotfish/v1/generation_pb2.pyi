@@ -1303,6 +1303,7 @@ class Model(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MAX_SOURCE_LEN_FIELD_NUMBER: _builtins.int
     SHARES_BETWEEN_KEYS_FIELD_NUMBER: _builtins.int
+    DEQUANTIZED_FROM_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name clients send."""
     created: _builtins.int
@@ -1323,6 +1324,8 @@ class Model(_message.Message):
     """Longest source of an encoder-decoder model, in tokens; 0 for other models."""
     shares_between_keys: _builtins.bool
     """True if requests with different API keys share the prefix cache, and drafts from earlier texts."""
+    dequantized_from: _builtins.str
+    """What the weights were before they were de-quantized, as `GGUF Q4_1, embedding Q8_0`; empty if they are as published."""
     def __init__(
         self,
         *,
@@ -1336,10 +1339,11 @@ class Model(_message.Message):
         kind: Global___ModelKind.ValueType = ...,
         max_source_len: _builtins.int = ...,
         shares_between_keys: _builtins.bool = ...,
+        dequantized_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "draft_method", b"draft_method", "id", b"id", "kind", b"kind", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "root", b"root", "shares_between_keys", b"shares_between_keys", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "dequantized_from", b"dequantized_from", "draft_method", b"draft_method", "id", b"id", "kind", b"kind", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "root", b"root", "shares_between_keys", b"shares_between_keys", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

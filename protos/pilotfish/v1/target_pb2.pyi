@@ -527,6 +527,7 @@ class TargetServiceGetInfoResponse(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DEQUANTIZED_FROM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model, as clients send it."""
     vocabulary_size: _builtins.int
@@ -553,6 +554,8 @@ class TargetServiceGetInfoResponse(_message.Message):
     """Fewest tokens of an answer whose request gives no number. Bound: 1048576."""
     fingerprint: _builtins.str
     """A name of what answers depend on: weights, number format, kernels, ranks, and settings that are lossy."""
+    dequantized_from: _builtins.str
+    """What the weights were before they were de-quantized; empty if they are as published."""
     @_builtins.property
     def kv(self) -> Global___KvOccupancy:
         """The pool."""
@@ -604,10 +607,11 @@ class TargetServiceGetInfoResponse(_message.Message):
         min_tokens: _builtins.int = ...,
         beam_search: _generation_pb2.BeamSearch | None = ...,
         fingerprint: _builtins.str = ...,
+        dequantized_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "beam_search", b"beam_search", "forced_eos_token_id", b"forced_eos_token_id", "kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "bad_words", b"bad_words", "beam_search", b"beam_search", "block_size", b"block_size", "decoder_start", b"decoder_start", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "forced_eos_token_id", b"forced_eos_token_id", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "min_tokens", b"min_tokens", "model", b"model", "no_repeat_ngram_size", b"no_repeat_ngram_size", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id", "bad_words", b"bad_words", "beam_search", b"beam_search", "block_size", b"block_size", "decoder_start", b"decoder_start", "dequantized_from", b"dequantized_from", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "forced_eos_token_id", b"forced_eos_token_id", "groups", b"groups", "kv", b"kv", "lossy", b"lossy", "max_context_len", b"max_context_len", "max_source_len", b"max_source_len", "min_tokens", b"min_tokens", "model", b"model", "no_repeat_ngram_size", b"no_repeat_ngram_size", "profile", b"profile", "tensor_parallel", b"tensor_parallel", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forced_eos_token_id: _TypeAlias = _typing.Literal["forced_eos_token_id"]  # noqa: Y015
     _WhichOneofArgType__forced_eos_token_id: _TypeAlias = _typing.Literal["_forced_eos_token_id", b"_forced_eos_token_id"]  # noqa: Y015

