@@ -29,6 +29,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from workers.distill.answers import Answer, AnswerFile, Leading
 from workers.distill.job import Quota, ServedTokens
 from workers.distill.prompts import Task
+from workers.draft.registry import METHODS
 from workers.serve.configuration import load_configuration
 
 _USER = "(what the user says)"
@@ -38,8 +39,6 @@ _QUESTION_TOP_P = 0.95
 
 _MIN_SEQUENCES = 32
 """Conversations in flight at once, unless the configuration allows more."""
-_METHODS = {"exit": "early_exit"}
-"""The drafting method of a kind of module, where it has another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class LocalTarget:
 
     def drafting(self, module: Path, kind: str) -> Configuration:
         """The configuration that drafts with the module of this kind in a directory."""
-        method = _METHODS.get(kind, kind)
+        method = _method_of(kind)
         values = self.configuration.model_dump(mode="json")
         changes = {"method": method, "methods": (), f"{method}.path": str(module), "controller": "off"}
         return load_configuration(
@@ -86,6 +85,12 @@ class LocalTarget:
         async with local_contestant(configuration) as contestant:
             found = await contestant.answer(PassRequest(wanted, len(wanted), 0.0, 0, most_tokens, "distill"))
         return ServedTokens(len(wanted), found.tokens, sum(answer.steps for answer in found.answers))
+
+
+def _method_of(kind: str) -> str:
+    """The drafting method that loads modules of a kind. Among several, it is the one with the kind's name."""
+    names = [name for name, plugin in METHODS.items() if plugin.settings.draft_kind == kind]
+    return kind if kind in names else names[0]
 
 
 @lru_cache(maxsize=1)

@@ -10,12 +10,10 @@ from typing import Any
 from cluster.core.config.draft_section import DEFAULT_METHOD, NO_DRAFTS
 from cluster.core.config.target_section import TargetSection
 from workers.draft.registry import METHODS
-from workers.model.draft_card import LAYERS, is_distilled, read_card
+from workers.model.draft_card import is_distilled, read_card
 from workers.model.packaged.catalogue import PACKAGED_MODELS
 
 _MODEL = "model"
-_KINDS = {_MODEL: LAYERS, "blockwise": "heads", "recycling": "table", "early_exit": "exit"}
-"""The kind of draft that a method loads, where it is not the method's name."""
 
 
 def packaged_drafts() -> dict[str, Path]:
@@ -27,7 +25,7 @@ def packaged_drafts() -> dict[str, Path]:
 
 def packaged_draft(method: str, target: str) -> str | None:
     """The name of the packaged draft that a drafting method loads for a target; `None` if there is none."""
-    kind = _KINDS.get(method, method)
+    kind = METHODS.get(method).settings.draft_kind
     name = Path(target.partition("@")[0]).name
     for packaged, directory in packaged_drafts().items():
         card = read_card(directory)

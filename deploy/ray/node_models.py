@@ -19,10 +19,8 @@ from deploy.models import resolve_models
 from deploy.placement import Placement, Resources, plan
 from deploy.preflight import model_problems
 from deploy.settings import cache_directory
+from workers.draft.registry import METHODS
 from workers.serve.configuration import load_configuration
-
-_METHODS_WITH_TARGET_FILES = ("synthetic",)
-"""Drafting methods without weights that read files of the target."""
 
 
 def with_local_models(configuration: Configuration) -> Configuration:
@@ -37,7 +35,7 @@ def with_local_models(configuration: Configuration) -> Configuration:
 def with_local_drafts(configuration: Configuration) -> Configuration:
     """As `with_local_models` if the drafting methods read any model's files; else the configuration itself."""
     draft = configuration.draft
-    reads = any(method in _METHODS_WITH_TARGET_FILES for method in draft.selected("method"))
+    reads = any(METHODS.get(method).settings.reads_target_files for method in draft.selected("method"))
     return with_local_models(configuration) if draft.weights is not None or draft.modules or reads else configuration
 
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -31,8 +31,6 @@ from workers.sampling.context import GREEDY_BELOW
 
 logger = logging.getLogger(__name__)
 
-_EXIT = "exit"
-"""The kind of module that this method loads."""
 _DEFAULT_SHARE = 1 / 3
 """Share of the target's layers that draft where no setting names a part."""
 
@@ -42,6 +40,7 @@ _Layers = Annotated[tuple[Annotated[int, Field(ge=0, le=4095)], ...], Field(max_
 class EarlyExitSettings(ModuleSection):
     """The part of the target that drafts: a module, or chosen layers; unset, the first third of its layers."""
 
+    draft_kind: ClassVar[str] = "exit"
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Number of the target's first layers that draft; unset: all where parts are skipped, else a third of them."""
     skip_attention: _Layers = ()
@@ -232,7 +231,9 @@ def part_of(settings: EarlyExitSettings, target: TargetSection) -> TargetPart | 
     directory = Path(settings.path)
     card = read_card(directory)
     if not isinstance(card.shape, ExitShape):
-        raise ConfigurationError(f"draft.early_exit.path: kind {card.kind!r} is refused; it must be {_EXIT!r}")
+        raise ConfigurationError(
+            f"draft.early_exit.path: kind {card.kind!r} is refused; it must be {settings.draft_kind!r}"
+        )
     config = AutoConfig.from_pretrained(Path(target.path), trust_remote_code=False).get_text_config()
     last = card.shape.layers[-1] + 1
     if last > config.num_hidden_layers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -34,6 +34,7 @@ class RecyclingSettings(ModuleSection):
     """Settings of drafts from a table of successors. Without a `path`, or with a table for a vocabulary of another size
     than the target's, the table begins empty."""
 
+    draft_kind: ClassVar[str] = "table"
     successors: Annotated[int, Field(ge=1, le=32)] = 8
     """Successors stored for each token and context, and most that are drafted after one."""
     context: Annotated[int, Field(ge=1, le=8)] = 3

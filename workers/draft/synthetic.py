@@ -33,6 +33,7 @@ _LONGEST = 1 << 30
 class SyntheticSettings(ExpansionSettings):
     """NOT LOSSLESS: drafts whose acceptance rate and cost are settings."""
 
+    reads_target_files: ClassVar[bool] = True
     renamed: ClassVar[dict[str, str]] = {"synthetic_acceptance": "acceptance", "synthetic_seconds": "seconds"}
 
     acceptance: Annotated[tuple[Rate, ...], Field(min_length=1, max_length=64)] = (0.8,)

@@ -22,6 +22,10 @@ class PluginSettings(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Maps keys of earlier versions, relative to the enclosing section, to current keys. Errors name the new key."""
+    draft_kind: ClassVar[str] = ""
+    """Kind of the drafts that a drafting method loads from its `path`, as their cards name it; empty: it loads none."""
+    reads_target_files: ClassVar[bool] = False
+    """Whether a drafting method without weights reads files of the target."""
 
     def check_selected(self) -> None:
         """Raise `ValueError` when the plug-in is selected but a setting that it needs is missing."""

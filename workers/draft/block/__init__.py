@@ -6,7 +6,7 @@ candidates of each depth anew below each candidate of the depth before, and the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 class BlockSettings(ContextModuleSettings, TreeSettings):
     """The block drafter, and the form of its trees."""
+
+    draft_kind: ClassVar[str] = "block"
 
 
 @register(

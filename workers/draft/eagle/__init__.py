@@ -6,7 +6,7 @@ tokens are made from the head's own outputs; once tokens are committed, the targ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class EagleSettings(ContextModuleSettings):
     """The EAGLE head, and the form of its trees."""
 
+    draft_kind: ClassVar[str] = "eagle"
     candidates: Annotated[int, Field(ge=1, le=16)] = 4
     """Most candidates below one node."""
     width: Annotated[int, Field(ge=1, le=32)] = 4

@@ -8,7 +8,7 @@ criteria of that paper are the acceptance rule `blockwise`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 class HeadsSettings(ModuleSettings, TreeSettings):
     """The heads, and the form of their trees."""
 
+    draft_kind: ClassVar[str] = "heads"
+
 
 class BlockwiseSettings(ModuleSettings):
     """The heads; the length of a chain is `draft.max_depth`, at most one token for each head."""
+
+    draft_kind: ClassVar[str] = "heads"
 
 
 @register("heads", HeadsSettings, needs=needs_of_module, places=ON_TARGET_FIRST)

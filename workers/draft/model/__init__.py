@@ -19,12 +19,14 @@ from cluster.core.ports import DraftMethod
 from workers.draft.common.trees.expansion_settings import ExpansionSettings
 from workers.draft.common.trees.tree_drafter import TreeDrafter
 from workers.draft.registry import Placement, Places, is_encoder_decoder, register
+from workers.model.draft_card import LAYERS
 from workers.sampling.acceptance import RULES, DrawnDrafts
 
 
 class DraftModelSettings(DraftModelSection, ExpansionSettings):
     """The draft model, and how its trees are expanded."""
 
+    draft_kind: ClassVar[str] = LAYERS
     renamed: ClassVar[dict[str, str]] = {name: name for name in ("mode", "width", "candidates", "lookup", "kv")}
 
     candidates: Annotated[int, Field(ge=1, le=16)] = 3
