@@ -3,7 +3,7 @@
 Every step of the target ranks many tokens and commits few. A request keeps the most probable successors of every
 context of one to `context` tokens in its text, and the draft is the tree of the most probable paths. Where the request
 does not know enough successors, a table has those of single tokens: from a module of the kind `table`, and of its other
-tokens what the target ranked highest in requests with the same `cache_salt`.
+tokens what the target ranked highest in requests with the same API key and `cache_salt`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RecyclingSettings(ModuleSection):
     """Most tokens of a context whose successors a request keeps. A token of a text takes about 200 bytes for each
     length."""
     salts: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Most tables: one for each `cache_salt`, of 4 bytes x `successors` x vocabulary. The least recently used one is
-    evicted."""
+    """Most tables: one for each API key and `cache_salt`, of 4 bytes x `successors` x vocabulary. The
+    least recently used one is evicted."""
 
 
 class RecyclingSession(DraftedSession):

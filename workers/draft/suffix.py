@@ -2,8 +2,8 @@
 
 Occurrences of the text's end are found in the prompt and answer (as in prompt lookup), in the source of an
 encoder-decoder model, and in a store of recent outputs (as in SuffixDecoding, Oliaro et al. 2024, and REST, He et al.
-2023). What followed them is merged into one tree with estimated probabilities. Only requests with the same `cache_salt`
-share outputs.
+2023). What followed them is merged into one tree with estimated probabilities. Only requests with the same API key and
+the same `cache_salt` share outputs.
 """
 
 from __future__ import annotations
