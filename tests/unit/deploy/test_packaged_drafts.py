@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.core.errors import ConfigurationError
+from deploy.packaged_drafts import packaged_drafts
 from deploy.settings import load_settings
 
 
@@ -51,3 +52,13 @@ def test_a_target_without_a_packaged_draft_needs_a_path() -> None:
 
 def test_methods_that_are_not_selected_load_nothing() -> None:
     assert not load_settings("cpu", ["draft.method=suffix"], {}).configuration.draft.modules
+
+
+@pytest.mark.parametrize("name", sorted(packaged_drafts()))
+def test_the_card_of_a_draft_names_the_licence_and_the_source_of_its_target(name: str) -> None:
+    card = (packaged_drafts()[name] / "README.md").read_text("utf-8")
+    _, _, licences = card.partition("\n## Licences\n")
+    target = licences.partition("- Target: ")[2].partition("\n- ")[0]
+    assert "Apache-2.0" in target
+    assert "package" in target
+    assert "GGUF" in target or not name.startswith("smollm2")
