@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from cluster.coordinator.emit import Emitter
-from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.observability.traces import RequestTracer
+from cluster.coordinator.instruments import Instruments
 from cluster.coordinator.requests.beam_search import BeamSearch
 from cluster.coordinator.requests.decoding_strategy import DecodingStrategy, ParallelSampling
 from cluster.coordinator.requests.delivery import Delivery
@@ -30,18 +29,16 @@ class AdmissionController:
         table: RequestTable,
         emitter: Emitter,
         limits: SchedulerSection,
-        metrics: Metrics,
-        clock: Callable[[], float],
+        instruments: Instruments,
         on_change: Callable[[], None],
-        tracer: RequestTracer | None,
     ) -> None:
         self._table = table
         self._emitter = emitter
         self._limits = limits
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics = instruments.metrics
+        self._clock = instruments.clock
+        self._tracer = instruments.tracer
         self._on_change = on_change
-        self._tracer = tracer
         self._delivery = Delivery()
         self._arrivals = 0
 
@@ -68,8 +65,7 @@ class AdmissionController:
             live.set_deadline_timer(timer)
         self._table.add(live)
         self._metrics.admitted(request)
-        if self._tracer is not None:
-            self._tracer.begin(live)
+        self._tracer.begin(live)
         self._on_change()
         return live
 

@@ -12,12 +12,12 @@ from typing import Self
 from cluster.coordinator.admit import AdmissionController
 from cluster.coordinator.clients.drafter_pool import DrafterPool
 from cluster.coordinator.clients.target import TargetClient
-from cluster.coordinator.clients.target_drafts import TargetDrafts
 from cluster.coordinator.commit import Committer
 from cluster.coordinator.emit import Emitter
-from cluster.coordinator.loop import Loop
+from cluster.coordinator.instruments import Instruments
+from cluster.coordinator.loop import Loop, Stages
 from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.observability.traces import RequestTracer
+from cluster.coordinator.observability.traces import NoTracer, RequestTracer
 from cluster.coordinator.plan import Planner
 from cluster.coordinator.propose import Proposer
 from cluster.coordinator.quarantine import Quarantine
@@ -54,35 +54,28 @@ class Coordinator:
         tracer: RequestTracer | None = None,
     ) -> None:
         limits, draft = configuration.scheduler, configuration.draft
+        instruments = Instruments(metrics, clock, tracer or NoTracer())
         wakeup = Wakeup()
         self._metrics = metrics
         self._kv = configuration.target.kv
         self._table = table = RequestTable()
-        self._emitter = Emitter(table, metrics, clock, wakeup.notify, tracer)
-        self._admission = AdmissionController(table, self._emitter, limits, metrics, clock, wakeup.notify, tracer)
+        self._emitter = Emitter(table, instruments, wakeup.notify)
+        self._admission = AdmissionController(table, self._emitter, limits, instruments, wakeup.notify)
         step_timeout = configuration.target.step_timeout_seconds
         progress = LoopProgress(clock, step_timeout + draft.timeout_seconds + HANG_SLACK_SECONDS)
         self._target = TargetClient(target, step_timeout, wakeup.notify, progress.mark)
         self._pool = None if draft.is_colocated else DrafterPool(drafters, draft, metrics, clock)
-        self._proposer = Proposer(
-            self._pool or TargetDrafts(metrics), draft, limits.max_sequences, table.running, metrics, clock
-        )
+        self._proposer = Proposer.of(self._pool, draft, table.running, limits.max_sequences, instruments)
         quarantine = Quarantine(table, self._emitter.fail)
-        self._loop = Loop(
-            table,
-            self._target,
+        stages = Stages(
             self._admission,
-            Planner(table, self._target, quarantine, metrics, limits, self._proposer.max_draft, clock),
+            Planner(table, self._target, quarantine, limits, self._proposer.max_draft, instruments),
             self._proposer,
             Verifier(table, self._target, quarantine),
             Committer(table, self._emitter.fail),
             self._emitter,
-            wakeup,
-            progress,
-            metrics,
-            clock,
-            tracer,
         )
+        self._loop = Loop(stages, table, self._target, wakeup, progress, instruments)
         self._is_draining = False
 
     async def __aenter__(self) -> Self:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.observability.traces import RequestTracer
+from cluster.coordinator.instruments import Instruments
 from cluster.coordinator.requests.delivery import EmittedTokens, call_during_step
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.request_table import RequestTable
@@ -23,19 +22,12 @@ _LATEST_WEIGHT = 0.1
 class Emitter:
     """Hands commits to readers. A request ends when it finishes, fails or is aborted, or when its reader leaves."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        on_change: Callable[[], None],
-        tracer: RequestTracer | None,
-    ) -> None:
+    def __init__(self, table: RequestTable, instruments: Instruments, on_change: Callable[[], None]) -> None:
         self._table = table
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics = instruments.metrics
+        self._clock = instruments.clock
+        self._tracer = instruments.tracer
         self._on_change = on_change
-        self._tracer = tracer
         self._mean_request_seconds = 1.0
 
     @property
@@ -112,8 +104,7 @@ class Emitter:
         if not self._table.remove(request):
             return False
         now = self._clock()
-        if self._tracer is not None:
-            self._tracer.end(request, now, error)
+        self._tracer.end(request, now, error)
         seconds = now - request.arrived_at
         self._mean_request_seconds += _LATEST_WEIGHT * (seconds - self._mean_request_seconds)
         self._on_change()

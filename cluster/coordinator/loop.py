@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from cluster.coordinator.admit import AdmissionController
 from cluster.coordinator.clients.target import TargetClient
 from cluster.coordinator.commit import CommitResult, Committer
 from cluster.coordinator.emit import Emitter
-from cluster.coordinator.metrics import Metrics
-from cluster.coordinator.observability.traces import RequestTracer
+from cluster.coordinator.instruments import Instruments
 from cluster.coordinator.plan import Planner
 from cluster.coordinator.propose import Proposer
 from cluster.coordinator.requests.delivery import call_during_step
-from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.request_table import RequestTable
-from cluster.coordinator.round_timer import RoundTimer
 from cluster.coordinator.verify import Verifier
 from cluster.coordinator.wakeup import LoopProgress, Wakeup
 from cluster.core.errors import NotReady, TargetUnavailable
 from cluster.core.scheduling.state import Plan
-from cluster.core.verification import StepResult, VerifyRow
+from cluster.core.verification import VerifyRow
+from cluster.speculation.observation import RoundRecord, RoundTimes
 
 log = logging.getLogger(__name__)
 
@@ -32,42 +30,47 @@ RESTART_SECONDS = 1.0
 """Pause before the loop starts again after a bug, in seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What a request passes, in order. Admission happens when it arrives, everything else in each round."""
+
+    admission: AdmissionController
+    planner: Planner
+    proposer: Proposer
+    verifier: Verifier
+    committer: Committer
+    emitter: Emitter
+
+
 class Loop:
     """Serves the requests of the table between `start()` and `stop()`."""
 
     def __init__(
         self,
+        stages: Stages,
         table: RequestTable,
         target: TargetClient,
-        admission: AdmissionController,
-        planner: Planner,
-        proposer: Proposer,
-        verifier: Verifier,
-        committer: Committer,
-        emitter: Emitter,
         wakeup: Wakeup,
         progress: LoopProgress,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        tracer: RequestTracer | None,
+        instruments: Instruments,
     ) -> None:
+        self._admission = stages.admission
+        self._planner = stages.planner
+        self._proposer = stages.proposer
+        self._verifier = stages.verifier
+        self._committer = stages.committer
+        self._emitter = stages.emitter
         self._table = table
         self._target = target
-        self._admission = admission
-        self._planner = planner
-        self._proposer = proposer
-        self._verifier = verifier
-        self._committer = committer
-        self._emitter = emitter
         self._wakeup = wakeup
         self._progress = progress
-        self._metrics = metrics
-        self._clock = clock
-        self._tracer = tracer
+        self._metrics = instruments.metrics
+        self._clock = instruments.clock
+        self._tracer = instruments.tracer
         self._is_running = False
         self._is_stopped = False
         self._target_lost_at: float | None = None
-        self._advanced_at = clock()
+        self._advanced_at = instruments.clock()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -141,67 +144,46 @@ class Loop:
             self._progress.mark()
             try:
                 self.release_ended()
-                timer = RoundTimer(self._clock)
+                begun = self._clock()
                 wanted = self._proposer.size_trees(self._planner.candidates())
                 plan = await self._planner.plan(wanted)
                 if plan.rows:
-                    await self._round(plan, timer)
+                    await self._round(plan, begun)
                 else:
                     await self._idle()
                 self._advanced_at = self._clock()
             except TargetUnavailable as error:
                 await self._recover(error)
 
-    async def _round(self, plan: Plan, timer: RoundTimer) -> None:
+    async def _round(self, plan: Plan, begun: float) -> None:
         """Propose, verify, commit and emit one plan."""
-        plan, next_half = self._proposer.split(plan)
-        timer.propose_begins()
+        clock = self._clock
+        plan, later = self._proposer.split(plan)
+        proposing = clock()
         drafts = await self._proposer.propose(plan)
-        rows = self._verifier.rows(plan, drafts.proposals, self._proposer.next_budgets(plan))
+        rows = self._verifier.rows(plan, drafts)
         if not rows:
             return
-        timer.step_begins()
-        self._proposer.work_during_step(next_half)
+        verifying = clock()
+        self._proposer.work_during_step(later)
         step = await self._verifier.verify(rows)
-        timer.step_ends()
-        self._proposer.receive(rows, step)
-        if self._tracer is not None:
-            self._tracer.round_decided(self._requests_of(rows))
+        committing = clock()
+        drafting = self._proposer.receive(rows, step, drafts)
+        self._tracer.round_decided(
+            live.request_id for row in rows if (live := self._table.running.get(row.sequence_id)) is not None
+        )
         result = self._committer.commit(rows, step)
         self._emitter.emit(result.commits)
-        call_during_step(self._metrics.decided, result.decided)
-        if self._tracer is not None:
-            self._tracer.round_ended(timer.times(proposed=drafts.asked > 0))
+        times = RoundTimes(begun, proposing, verifying, committing, clock())
+        self._observe(RoundRecord(rows, step, drafts, drafting, times), result)
         await self._repair(rows, result)
-        seconds = timer.total_seconds()
-        self._proposer.observe_round(rows, drafts, seconds, step)
-        waited = drafts.waited if drafts.asked else None
-        call_during_step(self._record, rows, step, seconds, timer.step_seconds, waited)
 
-    def _record(
-        self,
-        rows: tuple[VerifyRow, ...],
-        step: StepResult,
-        seconds: float,
-        step_seconds: float,
-        waited: float | None,
-    ) -> None:
-        """Record a round of `seconds` in the metrics. `waited` is how long it waited for drafts, if it had any."""
-        self._metrics.round(
-            tokens=sum(row.width for row in rows),
-            useful=sum(len(row.pending) for row in rows if len(row.pending) > 1 or not row.decide)
-            + sum(len(verdict.tokens) for verdict in step.verdicts),
-            total=seconds,
-            propose=waited,
-            step=step_seconds,
-            target=step.step_seconds,
-        )
-
-    def _requests_of(self, rows: tuple[VerifyRow, ...]) -> list[LiveRequest]:
-        """The live requests that the rows belong to, each once."""
-        running = (self._table.running.get(row.sequence_id) for row in rows)
-        found = (None if live is None else self._table.request_of(live) for live in running)
-        return list({request.id: request for request in found if request is not None}.values())
+    def _observe(self, record: RoundRecord, result: CommitResult) -> None:
+        """Show a round to the tracer, to the controller and, while the next step is computed, to the metrics."""
+        self._tracer.round_ended(record)
+        self._proposer.observe(record)
+        call_during_step(self._metrics.decided, result.decided)
+        call_during_step(self._metrics.round, record)
 
     async def _repair(self, rows: tuple[VerifyRow, ...], result: CommitResult) -> None:
         if result.faults:

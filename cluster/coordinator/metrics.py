@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from cluster.coordinator.observability.families import SECONDS, SHORT_SECONDS
 from cluster.coordinator.observability.request_metrics import RequestMetrics
 from cluster.core.request import Commit, FinishReason
+from cluster.speculation.observation import RoundRecord
 
 _TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096)
 CACHE_LABELS = (
@@ -229,11 +230,6 @@ class Metrics(RequestMetrics):
         """Count the `nodes` nodes of a proposal that the controller kept."""
         self._pruned.current.observe(nodes)
 
-    def predicted_round(self, expected: float, actual: float) -> None:
-        """Count a round with drafts that was predicted to take `expected` seconds and took `actual` seconds."""
-        self._predicted.current.inc(expected)
-        self._measured.current.inc(actual)
-
     def drafter_worked(self, seconds: float) -> None:
         """Count a call to a drafter that took `seconds` seconds."""
         self._drafter_seconds.current.inc(seconds)
@@ -242,17 +238,16 @@ class Metrics(RequestMetrics):
         """Count a restart of the coordinator's loop after a bug."""
         self._crashes.current.inc()
 
-    def round(
-        self, *, tokens: int, useful: int, total: float, propose: float | None, step: float, target: float
-    ) -> None:
-        """Count a round with `tokens` tokens in its step, `useful` of them prompt tokens or committed ones.
-
-        Times are in seconds. `propose` is `None` without drafts.
-        """
-        self._iteration.current.observe(useful)
-        self._step_tokens.current.observe(tokens)
-        if propose is not None:
-            self._propose.current.observe(propose)
-        self._step.current.observe(step)
+    def round(self, record: RoundRecord) -> None:
+        """Count a round."""
+        drafts, target, seconds = record.drafts, record.step.step_seconds, record.seconds
+        self._iteration.current.observe(record.useful_tokens)
+        self._step_tokens.current.observe(record.tokens)
+        if drafts.asked:
+            self._propose.current.observe(drafts.waited)
+        self._step.current.observe(record.step_seconds)
         self._target.current.observe(target)
-        self._overhead.current.observe(max(0.0, total - (propose or 0.0) - target))
+        self._overhead.current.observe(max(0.0, seconds - (drafts.waited if drafts.asked else 0.0) - target))
+        if drafts.step_seconds is not None and record.is_comparable:
+            self._predicted.current.inc(drafts.step_seconds + drafts.waited)
+            self._measured.current.inc(seconds)

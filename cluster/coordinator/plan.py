@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cluster.coordinator.clients.target import TargetClient
-from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.instruments import Instruments
 from cluster.coordinator.quarantine import Quarantine
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
@@ -26,18 +26,17 @@ class Planner:
         table: RequestTable,
         target: TargetClient,
         quarantine: Quarantine,
-        metrics: Metrics,
         limits: SchedulerSection,
         max_draft: DraftBudget,
-        clock: Callable[[], float],
+        instruments: Instruments,
     ) -> None:
         self._table = table
         self._target = target
         self._quarantine = quarantine
-        self._metrics = metrics
         self._limits = limits
         self._max_draft = max_draft
-        self._clock = clock
+        self._metrics = instruments.metrics
+        self._clock = instruments.clock
 
     async def plan(self, wanted: WantedDrafts) -> Plan:
         """Plan the next step. Each row starts where the stored KV of its sequence ends. Raises `TargetUnavailable`.

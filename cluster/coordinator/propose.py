@@ -1,92 +1,95 @@
-"""Propose: get draft trees for the rows of a round, and choose the nodes to verify.
-
-The rows of a round are drafted for before their step, and the round waits for the proposals. With alternating halves,
-the rows of the next round are drafted for while the target computes this one.
-"""
+"""Propose: choose the sizes of draft trees, get the trees for the rows of a round, and choose the nodes to verify."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
-from cluster.coordinator.clients.draft_source import DraftCalls, DraftSource
+from cluster.coordinator.clients.drafter_pool import DrafterPool
+from cluster.coordinator.drafting.draft_source import DraftSource, within
+from cluster.coordinator.drafting.elsewhere import DraftsElsewhere
+from cluster.coordinator.drafting.on_target import DraftsOnTarget
 from cluster.coordinator.drafting.probe import BackgroundProbes
-from cluster.coordinator.drafting.rest import Rest
-from cluster.coordinator.drafting.round_observer import RoundDrafts, RoundObserver
-from cluster.coordinator.drafting.target_budgets import TargetBudgets, within
-from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.instruments import Instruments
 from cluster.coordinator.requests.delivery import call_during_step
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.ids import SequenceId
-from cluster.core.scheduling.state import Plan, PlannedRow, WantedDrafts
-from cluster.core.sequence import DraftRequest
+from cluster.core.scheduling.state import Plan, WantedDrafts
 from cluster.core.verification import StepResult, TargetInfo, VerifyRow
-from cluster.speculation.controller import REST_ROUNDS, SpeculationController
+from cluster.speculation.controller import Controller, LargestTrees, SpeculationController
+from cluster.speculation.observation import DraftTime, Observation, RoundDrafts, RoundRecord
 
 FIRST_DRAFT_ON_TARGET = DraftBudget(4, 2)
-"""Largest draft tree on the target while nothing is known of its drafts, and for probes."""
+"""Largest draft tree on the target while nothing is known of its drafts, and for probes. A step waits for drafts of any
+use there, so the first ones are small."""
 
 
 class Proposer:
-    """Requests drafts of the size that the speculation controller decides, or of the largest size without one."""
+    """Gets drafts of the size that a controller decides, from drafters elsewhere or on the target."""
 
     def __init__(
         self,
         source: DraftSource,
-        section: DraftSection,
-        max_sequences: int,
+        controller: Controller,
+        probes: BackgroundProbes | None,
         running: Mapping[SequenceId, LiveSequence],
-        metrics: Metrics,
-        clock: Callable[[], float],
+        max_sequences: int,
+        instruments: Instruments,
     ) -> None:
+        """`probes` is set for a controller that is adaptive. At most `max_sequences` sequences run."""
         self._source = source
-        self._max_sequences = max_sequences
+        self._controller = controller
+        self._probes = probes
         self._running = running
-        self._metrics = metrics
-        self._clock = clock
-        self.max_draft = DraftBudget(section.max_nodes, section.max_depth) if section.is_enabled else NO_DRAFT
-        """The largest tree that any sequence may have."""
-        has_controller = section.controller == "auto" and self.max_draft.max_nodes > 0
-        # On the target, a step waits for drafts of any use, so the first ones are small.
-        is_bounded = has_controller and section.is_colocated
-        self._first_draft = within(FIRST_DRAFT_ON_TARGET, self.max_draft) if is_bounded else self.max_draft
-        self._controller = (
-            SpeculationController(self.max_draft, self._first_draft, is_ahead=is_bounded) if has_controller else None
-        )
-        self._probes = (
-            None
-            if self._controller is None
-            else BackgroundProbes(source, self._controller, self._first_draft, clock, is_colocated=section.is_colocated)
-        )
-        self._on_target = (
-            TargetBudgets(source, self._controller, self._probes, running, self.max_draft, self._first_draft)
-            if section.is_colocated
-            else None
-        )
-        self._observer = None if self._controller is None else RoundObserver(self._controller, metrics, self._on_target)
-        self._alternates = section.alternate == "on" and not section.is_colocated
-        self._rest = Rest()
-        self._next_calls: DraftCalls | None = None
+        self._max_sequences = max_sequences
+        self._metrics = instruments.metrics
+        self._record: RoundRecord | None = None
         self._wanted = WantedDrafts({}, None)
         self._deciding: frozenset[SequenceId] = frozenset()
         self._expected_rows = 1
 
+    @classmethod
+    def of(
+        cls,
+        pool: DrafterPool | None,
+        section: DraftSection,
+        running: Mapping[SequenceId, LiveSequence],
+        max_sequences: int,
+        instruments: Instruments,
+    ) -> Proposer:
+        """Return a proposer as configured. `pool` has the drafters elsewhere; without one, the target drafts."""
+        max_draft = DraftBudget(section.max_nodes, section.max_depth) if section.is_enabled else NO_DRAFT
+        alternates = section.alternate == "on" and pool is not None
+        controller: Controller = LargestTrees(max_draft)
+        if section.controller == "auto" and max_draft.max_nodes > 0:
+            first_draft = max_draft if pool is not None else within(FIRST_DRAFT_ON_TARGET, max_draft)
+            controller = SpeculationController(max_draft, first_draft, is_ahead=pool is None, halves=alternates)
+        source: DraftSource
+        if pool is None:
+            source = DraftsOnTarget(controller, running, instruments.metrics)
+        else:
+            source = DraftsElsewhere(pool, running, instruments.clock, alternates=alternates)
+        probes = None
+        if controller.is_adaptive:
+            probes = BackgroundProbes(source, controller.first_draft, instruments.clock, pool=pool)
+        return cls(source, controller, probes, running, max_sequences, instruments)
+
+    @property
+    def max_draft(self) -> DraftBudget:
+        """The largest tree that any sequence may have."""
+        return self._controller.max_draft
+
     def start(self, info: TargetInfo) -> None:
         """Start to draft for a target that was reached for the first time or again."""
         self._source.start(info.vocabulary_size)
-        if self._controller is not None:
-            self._controller.start(info.profile)
+        self._controller.start(info.profile)
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
         """Release sequences that have ended."""
         sequence_ids = tuple(sequence_ids)
         self._source.release(sequence_ids)
-        if self._on_target is not None:
-            self._on_target.release(sequence_ids)
-        if self._controller is not None:
-            self._controller.forget(sequence_ids)
+        self._controller.forget(sequence_ids)
 
     async def close(self, timeout_seconds: float) -> None:
         """Cancel the calls under way and send the queued releases."""
@@ -94,156 +97,93 @@ class Proposer:
 
     # --- before the plan ---
 
-    def size_trees(self, sequences: Iterable[LiveSequence]) -> WantedDrafts:
-        """Size the tree of each sequence. With a controller, only sequences that decode have a tree."""
-        controller = self._controller
-        if controller is None:
+    def size_trees(self, candidates: Iterable[LiveSequence]) -> WantedDrafts:
+        """Decide how large the next trees are. With a controller, only sequences that decode have a tree."""
+        if self._probes is None:
             return self._wanted
-        candidates = tuple(sequences)
-        present = [live.id for live in candidates]
-        if self._rest.goes_on(present):
-            return self._wanted
-        self._learn_from_rest()
         unfinished = [live for live in candidates if live.sequence.finish is None]
-        deciding = [live for live in unfinished if live.sequence.missing == 1]
-        ids = frozenset([live.id for live in deciding])
-        controller.meet(live.id for live in unfinished)
-        if self._probes is not None and not ids <= self._deciding:
+        deciding = [live.sequence for live in unfinished if live.sequence.missing == 1]
+        ids = frozenset([sequence.id for sequence in deciding])
+        if not ids <= self._deciding:
             self._probes.expect_new_sequences()
+        self._deciding = ids
         # Sequences that wait or prefill decide soon, so they count: trees that pay only until then are not started.
         self._expected_rows = max(1, len(deciding), min(len(unfinished), self._max_sequences))
-        if ids != self._deciding or controller.needs_sizing:
-            requests = [
-                DraftRequest(live.sequence, largest)
-                for live in deciding
-                if (largest := live.largest_draft(self.max_draft)).max_nodes
-                and (controller.is_idle or self._is_worth_prefilling(live))
-            ]
-            controller.size_trees(requests, rows=self._expected_rows, halves=self._alternates)
-        self._deciding = ids
-        budgets = controller.next_budgets(len(deciding))
-        if self._on_target is not None:  # the target drafts one round ahead
-            self._on_target.size(budgets)
-            budgets = self._on_target.requested
-        self._wanted = WantedDrafts(budgets, NO_DRAFT)
-        if not budgets and ids and self._probes is not None and not self._alternates:
-            rounds = min(controller.idle_rounds(len(deciding)), self._probes.idle_rounds)
-            self._rest.begin(present, len(deciding), int(min(rounds, REST_ROUNDS)))
+        observation = Observation(
+            present=frozenset([live.id for live in unfinished]),
+            deciding=deciding,
+            rows=self._expected_rows,
+            record=self._record,
+            probe=self._probes.take(self._record, is_idle=self._controller.is_idle),
+            prefill_seconds=self._source.prefill_seconds,
+        )
+        self._record = None
+        self._wanted = self._source.plan_with(self._controller.decide(observation))
         return self._wanted
 
     def split(self, plan: Plan) -> tuple[Plan, Plan]:
-        """Split the rows into those of this round and of the next with alternating halves; prompts are in this one."""
-        drafted = [row for row in plan.rows if _wants_draft(row)] if self._alternates else []
-        if len(drafted) < 2:
-            return plan, Plan()
-        ready = {} if self._next_calls is None else self._next_calls.requests
-        now = [row.sequence_id for row in drafted if row.sequence_id in ready] or [
-            row.sequence_id for row in drafted[: len(drafted) // 2]
-        ]
-        later = {row.sequence_id for row in drafted}.difference(now)
-        first = tuple(row for row in plan.rows if row.sequence_id not in later)
-        return replace(plan, rows=first), Plan(rows=tuple(row for row in plan.rows if row.sequence_id in later))
+        """Split the rows into those of this round and those that are drafted for meanwhile."""
+        return self._source.split(plan)
 
     # --- the round ---
 
     async def propose(self, plan: Plan) -> RoundDrafts:
         """Get trees for the rows that decide and have tokens for a tree. Never raises."""
-        begun = self._clock()
         forced = {row.sequence_id: row.forced for row in plan.rows if row.forced}
-        calls, self._next_calls = self._next_calls, None
-        if calls is None or not any(_wants_draft(row) and row.sequence_id in calls.requests for row in plan.rows):
-            calls = self._call(plan.rows)
-        if calls is None:
-            return RoundDrafts(forced=forced)
-        controller, asked = self._controller, len(calls.requests)
-        await calls.wait(float("inf") if controller is None else controller.patience(asked, calls.depth))
-        proposals = {
-            sequence_id: proposal
-            for sequence_id, proposal in calls.take().items()
-            if (live := self._running.get(sequence_id)) is not None and proposal.base_len == len(live.sequence)
-        }
-        waited = self._clock() - begun
+        found = await self._source.propose(plan.rows, self._controller.patience)
+        proposals, step_seconds = found.proposals, None
         for proposal in proposals.values():
             self._metrics.proposed(len(proposal.tree), proposal.ready)
-        if controller is None:
-            return RoundDrafts(proposals, asked, waited, forced=forced)
-        if self._on_target is not None:
-            waited = controller.propose_seconds(asked, calls.depth)  # the step spends it on the next drafts
-        elif proposals or not calls.done:  # an immediate refusal does not show how long proposals take
-            controller.observe_wait(len(proposals) or asked, calls.depth, waited)
-        rows, tokens = sum(row.decide for row in plan.rows), sum(row.pending for row in plan.rows)
-        pruned = controller.prune(calls.requests, proposals, rows=rows, tokens=tokens, waited=waited)
-        for sequence_id in proposals:
-            kept = pruned.proposals.get(sequence_id)
-            self._metrics.pruned(0 if kept is None else len(kept.tree))
-        return RoundDrafts(pruned.proposals, asked, waited, pruned.step_seconds, forced)
+        if found.requests and self._controller.is_adaptive:
+            pruned = self._controller.prune(
+                found.requests,
+                proposals,
+                rows=sum(row.decide for row in plan.rows),
+                tokens=sum(row.pending for row in plan.rows),
+                waited=found.waited,
+            )
+            for sequence_id in proposals:
+                kept = pruned.proposals.get(sequence_id)
+                self._metrics.pruned(0 if kept is None else len(kept.tree))
+            proposals, step_seconds = pruned.proposals, pruned.step_seconds
+        is_probe_near = self._probes is not None and self._probes.is_near
+        return RoundDrafts(
+            proposals=proposals,
+            asked=len(found.requests),
+            waited=found.waited,
+            sample=found.sample,
+            step_seconds=step_seconds,
+            forced=forced,
+            next_budgets=self._source.next_budgets(plan, is_probe_near=is_probe_near),
+        )
 
-    def next_budgets(self, plan: Plan) -> Mapping[SequenceId, DraftBudget]:
-        """The largest trees that a drafter on the target may propose with this step, for the next round.
-
-        Rows of which the drafter will need what the step shows have the budget `EVIDENCE_ONLY`. Empty if drafts come
-        from elsewhere.
-        """
-        if self._on_target is None:
-            return {}
-        return self._on_target.chosen if self._rest.is_on else self._on_target.choose(plan)
-
-    def receive(self, rows: Sequence[VerifyRow], step: StepResult) -> None:
+    def receive(self, rows: tuple[VerifyRow, ...], step: StepResult, drafts: RoundDrafts) -> DraftTime:
         """Take what a step brought for drafting: the drafts of the target, or evidence for drafters."""
-        self._source.receive(rows, step)
+        return self._source.receive(rows, step, drafts)
 
-    def work_during_step(self, later: Plan) -> None:
-        """Draft for the next round, prefill drafters and probe while the target computes. Call it before the step."""
-        if not self._rest.is_on:
-            call_during_step(self._work_during_step, later)
-
-    def observe_round(self, rows: Sequence[VerifyRow], drafts: RoundDrafts, seconds: float, step: StepResult) -> None:
-        """Learn from a round that took `seconds` seconds. Rounds that read prompts are not compared with others."""
-        if self._rest.is_on:
-            self._rest.add(rows, seconds)
-        elif self._observer is not None:
-            self._observer.observe(rows, drafts, seconds, step)
-
-    def _learn_from_rest(self) -> None:
-        rested = self._rest.take()
-        if rested is None or self._controller is None or self._probes is None:
-            return
-        self._controller.pass_rounds(rested.rows, rested.rounds)
-        self._probes.pass_rounds(rested.rounds)
-        if rested.timed:
-            mean = rested.seconds / rested.timed
-            self._controller.observe_plain(rested.rows, mean, rounds=rested.timed)
-
-    def _call(self, rows: Iterable[PlannedRow]) -> DraftCalls | None:
-        requests = {
-            row.sequence_id: DraftRequest(live.sequence, row.draft)
-            for row in rows
-            if _wants_draft(row) and (live := self._running.get(row.sequence_id)) is not None
-        }
-        return self._source.propose(requests) if requests else None
+    def observe(self, record: RoundRecord) -> None:
+        """Keep the record of a round for the next decision."""
+        self._record = record
 
     # --- while the target computes ---
 
+    def work_during_step(self, later: Plan) -> None:
+        """Draft for the next round, prefill drafters and probe while the target computes. Call it before the step."""
+        call_during_step(self._work_during_step, later)
+
     def _work_during_step(self, later: Plan) -> None:
-        self._next_calls = self._call(later.rows)
+        controller, probes = self._controller, self._probes
         drafted = [live for live in self._running.values() if live.largest_draft(self.max_draft).max_nodes]
-        controller = self._controller
-        if controller is None or not controller.is_idle:
-            self._source.prefill(live.sequence for live in drafted if self._is_worth_prefilling(live))
-        if controller is None or self._probes is None:
-            return
+        unprefilled = (
+            () if controller.is_idle else (live.sequence for live in drafted if self._is_worth_prefilling(live))
+        )
+        self._source.work_during_step(later, unprefilled)
         controller.learn()
-        self._probes.collect()
-        without_draft = [live for live in drafted if live.sequence.missing == 1]
-        self._probes.start([live for live in without_draft if self._wanted.of(live.id) == NO_DRAFT])
+        if probes is not None:
+            without_draft = [live for live in drafted if live.sequence.missing == 1]
+            probes.start([live for live in without_draft if self._wanted.of(live.id) == NO_DRAFT])
 
     def _is_worth_prefilling(self, live: LiveSequence) -> bool:
         """Whether drafts for the sequence will save more time than its drafter needs to prefill it."""
-        if self._controller is None:
-            return True
         seconds = self._source.prefill_seconds(live.sequence)
         return self._controller.is_worth_prefilling(seconds, self._expected_rows, live.sequence.remaining)
-
-
-def _wants_draft(row: PlannedRow) -> bool:
-    return row.decide and row.draft.max_nodes > 0

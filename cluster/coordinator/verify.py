@@ -16,6 +16,7 @@ from cluster.core.scheduling.state import Plan, PlannedRow
 from cluster.core.sequence import Sequence
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from cluster.core.verification import StepResult, VerifyRow
+from cluster.speculation.observation import RoundDrafts
 
 
 class Verifier:
@@ -26,14 +27,9 @@ class Verifier:
         self._target = target
         self._quarantine = quarantine
 
-    def rows(
-        self,
-        plan: Plan,
-        proposals: Mapping[SequenceId, Proposal],
-        next_budgets: Mapping[SequenceId, DraftBudget] = MappingProxyType({}),
-    ) -> tuple[VerifyRow, ...]:
-        """Return the rows to send, with the budgets of the drafts that the target proposes next. No state changes."""
-        return self._quarantine.select(build_rows(plan, self._table.running, proposals, next_budgets))
+    def rows(self, plan: Plan, drafts: RoundDrafts) -> tuple[VerifyRow, ...]:
+        """Return the rows to send, with their drafts. No state changes."""
+        return self._quarantine.select(build_rows(plan, self._table.running, drafts.proposals, drafts.next_budgets))
 
     async def verify(self, rows: tuple[VerifyRow, ...]) -> StepResult:
         """Compute the rows in one forward pass. Raises `TargetUnavailable`."""

@@ -11,31 +11,21 @@ from dataclasses import dataclass, field, replace
 
 from cluster.core.drafting import DraftBudget
 from cluster.core.tree import ROOT, TokenTree
-
-_MAX_DEPTH = 16
-"""Depths that have an acceptance rate of their own; deeper nodes share the last one."""
-_MAX_SIBLINGS = 4
-"""Positions among siblings that have an acceptance rate of their own; later ones share the last one."""
-_UNSEEN_TREES = 2.0
-"""Trees after which a rank's observed mean counts as much as the extrapolation from the ranks before it."""
-_UNSEEN_DECAY = 0.98
-"""Factor on the weight of a rank with each tree that was too small to include the rank."""
-_PRIOR_POSITIONS = 20.0
-"""Positions after which a drafter's own probabilities count for half of what was observed of all sequences."""
-_PRIOR_POSITIONS_SEQUENCE = 4.0
-"""Positions of one sequence after which its own hits count for half of the estimate."""
-_PRIOR_FALL = 0.6
-"""Factor from each rank to the next before anything was observed."""
-_MAX_PROBABILITY = 0.99
-"""Bound of every acceptance probability."""
-_CURVE_MEMORY, _SEQUENCE_CURVE_MEMORY = 32.0, 8.0
-"""Number of recent trees that count in the curve of all sequences, and in the curve of one sequence."""
-_HIT_MEMORY = 24.0
-"""Number of recent positions that count in a recent hit rate."""
-_CALIBRATION_MEMORY = 100.0
-"""Number of recent positions that count in the calibration of a drafter's probabilities."""
-_RATE_MEMORY = 64.0
-"""Number of recent drafted tokens that count in each acceptance rate by depth and sibling."""
+from cluster.speculation.constants import (
+    CALIBRATION_MEMORY,
+    CURVE_MEMORY,
+    HIT_MEMORY,
+    MAX_ACCEPTANCE,
+    PRIOR_FALL,
+    PRIOR_POSITIONS,
+    PRIOR_POSITIONS_SEQUENCE,
+    RATE_DEPTHS,
+    RATE_MEMORY,
+    RATE_SIBLINGS,
+    SEQUENCE_CURVE_MEMORY,
+    UNSEEN_DECAY,
+    UNSEEN_TREES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +76,7 @@ class AcceptanceCurve:
             if rank < len(depths):
                 deepest = max(deepest, depths[rank])
                 reached[rank] += (deepest - reached[rank]) / weight
-        weights[asked:] = [weight * _UNSEEN_DECAY for weight in weights[asked:]]
+        weights[asked:] = [weight * UNSEEN_DECAY for weight in weights[asked:]]
         return AcceptanceCurve(tuple(mean), tuple(reached), tuple(weights))
 
     def combined(self, others: AcceptanceCurve, prior: float, count: int) -> tuple[float, ...]:
@@ -98,8 +88,8 @@ class AcceptanceCurve:
         expected: list[float] = []
         before = latest = 1.0
         for rank in range(count):
-            value = latest * (latest / before if rank > 1 and before > 0 else _PRIOR_FALL)
-            for curve, doubt in ((others, _UNSEEN_TREES), (self, prior)):
+            value = latest * (latest / before if rank > 1 and before > 0 else PRIOR_FALL)
+            for curve, doubt in ((others, UNSEEN_TREES), (self, prior)):
                 if rank < len(curve.probabilities):
                     weight = curve.weights[rank]
                     value += weight / (weight + doubt) * (curve.probabilities[rank] - value)
@@ -134,7 +124,7 @@ class SequenceAcceptance:
 def _first_rates() -> tuple[HitRate, ...]:
     """Return the rates before any observation: 0.6 for the first of the siblings, much less for later ones."""
     likely = (0.6, 0.15, 0.08, 0.05)
-    return tuple(HitRate(2 * likely[sibling], 2.0) for _ in range(_MAX_DEPTH) for sibling in range(_MAX_SIBLINGS))
+    return tuple(HitRate(2 * likely[sibling], 2.0) for _ in range(RATE_DEPTHS) for sibling in range(RATE_SIBLINGS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +142,7 @@ class AcceptanceModel:
     @property
     def recent_ratio(self) -> float:
         """Observed ÷ expected hits at the latest positions, at most 1."""
-        return min(1.0, self.recent.ratio(_PRIOR_POSITIONS_SEQUENCE))
+        return min(1.0, self.recent.ratio(PRIOR_POSITIONS_SEQUENCE))
 
     def conditionals(self, tree: TokenTree, probabilities: Sequence[float]) -> list[float]:
         """Each node's acceptance probability on condition that its parent is accepted, from all sequences.
@@ -160,17 +150,17 @@ class AcceptanceModel:
         `probabilities` are the drafter's own estimates, or empty.
         """
         if probabilities:
-            calibration = self.calibration.ratio(_PRIOR_POSITIONS)
+            calibration = self.calibration.ratio(PRIOR_POSITIONS)
             values: list[float] = []
             for node, parent in enumerate(tree.parents):
                 above = 1.0 if parent == ROOT else probabilities[parent]
-                values.append(min(_MAX_PROBABILITY, calibration * probabilities[node] / above) if above > 0 else 0.0)
+                values.append(min(MAX_ACCEPTANCE, calibration * probabilities[node] / above) if above > 0 else 0.0)
             return values
         siblings: dict[int, int] = {}
         values = []
         for depth, parent in zip(tree.depths(), tree.parents, strict=True):
             sibling = siblings[parent] = siblings.get(parent, -1) + 1
-            values.append(min(_MAX_PROBABILITY, self._rate(depth, sibling)))
+            values.append(min(MAX_ACCEPTANCE, self._rate(depth, sibling)))
         return values
 
     def _rate(self, depth: int, sibling: int) -> float:
@@ -180,10 +170,10 @@ class AcceptanceModel:
 
 def path_probabilities(tree: TokenTree, conditionals: Sequence[float], sequence: SequenceAcceptance) -> list[float]:
     """Each node's probability of being accepted, with the sequence's own history; at most its parent's."""
-    ratio = sequence.hits.ratio(_PRIOR_POSITIONS_SEQUENCE)
+    ratio = sequence.hits.ratio(PRIOR_POSITIONS_SEQUENCE)
     values: list[float] = []
     for node, parent in enumerate(tree.parents):
-        value = min(_MAX_PROBABILITY, ratio * conditionals[node])
+        value = min(MAX_ACCEPTANCE, ratio * conditionals[node])
         values.append(value if parent == ROOT else value * values[parent])
     return values
 
@@ -196,8 +186,8 @@ def observe_tree(
     depths = tree.depths()
     best, deep = [probabilities[node] for node in order], [depths[node] for node in order]
     return (
-        replace(model, curve=model.curve.observed(best, deep, asked, _CURVE_MEMORY)),
-        replace(sequence, curve=sequence.curve.observed(best, deep, asked, _SEQUENCE_CURVE_MEMORY)),
+        replace(model, curve=model.curve.observed(best, deep, asked, CURVE_MEMORY)),
+        replace(sequence, curve=sequence.curve.observed(best, deep, asked, SEQUENCE_CURVE_MEMORY)),
     )
 
 
@@ -218,16 +208,16 @@ def observe_verdict(
     calibration, recent, hits = model.calibration, model.recent, sequence.hits
     for children, accepted, depth in _positions(tree, decided):
         hit = float(accepted is not None)
-        expected = min(_MAX_PROBABILITY, sum(conditionals[child] for child in children))
-        hits = hits.observed(hit, expected, _HIT_MEMORY)
-        recent = recent.observed(hit, expected, _HIT_MEMORY)
+        expected = min(MAX_ACCEPTANCE, sum(conditionals[child] for child in children))
+        hits = hits.observed(hit, expected, HIT_MEMORY)
+        recent = recent.observed(hit, expected, HIT_MEMORY)
         if has_probabilities:
-            uncalibrated = expected / model.calibration.ratio(_PRIOR_POSITIONS)
-            calibration = calibration.observed(hit, uncalibrated, _CALIBRATION_MEMORY)
+            uncalibrated = expected / model.calibration.ratio(PRIOR_POSITIONS)
+            calibration = calibration.observed(hit, uncalibrated, CALIBRATION_MEMORY)
             continue
         for sibling, child in enumerate(children):
             index = _rate_index(depth, sibling)
-            rates[index] = rates[index].observed(float(child == accepted), 1.0, _RATE_MEMORY)
+            rates[index] = rates[index].observed(float(child == accepted), 1.0, RATE_MEMORY)
     if has_probabilities:
         return replace(model, calibration=calibration, recent=recent), replace(sequence, hits=hits)
     return replace(model, rates=tuple(rates), recent=recent), replace(sequence, hits=hits)
@@ -248,4 +238,4 @@ def _positions(tree: TokenTree, decided: Sequence[int]) -> Iterator[tuple[list[i
 
 
 def _rate_index(depth: int, sibling: int) -> int:
-    return (min(depth, _MAX_DEPTH) - 1) * _MAX_SIBLINGS + min(sibling, _MAX_SIBLINGS - 1)
+    return (min(depth, RATE_DEPTHS) - 1) * RATE_SIBLINGS + min(sibling, RATE_SIBLINGS - 1)

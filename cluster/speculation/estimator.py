@@ -16,10 +16,8 @@ from cluster.speculation.acceptance import (
     observe_verdict,
     path_probabilities,
 )
+from cluster.speculation.constants import PRIOR_TREES
 from cluster.speculation.goodput import DraftForecast
-
-_PRIOR_TREES = 3.0
-"""Trees after which a sequence's own history counts as much as that of all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +49,15 @@ class AcceptanceEstimator:
     def knows(self, sequence_id: SequenceId) -> bool:
         """Whether forecasts for a sequence depend on its own drafts at least as much as on those of all others."""
         sequence = self._sequences.get(sequence_id)
-        return sequence is not None and sum(sequence.curve.weights[:1]) >= _PRIOR_TREES
+        return sequence is not None and sum(sequence.curve.weights[:1]) >= PRIOR_TREES
 
     def forecast(self, request: DraftRequest) -> DraftForecast:
         """Forecast the tree of up to `request.budget` that the drafter will propose for this sequence."""
         most = request.budget
         sequence = self._sequences.setdefault(request.sequence.id, SequenceAcceptance())
         recent = self._model.recent_ratio
-        expected = sequence.curve.combined(self._model.curve, _PRIOR_TREES, most.max_nodes)
-        curve = sequence.curve if sum(sequence.curve.weights[:1]) > _PRIOR_TREES else self._model.curve
+        expected = sequence.curve.combined(self._model.curve, PRIOR_TREES, most.max_nodes)
+        curve = sequence.curve if sum(sequence.curve.weights[:1]) > PRIOR_TREES else self._model.curve
         depths = [min(most.max_depth, curve.depth_of(count)) for count in range(1, most.max_nodes + 1)]
         return DraftForecast(tuple(recent * value for value in expected), tuple(_rising(depths)), most.max_depth)
 
@@ -71,11 +69,6 @@ class AcceptanceEstimator:
         if proposal.distributions:
             probabilities = _falling_by_rank(proposal.tree, probabilities)
         return EstimatedDraft(request, proposal, conditionals, probabilities)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the target has not decided on some trees to learn from."""
-        return bool(self._undecided)
 
     def expect_verdicts(self, drafts: Iterable[EstimatedDraft]) -> None:
         """Learn from these trees once the target has decided, whether they are verified or not."""

@@ -8,35 +8,28 @@ the table learns them.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import le
 
 from cluster.core.verification import StepSample
-
-MEMORY = 16
-"""Number of recent samples that count in a knot's mean."""
-_SLOWDOWN_RATE = 0.125
-"""Share of a sample's deviation (in logarithms) that goes into the slowdown, once several samples are known."""
-_SLOWDOWN_DECAY = 0.99
-"""Exponent that pulls the slowdown back to 1 with each sample."""
-_MAX_SLOWDOWN = 1000.0
-"""Bound of the slowdown as a factor, in both directions."""
-_WEIGHT_DECAY = 0.99
-"""Factor on the weight of all other knots with each sample."""
-_MIN_WEIGHT = 0.5
-"""Smallest weight of a knot's old mean, in samples."""
-_ROW_RATE = 0.02
-"""Share of a sample's deviation that goes into `row_seconds`."""
-_OUTLIER_FACTOR = 2.0
-"""A sample further from the prediction than this factor is clipped to it, so that one outlier changes little."""
-_OUTLIER_MIN_SAMPLES = 3
-"""Samples after which outliers are clipped. A profile may have been measured at a different speed."""
-_MIN_SECONDS = 1e-7
+from cluster.speculation.constants import (
+    KNOT_DECAY,
+    KNOT_MEMORY,
+    MAX_SLOWDOWN,
+    MIN_KNOT_WEIGHT,
+    MIN_LATENCY_SECONDS,
+    OUTLIER_FACTOR,
+    OUTLIER_MIN_SAMPLES,
+    ROW_RATE,
+    SLOWDOWN_DECAY,
+    SLOWDOWN_RATE,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Knot:
+@dataclass(slots=True)
+class _Knot:
     """The mean duration in one bucket of sizes."""
 
     bucket: int
@@ -45,99 +38,116 @@ class Knot:
     seconds: float
     """Mean duration at slowdown 1, without the share of the rows, in seconds."""
     weight: float
-    """Weight of the mean, in samples."""
+    """Weight of the mean after its latest sample, in samples."""
+    latest: int
+    """Number of the model's sample that was its latest."""
+
+    def weight_after(self, samples: int) -> float:
+        """Weight of the mean when the model has `samples` samples: it falls with each one of another bucket."""
+        return max(MIN_KNOT_WEIGHT, self.weight * KNOT_DECAY ** (samples - self.latest))
 
 
-@dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """An immutable latency model: `observed` returns an updated copy."""
+    """Predicts durations. To add a sample takes a few microseconds, since it happens in every round."""
 
-    floor_seconds: float = 1e-3
-    """Prediction before any sample, in seconds."""
-    row_seconds: float = 0.0
-    """Time that one row adds for any size, in seconds."""
-    grows_from_zero: bool = False
-    """Whether size 0 takes almost no time. If so, sizes below the smallest sample are predicted to take less time."""
-    slowdown: float = 1.0
-    """Current factor of all durations over the table."""
-    samples: int = 0
-    """Number of samples that the slowdown was learned from."""
-    knots: tuple[Knot, ...] = ()
-    """The table: one knot per observed bucket, in order of size."""
-    line: tuple[tuple[float, float], ...] = ()
-    """The knots' (size, seconds), made monotone."""
+    def __init__(self, floor_seconds: float = 1e-3, row_seconds: float = 0.0, *, grows_from_zero: bool = False) -> None:
+        """`floor_seconds` is the prediction before any sample, and `row_seconds` what one row adds for any size.
+
+        With `grows_from_zero`, size 0 takes almost no time: sizes below the smallest sample take less time than it.
+        """
+        self._floor_seconds = floor_seconds
+        self._grows_from_zero = grows_from_zero
+        self._row_seconds = row_seconds
+        self._slowdown = 1.0
+        self._slowdown_samples = 0
+        """Number of samples that the slowdown was learned from."""
+        self._samples = 0
+        self._knots: list[_Knot] = []
+        """The table: one knot per observed bucket, in order of size."""
+        self._line: tuple[list[float], list[float]] | None = None
+        """Sizes and seconds of the knots, made monotone; `None` after a change of the table."""
 
     @classmethod
     def of_profile(cls, profile: Iterable[StepSample]) -> LatencyModel:
         """Return the model of a target from the step durations that it measured during warm-up."""
         ordered = sorted(profile, key=lambda sample: (sample.rows, sample.tokens))
-        model = cls(row_seconds=_row_seconds(ordered))
-        row_seconds = model.row_seconds
+        row_seconds = _row_seconds(ordered)
+        model = cls(row_seconds=row_seconds)
         for sample in ordered:
-            model = model.observed(sample.rows, sample.tokens, sample.seconds)
-            model = replace(model, slowdown=1.0, samples=0, row_seconds=row_seconds)
+            model.observe(sample.rows, sample.tokens, sample.seconds)
+            model._slowdown, model._slowdown_samples, model._row_seconds = 1.0, 0, row_seconds
         return model
+
+    @property
+    def row_seconds(self) -> float:
+        """Time that one row adds for any size, in seconds."""
+        return self._row_seconds
 
     @property
     def has_samples(self) -> bool:
         """Whether anything was observed."""
-        return bool(self.knots)
+        return bool(self._knots)
 
     def covers(self, size: int) -> bool:
         """Whether a size as small as `size` was observed."""
-        return bool(self.line) and self.line[0][0] <= size
+        return bool(self._knots) and self._knots[0].size <= size
 
     def seconds(self, rows: int, size: int) -> float:
         """Predicted duration in seconds; it never falls as `size` grows."""
-        return self.slowdown * (self._interpolate(size) + rows * self.row_seconds)
+        return self._slowdown * (self._interpolate(size) + rows * self._row_seconds)
 
     def seconds_upto(self, rows: int, first: int, last: int) -> list[float]:
         """`seconds` for every size from `first` to `last`."""
-        base = rows * self.row_seconds
-        return [self.slowdown * (self._interpolate(size) + base) for size in range(first, last + 1)]
+        base = rows * self._row_seconds
+        return [self._slowdown * (self._interpolate(size) + base) for size in range(first, last + 1)]
 
-    def observed(self, rows: int, size: int, seconds: float) -> LatencyModel:
-        """The model with one more sample."""
-        bucket, seconds = bucket_of(size), max(_MIN_SECONDS, seconds)
-        known = next((knot for knot in self.knots if knot.bucket == bucket), None)
-        expected = max(_MIN_SECONDS, self.seconds(rows, size))
-        slowdown, row_seconds = self.slowdown, self.row_seconds
-        samples = self.samples
-        if known is not None:  # elsewhere the prediction is an extrapolation and does not show the slowdown
-            if samples >= _OUTLIER_MIN_SAMPLES:
-                seconds = min(max(seconds, expected / _OUTLIER_FACTOR), expected * _OUTLIER_FACTOR)
-            slowdown *= (seconds / expected) ** max(_SLOWDOWN_RATE, 1 / (1 + samples))
-            slowdown = min(max(slowdown**_SLOWDOWN_DECAY, 1 / _MAX_SLOWDOWN), _MAX_SLOWDOWN)
+    def observe(self, rows: int, size: int, seconds: float) -> None:
+        """Add a sample: a duration in seconds."""
+        bucket, seconds = bucket_of(size), max(MIN_LATENCY_SECONDS, seconds)
+        place = bisect_left(self._knots, bucket, key=lambda knot: knot.bucket)
+        is_known = place < len(self._knots) and self._knots[place].bucket == bucket
+        row_seconds = self._row_seconds
+        if is_known:  # elsewhere the prediction is an extrapolation and does not show the slowdown
+            expected = max(MIN_LATENCY_SECONDS, self.seconds(rows, size))
+            if self._slowdown_samples >= OUTLIER_MIN_SAMPLES:
+                seconds = min(max(seconds, expected / OUTLIER_FACTOR), expected * OUTLIER_FACTOR)
+            self._observe_slowdown(seconds / expected)
             if rows > 1:  # with a single row, the share of the row cannot be separated
-                row_seconds += _ROW_RATE * (seconds - expected) * rows / (rows * rows + MEMORY)
-            samples += 1
-        value = max(_MIN_SECONDS, seconds / slowdown - rows * max(0.0, row_seconds))
-        others = (
-            replace(knot, weight=max(_MIN_WEIGHT, knot.weight * _WEIGHT_DECAY))
-            for knot in self.knots
-            if knot is not known
-        )
-        ordered = tuple(sorted((*others, _updated(known, bucket, size, value)), key=lambda knot: knot.bucket))
-        return replace(
-            self,
-            row_seconds=max(0.0, row_seconds),
-            slowdown=slowdown,
-            samples=samples,
-            knots=ordered,
-            line=_monotone(ordered),
-        )
+                row_seconds += ROW_RATE * (seconds - expected) * rows / (rows * rows + KNOT_MEMORY)
+        self._row_seconds = max(0.0, row_seconds)
+        value = max(MIN_LATENCY_SECONDS, seconds / self._slowdown - rows * self._row_seconds)
+        if is_known:
+            self._update(self._knots[place], size, value)
+        else:
+            self._knots.insert(place, _Knot(bucket, size, value, 1.0, self._samples + 1))
+        self._samples += 1
+        self._line = None
+
+    def _observe_slowdown(self, factor: float) -> None:
+        """Follow a sample that took `factor` times as long as predicted."""
+        slowdown = self._slowdown * factor ** max(SLOWDOWN_RATE, 1 / (1 + self._slowdown_samples))
+        self._slowdown = min(max(slowdown**SLOWDOWN_DECAY, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN)
+        self._slowdown_samples += 1
+
+    def _update(self, knot: _Knot, size: int, value: float) -> None:
+        """Add the next sample of the model to the means of its knot."""
+        weight = min(knot.weight_after(self._samples) + 1, KNOT_MEMORY)
+        knot.size += (size - knot.size) / weight
+        knot.seconds += (value - knot.seconds) / weight
+        knot.weight, knot.latest = weight, self._samples + 1
 
     def _interpolate(self, size: int) -> float:
         """Seconds from the table: linear between knots, constant before the first, extrapolated beyond the last."""
-        line = self.line
-        if not line:
-            return self.floor_seconds
-        above = min(bisect_right(line, (float(size), float("inf"))), len(line) - 1)
+        if not self._knots:
+            return self._floor_seconds
+        if self._line is None:
+            self._line = [knot.size for knot in self._knots], _monotone(self._knots, self._samples)
+        sizes, seconds = self._line
+        above = min(bisect_right(sizes, size), len(sizes) - 1)
         if above == 0:
-            first, seconds = line[0]
-            return seconds * min(1.0, size / first) if self.grows_from_zero else seconds
-        (left, low), (right, high) = line[above - 1], line[above]
-        return low + (high - low) * (size - left) / (right - left)
+            return seconds[0] * min(1.0, size / sizes[0]) if self._grows_from_zero else seconds[0]
+        left, low = sizes[above - 1], seconds[above - 1]
+        return low + (seconds[above] - low) * (size - left) / (sizes[above] - left)
 
 
 def bucket_of(size: int) -> int:
@@ -151,27 +161,21 @@ def bucket_of(size: int) -> int:
     return 9 + 4 * (octave - 3) + (((size - 1) >> (octave - 2)) & 3)
 
 
-def _updated(known: Knot | None, bucket: int, size: int, seconds: float) -> Knot:
-    if known is None:
-        return Knot(bucket, size, seconds, 1.0)
-    weight = min(known.weight + 1, MEMORY)
-    return Knot(
-        bucket, known.size + (size - known.size) / weight, known.seconds + (seconds - known.seconds) / weight, weight
-    )
-
-
-def _monotone(knots: tuple[Knot, ...]) -> tuple[tuple[float, float], ...]:
-    """Level neighbours that fall to their weighted mean (pool adjacent violators)."""
-    pools: list[tuple[float, float, list[Knot]]] = []
+def _monotone(knots: Sequence[_Knot], samples: int) -> list[float]:
+    """Seconds of the knots, with falling neighbours levelled to their weighted mean (pool adjacent violators)."""
+    values = [knot.seconds for knot in knots]
+    if all(map(le, values, values[1:])):
+        return values
+    pools: list[tuple[float, float, int]] = []
     for knot in knots:
-        seconds, weight, members = knot.seconds, knot.weight, [knot]
+        seconds, weight, count = knot.seconds, knot.weight_after(samples), 1
         while pools and pools[-1][0] > seconds:
-            before, before_weight, earlier = pools.pop()
+            before, before_weight, before_count = pools.pop()
             seconds = (seconds * weight + before * before_weight) / (weight + before_weight)
             weight += before_weight
-            members = earlier + members
-        pools.append((seconds, weight, members))
-    return tuple((member.size, seconds) for seconds, _, members in pools for member in members)
+            count += before_count
+        pools.append((seconds, weight, count))
+    return [seconds for seconds, _, count in pools for _ in range(count)]
 
 
 def _row_seconds(samples: list[StepSample]) -> float:

@@ -10,29 +10,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cluster.speculation.constants import (
+    CLEAR_LOSS,
+    CLEAR_ROUNDS,
+    FIRST_PAUSE,
+    LOSS_SHARE,
+    MAX_PAUSE,
+    MIN_PLAIN_ROUNDS,
+    MIN_SPEEDUP,
+    MIN_SPEEDUP_ALONE,
+    ROUND_DECAY,
+    SURE_ROUNDS,
+)
 from cluster.speculation.latency import bucket_of
-
-MIN_PLAIN_ROUNDS = 1
-"""Rounds without drafts that must be measured before any round has drafts."""
-FIRST_PAUSE = 64
-"""Rounds for which speculation is suspended the first time."""
-MAX_PAUSE = 2048
-"""Bound of the doubling pause, in rounds. A pause that makes up for lost time may be longer."""
-LOSS_SHARE = 0.02
-"""Largest share of the time that is lost by rounds with drafts that do not pay."""
-_DECAY = 1 - 1 / 32
-"""Factor on the sums with each further round."""
-_MIN_SPEEDUP = 1.05
-"""A lower measured speed-up suspends speculation. It is above 1 because a drafter also costs time outside of rounds,
-above all to prefill prompts."""
-_MIN_SPEEDUP_ALONE = 0.97
-"""`_MIN_SPEEDUP` for a single sequence, for which a drafter prefills only one prompt."""
-_SURE_ROUNDS = 16
-"""Number of rounds with drafts after which `_MIN_SPEEDUP` is applied."""
-_CLEAR_LOSS = 0.9
-"""A speed-up below this suspends speculation sooner."""
-_CLEAR_ROUNDS = 6
-"""Number of rounds with drafts after which `_CLEAR_LOSS` is applied."""
 
 
 @dataclass(slots=True)
@@ -73,7 +63,7 @@ class _RoundSums:
     @property
     def decayed_rounds(self) -> float:
         """Number of rounds with drafts as the decayed sums count them."""
-        return (1 - _DECAY**self.rounds) / (1 - _DECAY)
+        return (1 - ROUND_DECAY**self.rounds) / (1 - ROUND_DECAY)
 
     def owe(self, seconds: float, rounds: float) -> None:
         """Add `seconds` of work with drafts, for which plain decoding would have needed `rounds` rounds, to `owed`."""
@@ -99,22 +89,14 @@ class SpeedupTracker:
         if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return True
         # A drafted token costs more with more rows: speculation that does not pay for few rows does not pay for more.
-        return self.count_down(rows, 1)
-
-    def count_down(self, rows: int, rounds: int) -> bool:
-        """Count pauses down after `rounds` rounds of `rows` rows. Returns whether there was one."""
         paused = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows) and other.pause]
         for other in paused:
-            other.pause = max(0, other.pause - rounds)
+            other.pause -= 1
         return bool(paused)
 
     def pause(self, rows: int) -> int:
         """For how many rounds of `rows` rows speculation stays suspended."""
         return max((other.pause for bucket, other in self._sums.items() if bucket <= bucket_of(rows)), default=0)
-
-    def resumes_within(self, rows: int, rounds: int) -> bool:
-        """Whether a suspension for `rows` rows ends within that many rounds."""
-        return 0 < self.pause(rows) <= rounds
 
     def renew(self, rows: int) -> bool:
         """End a suspension for `rows` rows and forget earlier rounds with drafts, if no time is owed.
@@ -137,16 +119,15 @@ class SpeedupTracker:
     def pays(self, rows: int) -> bool:
         """Whether recent rounds with drafts were faster than rounds without."""
         sums = self._of(rows)
-        is_known = sums.plain_rounds >= MIN_PLAIN_ROUNDS and sums.rounds >= _CLEAR_ROUNDS
+        is_known = sums.plain_rounds >= MIN_PLAIN_ROUNDS and sums.rounds >= CLEAR_ROUNDS
         return is_known and sums.speedup > 1.0
 
-    def observe_plain(self, rows: int, seconds: float, rounds: int = 1) -> None:
-        """Add rounds without drafts and without prompts, which took `seconds` seconds on average."""
-        sums, kept = self._of(rows), _DECAY**rounds
-        weight = (1 - kept) / (1 - _DECAY)
-        sums.plain_seconds = sums.plain_seconds * kept + seconds * weight
-        sums.plain_rounds = sums.plain_rounds * kept + weight
-        sums.owed = max(0.0, sums.owed - rounds)
+    def observe_plain(self, rows: int, seconds: float) -> None:
+        """Add a round without drafts and without prompts."""
+        sums = self._of(rows)
+        sums.plain_seconds = sums.plain_seconds * ROUND_DECAY + seconds
+        sums.plain_rounds = sums.plain_rounds * ROUND_DECAY + 1
+        sums.owed = max(0.0, sums.owed - 1)
 
     def observe_drafted(self, rows: int, seconds: float, tokens: int) -> None:
         """Add a round with drafts and without prompts.
@@ -154,22 +135,20 @@ class SpeedupTracker:
         `seconds` includes the wait for proposals; `tokens` is how many the round committed.
         """
         sums = self._of(rows)
-        sums.seconds = sums.seconds * _DECAY + seconds
-        sums.tokens = sums.tokens * _DECAY + tokens
-        sums.rows = sums.rows * _DECAY + rows
+        sums.seconds = sums.seconds * ROUND_DECAY + seconds
+        sums.tokens = sums.tokens * ROUND_DECAY + tokens
+        sums.rows = sums.rows * ROUND_DECAY + rows
         sums.rounds += 1
         if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return
         sums.owe(seconds, tokens / rows)
         speedup = sums.speedup
-        least = _MIN_SPEEDUP if rows > 1 else _MIN_SPEEDUP_ALONE
-        if (sums.rounds >= _SURE_ROUNDS and speedup < least) or (
-            sums.rounds >= _CLEAR_ROUNDS and speedup < _CLEAR_LOSS
-        ):
+        least = MIN_SPEEDUP if rows > 1 else MIN_SPEEDUP_ALONE
+        if (sums.rounds >= SURE_ROUNDS and speedup < least) or (sums.rounds >= CLEAR_ROUNDS and speedup < CLEAR_LOSS):
             sums.pause = max(sums.next_pause, math.ceil(sums.lost_rounds / LOSS_SHARE))
             sums.next_pause = min(2 * sums.next_pause, MAX_PAUSE)
             sums.forget_drafted()
-        elif sums.rounds >= _SURE_ROUNDS:
+        elif sums.rounds >= SURE_ROUNDS:
             sums.next_pause = FIRST_PAUSE
 
     def _of(self, rows: int) -> _RoundSums:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.coordinator.clients.circuit_breaker import CircuitBreaker
-from cluster.coordinator.clients.draft_source import Proposals
-from cluster.coordinator.clients.proposal_check import checked
 from cluster.coordinator.clients.release_queue import ReleaseQueue
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftRow, Evidence, Proposal, RowFaultCode
+from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFaultCode
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
 
 log = logging.getLogger(__name__)
+
+Proposals = dict[SequenceId, Proposal]
 
 LATE_CALL_FACTOR = 20
 """A call that is late for its round continues in the background for this many times the configured timeout. The drafter
@@ -191,3 +191,24 @@ class DrafterClient:
 def _wants_drafts(rows: Iterable[DraftRow]) -> bool:
     """Whether a draft is wanted for any of the rows; otherwise the call only prefills."""
     return any(row.budget.max_nodes for row in rows)
+
+
+def checked(proposal: Proposal, budget: DraftBudget, vocabulary_size: int) -> Proposal:
+    """Return the proposal with at most the nodes of `budget`, or an empty one if its tree is unusable.
+
+    A tree with a token outside the vocabulary is unusable, and so is one beyond the budget that must stay whole.
+    """
+    tree = proposal.tree
+    nodes = tree.within(budget.max_nodes, budget.max_depth)
+    is_whole = len(nodes) == len(tree)
+    if (
+        proposal.fault is not None
+        or not all(0 <= token < vocabulary_size for token in tree.tokens)
+        or not (is_whole or proposal.is_prunable)
+    ):
+        return Proposal(proposal.sequence_id, proposal.base_len)
+    if proposal.probabilities and len(proposal.probabilities) != len(tree):
+        proposal = replace(proposal, probabilities=())
+    if proposal.distributions and len(proposal.distributions) != len(tree):
+        proposal = replace(proposal, distributions=())
+    return proposal.subset(nodes)

@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
-from cluster.coordinator.clients.draft_source import Proposals
-from cluster.coordinator.clients.drafter import DrafterClient, ProposeCall
+from cluster.coordinator.clients.drafter import DrafterClient, Proposals, ProposeCall
 from cluster.coordinator.metrics import Metrics
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import NO_DRAFT, DraftBudget
+from cluster.core.drafting import NO_DRAFT
 from cluster.core.evidence_store import EvidenceStore
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
-from cluster.core.verification import StepResult, VerifyRow
+from cluster.core.verification import StepResult
 
 PREFILL_TOKENS = 64
 """If a drafter lacks more tokens of a sequence than this, it prefills the sequence in the background first, so that the
@@ -48,11 +47,6 @@ class ProposeCalls:
 
     def __bool__(self) -> bool:
         return bool(self._calls)
-
-    @property
-    def depth(self) -> int:
-        """Depth of the deepest requested tree, in tokens."""
-        return max((request.budget.max_depth for request in self.requests.values()), default=0)
 
     @property
     def done(self) -> bool:
@@ -163,19 +157,11 @@ class DrafterPool:
         """Set the size of the target's vocabulary, within which all drafted tokens must be."""
         self._vocabulary_size = vocabulary_size
 
-    def next_budgets(self, wanted: Mapping[SequenceId, DraftBudget]) -> Mapping[SequenceId, DraftBudget]:  # noqa: ARG002
-        """Return none: these drafters are not on the target."""
-        return {}
-
-    def receive(self, rows: Iterable[VerifyRow], step: StepResult) -> None:  # noqa: ARG002 - part of the interface
-        """Keep the evidence of a step until the drafters' next calls."""
+    def keep_evidence(self, step: StepResult) -> None:
+        """Keep what a step showed of each sequence until the next call to its drafter."""
         for verdict in step.verdicts:
             if verdict.evidence is not None:
                 self._evidence.add(verdict.sequence_id, verdict.evidence)
-
-    def probe(self, requests: Mapping[SequenceId, DraftRequest]) -> ProposeCalls:
-        """See `propose`."""
-        return self.propose(requests)
 
     def propose(self, requests: Mapping[SequenceId, DraftRequest]) -> ProposeCalls:
         """Request drafts from each sequence's drafter, except for sequences that are busy, refused or not prefilled."""

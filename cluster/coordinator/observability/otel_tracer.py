@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from cluster.coordinator.observability.traces import RoundTimes
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.core.ids import RequestId
+from cluster.speculation.observation import RoundRecord
 
 MOST_ROUNDS = 256
 """Rounds of one request that have spans. Those of later rounds are left out and counted."""
@@ -63,15 +63,17 @@ class OtelTracer:
         if span.is_recording():
             self._spans[request.id] = _Traced(span)
 
-    def round_decided(self, requests: Iterable[LiveRequest]) -> None:
+    def round_decided(self, request_ids: Iterable[RequestId]) -> None:
         """Keep the requests that are traced until the round ends. Those that end meanwhile end after it."""
         self._complete()
-        self._in_round = [traced for request in requests if (traced := self._spans.get(request.id)) is not None]
+        ids = dict.fromkeys(request_ids)
+        self._in_round = [traced for request_id in ids if (traced := self._spans.get(request_id)) is not None]
 
-    def round_ended(self, times: RoundTimes) -> None:
+    def round_ended(self, record: RoundRecord) -> None:
         """Add the spans of a round to each request that is traced."""
-        stages = [("verify", times.verify, times.emit), ("emit", times.emit, times.end)]
-        if times.propose is not None:
+        times = record.times
+        stages = [("verify", times.verify, times.commit), ("emit", times.commit, times.end)]
+        if record.drafts.asked:
             stages.insert(0, ("propose", times.propose, times.verify))
         for traced in self._in_round:
             traced.rounds += 1

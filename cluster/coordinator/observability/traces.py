@@ -1,25 +1,13 @@
-"""What the coordinator tells a tracer of requests. Without a tracer, nothing is collected."""
+"""What the coordinator tells a tracer of requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.coordinator.requests.live_request import LiveRequest
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """When the stages of a round took place, in seconds on the coordinator's clock."""
-
-    propose: float | None
-    """Begin of the wait for drafts; `None` if none were asked for."""
-    verify: float
-    """Begin of the step."""
-    emit: float
-    """End of the step, when tokens are committed and handed to the readers."""
-    end: float
+from cluster.core.ids import RequestId
+from cluster.speculation.observation import RoundRecord
 
 
 class RequestTracer(Protocol):
@@ -29,14 +17,30 @@ class RequestTracer(Protocol):
         """A request was admitted."""
         ...
 
-    def round_decided(self, requests: Iterable[LiveRequest]) -> None:
-        """A step has decided tokens of these requests. They are emitted next."""
+    def round_decided(self, request_ids: Iterable[RequestId]) -> None:
+        """A step has decided tokens of these requests, which may repeat. They are emitted next."""
         ...
 
-    def round_ended(self, times: RoundTimes) -> None:
+    def round_ended(self, record: RoundRecord) -> None:
         """The tokens of the latest step are emitted."""
         ...
 
     def end(self, request: LiveRequest, now: float, error: Exception | None) -> None:
         """A request has ended."""
         ...
+
+
+class NoTracer:
+    """Traces nothing. It does not even look at the requests of a round."""
+
+    def begin(self, request: LiveRequest) -> None:
+        """Record nothing."""
+
+    def round_decided(self, request_ids: Iterable[RequestId]) -> None:
+        """Record nothing."""
+
+    def round_ended(self, record: RoundRecord) -> None:
+        """Record nothing."""
+
+    def end(self, request: LiveRequest, now: float, error: Exception | None) -> None:
+        """Record nothing."""

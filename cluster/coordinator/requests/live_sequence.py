@@ -138,16 +138,16 @@ class LiveSequence:
         sequence, source = self.sequence, self.kv_source
         shared = 0 if source is None else min(source.sequence.stored_len, len(sequence) - 1)
         return SequenceView(
-            sequence.id,
-            sequence.arrival,
-            len(sequence),
-            sequence.stored_len,
-            sequence.remaining,
-            shared,
-            draft,
-            sequence.request.max_draft_tokens,
-            0 if self._is_open or source is not None else len(sequence.request.source),
-            len(sequence.forced),
-            self.turn,
-            sequence.request.priority,
+            id=sequence.id,
+            arrival=sequence.arrival,
+            length=len(sequence),
+            stored_len=sequence.stored_len,
+            remaining=sequence.remaining,
+            shared_len=shared,
+            draft=draft,
+            max_draft_tokens=sequence.request.max_draft_tokens,
+            source_len=0 if self._is_open or source is not None else len(sequence.request.source),
+            forced=len(sequence.forced),
+            turn=self.turn,
+            priority=sequence.request.priority,
         )

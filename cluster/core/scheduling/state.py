@@ -75,6 +75,11 @@ class PlannedRow:
     forced: int = 0
     """Forced tokens that the row verifies, in addition to the tree or as a part of it."""
 
+    @property
+    def wants_draft(self) -> bool:
+        """Whether the row decides and may have a tree."""
+        return self.decide and self.draft.max_nodes > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

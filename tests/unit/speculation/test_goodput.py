@@ -25,6 +25,15 @@ def known(step_time: StepTime) -> LatencyModel:
 
 FLAT = known(lambda rows, tokens: 0.010)
 STEEP = known(lambda rows, tokens: 0.001 + 0.010 * tokens)
+
+
+def growing(rows: int, size: int, seconds: float) -> LatencyModel:
+    """Calls that take no time for size 0, after one sample."""
+    model = LatencyModel(grows_from_zero=True)
+    model.observe(rows, size, seconds)
+    return model
+
+
 FREE = LatencyModel(floor_seconds=1e-6)
 EXPENSIVE = LatencyModel(floor_seconds=0.5)
 
@@ -70,7 +79,7 @@ def test_a_sequence_with_better_drafts_gets_more_nodes() -> None:
 
 
 def test_a_deep_tree_is_not_worth_its_wait_where_a_shallow_one_is() -> None:
-    waits = LatencyModel(grows_from_zero=True).observed(1, 8, 0.016)
+    waits = growing(1, 8, 0.016)
     shallow = size_trees([chain(0.8)], FLAT, waits).nodes[0]
     assert 1 <= shallow < 8
     assert size_trees([chain(0.8)], FLAT, FREE).nodes[0] == 8
@@ -178,9 +187,7 @@ forecasts = st.lists(
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    forecasts, latencies, st.sampled_from([FREE, EXPENSIVE, LatencyModel(grows_from_zero=True).observed(2, 4, 0.004)])
-)
+@given(forecasts, latencies, st.sampled_from([FREE, EXPENSIVE, growing(2, 4, 0.004)]))
 def test_expected_goodput_is_never_below_plain_decoding(
     some: list[DraftForecast], steps: LatencyModel, waits: LatencyModel
 ) -> None:

@@ -16,13 +16,20 @@ from tests.support.fakes.simulated_time import cpu_step, gpu_step
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
+def observing(*samples: tuple[int, int, float], grows_from_zero: bool = False) -> LatencyModel:
+    model = LatencyModel(grows_from_zero=grows_from_zero)
+    for rows, size, seconds in samples:
+        model.observe(rows, size, seconds)
+    return model
+
+
 def trained(
     step_time: object, samples: int = 600, noise: float = 0.0, rows: tuple[int, ...] = (1, 4, 8)
 ) -> LatencyModel:
     rng, model = random.Random(1), LatencyModel()
     for _ in range(samples):
         row, size = rng.choice(rows), rng.choice(SIZES)
-        model = model.observed(row, size, step_time(row, size) * rng.uniform(1 - noise, 1 + noise))  # type: ignore[operator]
+        model.observe(row, size, step_time(row, size) * rng.uniform(1 - noise, 1 + noise))  # type: ignore[operator]
     return model
 
 
@@ -48,24 +55,24 @@ def test_without_samples_every_size_takes_the_floor() -> None:
 
 
 def test_one_sample_predicts_the_same_time_for_all_sizes_or_less_where_it_grows_from_zero() -> None:
-    flat = LatencyModel().observed(1, 8, 0.008)
+    flat = observing((1, 8, 0.008))
     assert [flat.seconds(1, size) for size in (1, 8, 64)] == [0.008] * 3
-    growing = LatencyModel(grows_from_zero=True).observed(1, 8, 0.008)
+    growing = observing((1, 8, 0.008), grows_from_zero=True)
     assert [growing.seconds(1, size) for size in (2, 4, 8, 64)] == pytest.approx([0.002, 0.004, 0.008, 0.008])
 
 
 def test_the_line_continues_beyond_the_largest_size() -> None:
-    model = LatencyModel().observed(1, 8, 0.010).observed(1, 16, 0.014)
+    model = observing((1, 8, 0.010), (1, 16, 0.014))
     assert model.seconds(1, 32) == pytest.approx(0.022)
 
 
 def test_an_outlier_teaches_little_and_a_slowdown_is_followed() -> None:
-    model = trained(cpu_step)
+    model, outlier, slow = trained(cpu_step), trained(cpu_step), trained(cpu_step)
     plain = model.seconds(4, 16)
-    assert model.observed(4, 16, 10.0).seconds(4, 16) < 1.25 * plain
-    slow = model
+    outlier.observe(4, 16, 10.0)
+    assert outlier.seconds(4, 16) < 1.25 * plain
     for _ in range(40):
-        slow = slow.observed(4, 16, 1.5 * cpu_step(4, 16))
+        slow.observe(4, 16, 1.5 * cpu_step(4, 16))
     assert slow.seconds(4, 16) == pytest.approx(1.5 * plain, rel=0.03)
     assert slow.seconds(4, 32) > 1.15 * model.seconds(4, 32)  # a size without new samples is slowed down too
 
@@ -74,7 +81,8 @@ def test_a_single_size_that_becomes_slow_is_learned() -> None:
     model = trained(cpu_step)
     plain = model.seconds(4, 4)
     for _ in range(200):
-        model = model.observed(4, 16, 0.040).observed(4, 4, cpu_step(4, 4))
+        model.observe(4, 16, 0.040)
+        model.observe(4, 4, cpu_step(4, 4))
     assert model.seconds(4, 16) == pytest.approx(0.040, rel=0.05)
     assert model.seconds(4, 4) == pytest.approx(plain, rel=0.05)
 
@@ -92,8 +100,7 @@ samples = st.tuples(st.integers(1, 64), st.integers(1, 512), st.floats(1e-5, 10.
 def test_a_larger_size_never_takes_less_time(history: list[tuple[int, int, float]]) -> None:
     model = LatencyModel()
     for rows, size, seconds in history:
-        model = model.observed(rows, size, seconds)
+        model.observe(rows, size, seconds)
     expected = model.seconds_upto(4, 1, 600)
     assert all(0 < before <= after * (1 + 1e-9) for before, after in itertools.pairwise(expected))
     assert expected == [model.seconds(4, size) for size in range(1, 601)]
-    assert [knot.bucket for knot in model.knots] == sorted({bucket_of(size) for _, size, _ in history})

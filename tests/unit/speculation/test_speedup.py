@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.speculation.speedup import FIRST_PAUSE, LOSS_SHARE, SpeedupTracker
+from cluster.speculation.constants import FIRST_PAUSE, LOSS_SHARE
+from cluster.speculation.speedup import SpeedupTracker
 
 
 def held_back(tracker: SpeedupTracker, rows: int, most: int) -> int:

@@ -12,11 +12,24 @@ from rich.console import Console
 
 from cluster.coordinator.metrics import Metrics
 from cluster.core.errors import WorkerUnavailable
+from cluster.core.ids import SequenceId
+from cluster.core.kv import KvOccupancy
 from cluster.core.request import Commit
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepResult, Verdict, VerifyRow
 from cluster.ingress.endpoints.cluster_status import read_replicas
 from cluster.ingress.router.metrics_text import merged
+from cluster.speculation.observation import DraftTime, RoundDrafts, RoundRecord, RoundTimes
 from deploy.commands.client.cluster_table import status_table, statuses
 from deploy.commands.client.top import print_statuses
+
+ROUND = RoundRecord(
+    (VerifyRow(SequenceId("a"), 9, (1,), TokenTree.chain((2, 3, 4, 5, 6))),),
+    StepResult((Verdict(SequenceId("a"), 9, (2, 3, 9), 5),), KvOccupancy(9, 9), 0.1),
+    RoundDrafts(),
+    DraftTime(),
+    RoundTimes(0.0, 0.0, 0.0, 0.1, 0.1),
+)
 
 
 def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metrics:
@@ -27,7 +40,7 @@ def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metric
     for _ in range(verdicts):
         metrics.decided([Commit(tokens=(1, 2, 3), drafted=5, accepted=2)])
         metrics.sent(3)
-        metrics.round(tokens=6, useful=3, total=0.1, propose=None, step=0.1, target=0.1)
+        metrics.round(ROUND)
     return metrics
 
 

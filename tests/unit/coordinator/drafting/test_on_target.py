@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from cluster.coordinator.clients.target_drafts import TargetDrafts
+from cluster.coordinator.drafting.on_target import DraftsOnTarget
 from cluster.coordinator.metrics import Metrics
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.sequence import DraftRequest, Sequence
+from cluster.speculation.controller import LargestTrees
 from tests.support.fakes.drafting_target import DraftingTarget
 from tests.support.fakes.fake_cluster import request
 from tests.support.fakes.simulated_time import (
@@ -166,12 +167,14 @@ def request_of(name: str) -> tuple[SequenceId, DraftRequest]:
 
 
 def test_a_probe_whose_sequences_end_one_after_another_ends() -> None:
-    drafts = TargetDrafts(Metrics())
+    drafts = DraftsOnTarget(LargestTrees(DraftBudget(4, 2)), {}, Metrics())
     drafts.start(32)
-    calls = drafts.probe(dict([request_of("a"), request_of("b")]))
+    assert drafts.probe(dict([request_of("a"), request_of("b")]))
     drafts.release([SequenceId("a")])
     assert not drafts.is_idle
     drafts.release([SequenceId("b")])
     assert drafts.is_idle
-    assert calls.done
-    assert calls.take() == {}
+    probe = drafts.take_probe()
+    assert probe is not None
+    assert not probe.proposals
+    assert drafts.take_probe() is None
