@@ -170,10 +170,11 @@ def test_a_probe_whose_sequences_end_one_after_another_ends() -> None:
     drafts = DraftsOnTarget(LargestTrees(DraftBudget(4, 2)), {}, Metrics())
     drafts.start(32)
     assert drafts.probe(dict([request_of("a"), request_of("b")]))
-    drafts.release([SequenceId("a")])
-    assert not drafts.is_idle
-    drafts.release([SequenceId("b")])
-    assert drafts.is_idle
+    idle = []
+    for name in ("a", "b"):
+        drafts.release([SequenceId(name)])
+        idle.append(drafts.is_idle)
+    assert idle == [False, True]
     probe = drafts.take_probe()
     assert probe is not None
     assert not probe.proposals

@@ -1,4 +1,4 @@
-"""Decoding of steps: every value out of bounds is refused by field, value and bound, in whichever column it is."""
+"""Decoding: every value out of bounds is refused by field, value and bound, in whichever column of a step it is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
+from cluster.core.errors import InvalidRequest
+from cluster.wire.codec.common import decode_sequence_ids
+from cluster.wire.codec.draft import decode_draft_rows, decode_proposals
+from cluster.wire.codec.opening import decode_open_result, decode_open_rows
 from cluster.wire.codec.step import decode_step_batch, decode_step_result
-from pilotfish.v1 import common_pb2, target_pb2
+from cluster.wire.codec.target_info import decode_target_info
+from pilotfish.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.refusals import assert_refused
 
 
@@ -45,14 +50,57 @@ def drawn_from(tokens: list[int], probabilities: list[float]) -> common_pb2.Draf
     return common_pb2.DraftDistribution(tokens=tokens, probabilities=probabilities)
 
 
+def tree(tokens: list[int], parents: list[int]) -> common_pb2.TokenTree:
+    return common_pb2.TokenTree(tokens=tokens, parents=parents)
+
+
+def propose(**changes: Any) -> draft_pb2.DraftServiceProposeRequest:
+    row: dict[str, Any] = {"sequence_id": "s", "base_len": 5, "new_tokens": [1, 2], "max_nodes": 4, "max_depth": 4}
+    return draft_pb2.DraftServiceProposeRequest(rows=[draft_pb2.DraftRow(**(row | changes))])
+
+
+def proposal(**changes: Any) -> draft_pb2.DraftServiceProposeResponse:
+    row: dict[str, Any] = {"sequence_id": "s", "base_len": 5, "tree": tree([1], [-1])}
+    return draft_pb2.DraftServiceProposeResponse(proposals=[common_pb2.Proposal(**(row | changes))])
+
+
+def info(**changes: Any) -> target_pb2.TargetServiceGetInfoResponse:
+    fields: dict[str, Any] = {"vocabulary_size": 9, "max_context_len": 9, "block_size": 4, "tensor_parallel": 1}
+    fields["groups"] = [target_pb2.KvGroup(tables=1)]
+    return target_pb2.TargetServiceGetInfoResponse(**(fields | changes))
+
+
+def group(**changes: Any) -> target_pb2.TargetServiceGetInfoResponse:
+    return info(groups=[target_pb2.KvGroup(**({"tables": 1} | changes))])
+
+
+def opening(**changes: Any) -> target_pb2.TargetServiceOpenRequest:
+    row: dict[str, Any] = {"sequence_id": "s", "tokens": [1], "start": common_pb2.SequenceStart(prompt_len=1)}
+    return target_pb2.TargetServiceOpenRequest(rows=[target_pb2.OpenRow(**(row | changes))])
+
+
+def evidence(**changes: Any) -> draft_pb2.DraftServiceProposeRequest:
+    return propose(evidence=[common_pb2.Evidence(**({"base_len": 3} | changes))])
+
+
+def hidden(**changes: Any) -> draft_pb2.DraftServiceProposeRequest:
+    fields: dict[str, Any] = {"first": 0, "width": 2, "data": bytes(8)}
+    return evidence(hidden=common_pb2.HiddenStates(**(fields | changes)))
+
+
 LONG = "x" * 129
 BIG = 2**31
 TOKEN_BOUND = "between 0 and 2147483647"
 DECODERS: dict[type, Callable[[Any], object]] = {
     target_pb2.TargetServiceStepRequest: decode_step_batch,
     target_pb2.TargetServiceStepResponse: decode_step_result,
+    target_pb2.TargetServiceOpenRequest: decode_open_rows,
+    target_pb2.TargetServiceOpenResponse: decode_open_result,
+    target_pb2.TargetServiceGetInfoResponse: decode_target_info,
+    draft_pb2.DraftServiceProposeRequest: decode_draft_rows,
+    draft_pb2.DraftServiceProposeResponse: decode_proposals,
 }
-REFUSED = [
+REFUSED_STEPS = [
     (step(sequence_ids=[""]), "sequence_ids[0]", "between 1 and 128 bytes"),
     (step(sequence_ids=[LONG]), "sequence_ids[0]", "between 1 and 128 bytes"),
     (step(sequence_ids=["é" * 65]), "sequence_ids[0]", "between 1 and 128 bytes"),
@@ -195,6 +243,83 @@ REFUSED = [
         "between 0 and 86400",
     ),
 ]
+REFUSED_CALLS = [
+    (
+        propose(base_len=2, start=common_pb2.SequenceStart(prompt_len=1, prediction=[1] * 65537)),
+        "rows[0].start.prediction",
+        "between 0 and 65536 entries",
+    ),
+    (
+        propose(base_len=2, start=common_pb2.SequenceStart(prompt_len=1, source=[1] * 65537)),
+        "rows[0].start.source",
+        "between 0 and 65536 entries",
+    ),
+    (opening(sequence_id=LONG), "rows[0].sequence_id", "between 1 and 128 bytes"),
+    (opening(tokens=[]), "rows[0].tokens", "between 1 and 1048576 entries"),
+    (opening(tokens=[1, BIG]), "rows[0].tokens[1]", "between 0 and 2147483647"),
+    (opening(parent=LONG), "rows[0].parent", "between 1 and 128 bytes"),
+    (opening(start=common_pb2.SequenceStart()), "rows[0].start.prompt_len", "between 1 and 1048576"),
+    (
+        opening(start=common_pb2.SequenceStart(prompt_len=1, cache_salt="x" * 322)),
+        "rows[0].start.cache_salt",
+        "at most 321 bytes",
+    ),
+    (
+        target_pb2.TargetServiceOpenRequest(rows=[opening().rows[0], opening().rows[0]]),
+        "rows[1].sequence_id",
+        "in one row only",
+    ),
+    (target_pb2.TargetServiceOpenRequest(rows=[target_pb2.OpenRow()] * 4097), "rows", "between 0 and 4096 entries"),
+    (target_pb2.TargetServiceOpenResponse(stored_lens=[2**20 + 1]), "stored_lens[0]", "between 0 and 1048576"),
+    (propose(sequence_id=""), "rows[0].sequence_id", "between 1 and 128 bytes"),
+    (propose(base_len=0), "rows[0].base_len", "between 1 and 1048576"),
+    (propose(new_tokens=[1] * 6), "rows[0].new_tokens", "between 0 and 5 entries"),
+    (propose(max_nodes=257), "rows[0].max_nodes", "between 0 and 256"),
+    (propose(max_depth=65), "rows[0].max_depth", "between 0 and 64"),
+    (propose(start=common_pb2.SequenceStart(prompt_len=1)), "rows[0].new_tokens", "between 5 and 5 entries"),
+    (proposal(base_len=0), "proposals[0].base_len", "between 1 and 1048576"),
+    (proposal(tree=tree([1, 2], [0, -1])), "proposals[0].tree.parents[0]", "between -1 and -1"),
+    (proposal(distributions=[drawn_from([], [])]), "proposals[0].distributions[0].tokens", "between 1 and 256 entries"),
+    (
+        proposal(distributions=[drawn_from([1, 1], [0.5, 0.5])]),
+        "proposals[0].distributions[0].tokens",
+        "each token at most once",
+    ),
+    (
+        proposal(distributions=[drawn_from([1, 2], [1.0])]),
+        "proposals[0].distributions[0].probabilities",
+        "between 2 and 2 entries",
+    ),
+    (
+        proposal(distributions=[drawn_from([1], [1.5])]),
+        "proposals[0].distributions[0].probabilities[0]",
+        "between 0 and 1",
+    ),
+    (
+        proposal(distributions=[drawn_from([1, 2], [0.5, 0.25])]),
+        "proposals[0].distributions[0].probabilities",
+        "a sum of 1 ± 0.001",
+    ),
+    (evidence(base_len=6), "rows[0].evidence[0].base_len", "between 1 and 5"),
+    (evidence(decisions=[1, 2]), "rows[0].evidence[0].decisions", "between 1 and 1 entries"),
+    (evidence(decisions=[-2]), "rows[0].evidence[0].decisions[0]", "between -1 and 2147483647"),
+    (evidence(top_count=65), "rows[0].evidence[0].top_count", "between 0 and 64"),
+    (evidence(top_count=2, top_tokens=[1] * 3), "rows[0].evidence[0].top_tokens", "between 0 and 2 entries"),
+    (evidence(top_count=2, top_tokens=[1]), "rows[0].evidence[0].top_tokens", "a multiple of top_count (2)"),
+    (hidden(width=0), "rows[0].evidence[0].hidden.width", "between 1 and 1048576"),
+    (hidden(data=bytes(7)), "rows[0].evidence[0].hidden.data", "a multiple of 4 bytes"),
+    (hidden(first=4), "rows[0].evidence[0].hidden", "between 0 and 5"),
+    (info(vocabulary_size=0), "vocabulary_size", "between 1 and 2147483647"),
+    (info(block_size=0), "block_size", "between 1 and 1048576"),
+    (info(groups=[]), "groups", "between 1 and 256 entries"),
+    (group(tables=0), "groups[0].tables", "between 1 and 4096"),
+    (group(window=2**20 + 1), "groups[0].window", "between 0 and 1048576"),
+    (group(sinks=1), "groups[0].sinks", "between 0 and 0"),
+    (info(model="x" * 257), "model", "at most 256 bytes"),
+    (info(dtype="é" * 129), "dtype", "at most 256 bytes"),
+    (info(epoch="x" * 257), "epoch", "at most 256 bytes"),
+]
+REFUSED = REFUSED_STEPS + REFUSED_CALLS
 
 
 @pytest.mark.parametrize(("message", "field", "bound"), REFUSED, ids=[f"{row[1]} {i}" for i, row in enumerate(REFUSED)])
@@ -204,7 +329,15 @@ def test_an_out_of_bounds_message_is_refused_by_field_value_and_bound(message: A
 
 @pytest.mark.parametrize(
     "message",
-    [step(), start(), drafted([1, 2], [-1, 0]), verdict(), explained()],
+    [step(), start(), drafted([1, 2], [-1, 0]), verdict(), explained(), opening(), propose(), proposal(), info()],
 )
 def test_the_same_messages_without_the_fault_are_accepted(message: Any) -> None:
     DECODERS[type(message)](message)
+
+
+def test_sequence_ids_are_bounded_in_number_and_length() -> None:
+    assert decode_sequence_ids(["a", "b"]) == ("a", "b")
+    with pytest.raises(InvalidRequest, match=r"sequence_ids\[1\]"):
+        decode_sequence_ids(["a", ""])
+    with pytest.raises(InvalidRequest, match="between 0 and 4096 entries"):
+        decode_sequence_ids(["a"] * 4097)
