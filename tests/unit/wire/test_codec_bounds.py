@@ -214,8 +214,8 @@ REFUSED_STEPS = [
         "between 0 and 5 entries",
     ),
     (explained(forced_tokens=[1] * 65), "details[0].forced_tokens", "between 0 and 64 entries"),
-    (explained(fault=common_pb2.RowFault()), "details[0].fault.code", "one of [1, 2, 3]"),
-    (explained(fault=common_pb2.RowFault(code=9)), "details[0].fault.code", "one of [1, 2, 3]"),
+    (explained(fault=common_pb2.RowFault()), "details[0].fault.code", "one of [1, 2, 3, 4]"),
+    (explained(fault=common_pb2.RowFault(code=9)), "details[0].fault.code", "one of [1, 2, 3, 4]"),
     (
         explained(fault=common_pb2.RowFault(code=1, message="x" * 1025)),
         "details[0].fault.message",
