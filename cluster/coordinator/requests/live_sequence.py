@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.coordinator.requests.decoding_strategy import NewSequence
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.scheduling.allocation import clip_draft
@@ -35,23 +36,21 @@ class LiveSequence:
         self,
         sequence: Sequence,
         request_id: RequestId,
-        slot: int,
-        answer: int | None = None,
+        new: NewSequence,
         parent: LiveSequence | None = None,
-        *,
-        may_fork: bool = False,
         turn: int = 0,
     ) -> None:
+        """`new` is what the decoding strategy of the request asked for, `parent` the sequence whose KV it may share."""
         self.sequence = sequence
         self.request_id = request_id
-        self.slot = slot
+        self.slot = new.slot
         """The sequence's slot in the decoding strategy of its request."""
-        self.answer = answer
+        self.answer = new.answer
         """The index of the answer that the sequence writes; `None` for a beam."""
         self.turn = turn
         """When it is the turn of its client, see `FairQueue`."""
         self._parent = parent
-        self._may_fork = may_fork
+        self._may_fork = new.may_fork
         self._is_open = False
         self._has_been_open = False
         self._losses = 0

@@ -137,7 +137,7 @@ class RequestTable:
             sequence = Sequence(sequence_id, one.request, request.arrival + one.slot)
             parent = None if one.parent is None else request.in_slot(one.parent)
             turn = self._turn(request, sequence)
-            live = LiveSequence(sequence, request.id, one.slot, one.answer, parent, may_fork=one.may_fork, turn=turn)
+            live = LiveSequence(sequence, request.id, one, parent, turn)
             started.append(live)
         if started:
             request.mark_forked()

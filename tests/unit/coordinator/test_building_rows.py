@@ -6,6 +6,7 @@ import pytest
 
 from cluster.coordinator.commit import is_valid
 from cluster.coordinator.quarantine import MAX_LOSSES
+from cluster.coordinator.requests.decoding_strategy import NewSequence
 from cluster.coordinator.requests.live_sequence import QUARANTINE_LOSSES, LiveSequence
 from cluster.coordinator.verify import build_rows
 from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal, RowFault, RowFaultCode
@@ -23,7 +24,7 @@ DRAFT = Proposal(ID, 5, TokenTree((7, 8, 9, 10), (-1, 0, 1, -1)))
 def live_sequence(parent: LiveSequence | None = None) -> LiveSequence:
     """A sequence with a prompt of five tokens."""
     request = GenerationRequest(RequestId("r"), (1, 2, 3, 4, 5), stopping=StoppingCriteria(max_tokens=20))
-    return LiveSequence(Sequence(ID, request, 0), request.request_id, 0, 0, parent)
+    return LiveSequence(Sequence(ID, request, 0), request.request_id, NewSequence(0, request, 0), parent)
 
 
 def planned(pending: int, *, decide: bool, draft: DraftBudget = NO_DRAFT) -> Plan:
