@@ -59,7 +59,8 @@ def _some_token(allowed: bytes, step: int) -> int:
     """Return one of the tokens whose bit is set. Different steps begin to search at different places."""
     start = step * 7919 % len(allowed)
     place = next(index for index in (*range(start, len(allowed)), *range(start)) if allowed[index])
-    return place * 8 + (allowed[place] & -allowed[place]).bit_length() - 1
+    bits = allowed[place]
+    return place * 8 + int.bit_length(bits & -bits) - 1
 
 
 def _in_a_child(request: dict[str, Any], vocabulary: LLTokenizer) -> dict[str, Any]:

@@ -137,7 +137,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         }
     ],
 }
-ANYTHING = [None, True, -1, 10**30, "", [], [None], {"type": []}, {"": {}}]
+ANYTHING: list[object] = [None, True, -1, 10**30, "", [], [None], {"type": []}, {"": {}}]
 FREE = ("metadata", "schema", "parameters", "input_schema", "json", "guided_json", "input", "a", "text", "logit_bias")
 """Parents of places where a null is a value of the client's own."""
 Place = tuple[str | int, ...]
