@@ -45,6 +45,10 @@ _NAMES = {
 """Names of Anthropic's API for fields that OpenAI's names otherwise; see `own_names`."""
 
 
+_HOSTED_BLOCKS = ("server_tool_use", "mcp_tool_use", "search_tool_result", "execution_tool_result", "mcp_tool_result")
+"""Endings of the types of blocks in which earlier answers used tools that Anthropic runs. They are left out."""
+
+
 class ConversationBody(StrictModel):
     """The body of `POST /v1/messages/count_tokens`: what a model reads before its answer."""
 
@@ -64,6 +68,16 @@ class ConversationBody(StrictModel):
     """`format` is the JSON schema of the answer; `effort` becomes `reasoning_effort` in the model's chat template."""
     output_format: Untyped | None = None
     """The older name of `output_config.format`."""
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Fields without effect. The form of a text is among them where the answer must be a call of a tool."""
+        forms = {"output_config.format": (self.output_config or {}).get("format"), "output_format": self.output_format}
+        is_call = (self.tool_choice or {}).get("type") in ("any", "tool")
+        ignored = [name for name, form in forms.items() if is_call and form is not None]
+        kinds = [block.get("type") for message in self.messages for block in _blocks_of(message)]
+        left_out = [f"messages.{kind}" for kind in kinds if isinstance(kind, str) and kind.endswith(_HOSTED_BLOCKS)]
+        return (*super().ignored_fields, *ignored, *left_out)
 
 
 class MessagesBody(ConversationBody):
@@ -210,11 +224,16 @@ def _turns(field: str, message: Json) -> Iterator[Json]:
         elif kind == "tool_result":
             result = _text(f"{place}.content", block.get("content") or "")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
-        elif kind != "redacted_thinking":
+        elif kind != "redacted_thinking" and not (isinstance(kind, str) and kind.endswith(_HOSTED_BLOCKS)):
             raise UnsupportedParameter(f"{place}.type", kind, "text, thinking, tool_use or tool_result")
     if texts or calls:
         reasoning = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         yield {"role": role, "content": "\n".join(texts), **({"tool_calls": calls} if calls else {}), **reasoning}
+
+
+def _blocks_of(message: Json) -> list[Json]:
+    content = message.get("content")
+    return [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
 
 
 def _text(field: str, content: object) -> str:

@@ -93,7 +93,8 @@ class ResponsesBody(StrictModel):
     def ignored_fields(self) -> tuple[str, ...]:
         """The tools, items and parts that are left out."""
         items = [] if isinstance(self.input, str) else [item.get("type", "message") for item in self.input]
-        names = [f"tools.{tool.get('type')}" for tool in self.tools if tool.get("type") != "function"]
+        names = [*super().ignored_fields]
+        names += [f"tools.{tool.get('type')}" for tool in self.tools if tool.get("type") != "function"]
         names += [f"include.{part}" for part in self.include if part != _LOGPROBS]
         names += [f"input.{kind}" for kind in items if isinstance(kind, str) and kind not in _ANSWERED_ITEMS]
         for name, read in _READ_PARTS.items():

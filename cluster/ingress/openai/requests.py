@@ -215,13 +215,16 @@ class ChatRequest(ChatExtensions, Parameters):
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """The form of an answer that must be a call of a tool."""
-        is_call = required_tool(self) is not None
-        return ("response_format",) if is_call and self.response_format is not None else ()
+        """Fields without effect. The form of a text is among them where the answer must be a call of a tool."""
+        return (*super().ignored_fields, *(("response_format",) if self._ignores_form else ()))
+
+    @property
+    def _ignores_form(self) -> bool:
+        return self.response_format is not None and required_tool(self) is not None
 
     def requested_grammar(self) -> tuple[str, Grammar] | None:
         """Return what constrains the answer, without the form of a text where the answer is a call of a tool."""
-        if not self.ignored_fields:
+        if not self._ignores_form:
             return super().requested_grammar()
         return self.model_copy(update={"response_format": None}).requested_grammar()
 

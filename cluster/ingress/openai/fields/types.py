@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from cluster.core.json_text import WHOLE, has_half
@@ -72,6 +73,10 @@ class UnknownFields:
         return tuple(self._names)
 
 
+def _has_no_effect(field: FieldInfo) -> bool:
+    return field.description is not None and field.description.startswith("No effect")
+
+
 class StrictModel(BaseModel):
     """A model with strict types. Unknown fields are refused, or noted in the `UnknownFields` that are the context."""
 
@@ -83,8 +88,9 @@ class StrictModel(BaseModel):
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """The names of known fields that have no effect beside the others, or none here."""
-        return ()
+        """The names of the fields that were sent and have no effect: none ever, or none beside the others."""
+        fields = type(self).model_fields
+        return tuple(name for name in fields if name in self.model_fields_set and _has_no_effect(fields[name]))
 
     @model_validator(mode="before")
     @classmethod

@@ -137,6 +137,22 @@ async def test_what_openai_alone_can_do_is_left_out_of_a_response_and_named(tmp_
     assert "x-ignored-fields" not in (await api.post("/v1/responses", input="hi")).headers
 
 
+async def test_every_field_without_effect_is_named(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    chat = await api.chat(user="me", metadata={"a": "b"}, temperature=1)
+    assert chat.headers["x-ignored-fields"].split(", ") == ["user", "metadata"]
+    response = await api.post("/v1/responses", input="hi", prompt_cache_key="x")
+    assert response.headers["x-ignored-fields"] == "prompt_cache_key"
+    form = {"type": "json_schema", "schema": PARAMETERS}
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    turns = [*HI, {"role": "assistant", "content": [search, {"type": "text", "text": "found"}]}]
+    body = {"max_tokens": 9, "messages": turns, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    message = await api.post("/v1/messages", **body, output_config={"format": form}, metadata={"user_id": "me"})
+    assert message.status_code == 200
+    names = message.headers["x-ignored-fields"].split(", ")
+    assert sorted(names) == ["messages.server_tool_use", "metadata", "output_config.format"]
+
+
 async def test_a_response_has_the_log_probabilities_of_its_text(tmp_path: Path) -> None:
     api = api_that_writes(tmp_path, TEXT)
     body: Any = {"model": MODEL, "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
