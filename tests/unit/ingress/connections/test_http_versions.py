@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from uvicorn.config import HTTP_PROTOCOLS, Config
 
+from cluster.ingress.connections.protocol import BoundedHttpProtocol
+from deploy.ray.proxy import middlewares
 from tests.support.deadline import deadline
 from tests.unit.ingress.connections.test_connection_bounds import MIB, App, Client, serving
 
@@ -93,3 +96,11 @@ async def test_a_refusal_over_http_1_0_has_its_length() -> None:
         await client.send(b"GET / HTTP/1.0\r\nbad header\r\n\r\n")
         head, _, body = (await client.rest()).partition(b"\r\n\r\n")
         assert f"content-length: {len(body)}".encode() in head and json.loads(body)
+
+
+def test_the_server_of_serves_proxy_reads_connections_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])  # Serve's proxy names no protocol
+    middlewares()
+    config = Config(App(), lifespan="off")
+    config.load()
+    assert config.http_protocol_class is BoundedHttpProtocol
