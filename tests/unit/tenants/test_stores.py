@@ -22,7 +22,7 @@ from tests.support.translation.tiny_marian import FRENCH, save_translator
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase, make_directories
 from tests.unit.tenants.retained import Snapshot
 from tests.unit.tenants.two_keys import ALICE, BOB, TwoKeys, configuration, settled, two_keys
-from workers.draft.common.modules.context_store import BlockKeys
+from workers.draft.common.modules.context_store import SegmentKeys
 from workers.draft.registry import METHODS
 from workers.kv.sources import source_salt
 
@@ -131,7 +131,7 @@ async def is_routed_by_the_prompt(clients: TwoKeys) -> bool:
 
 async def finds_contexts(_: TwoKeys) -> bool:
     """Whether two clients have keys in common for what a module computed of the same text, as one client has."""
-    keys = [BlockKeys(scoped_salt(name, "", shares_between_keys=False)).of([1] * 32) for name in ("a", "a", "b")]
+    keys = [SegmentKeys(scoped_salt(name, "", shares_between_keys=False)).of([1] * 32) for name in ("a", "a", "b")]
     assert keys[0] == keys[1]
     return bool(set(keys[0]) & set(keys[2]))
 
@@ -167,7 +167,7 @@ STORES: dict[str, Trial] = {
     "SuccessorTables._tables": drafts_the_text,
     "Successors._given": drafts_the_text,
     "Successors._rows": drafts_the_text,
-    "ContextStore._blocks": finds_contexts,
+    "ContextStore._segments": finds_contexts,
     # what clients come back for
     "Conversations._stored": continues_the_conversation,
     "RecentAnswers._stored": resumes_the_answer,
