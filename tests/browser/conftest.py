@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.async_api import Browser
@@ -50,3 +53,52 @@ async def url() -> AsyncIterator[str]:
 async def browser() -> AsyncIterator[Browser]:
     async with chromium() as found:
         yield found
+
+
+class Forwarder:
+    """A port that passes connections on to a server, until it is cut: then connections break and none is accepted."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._target = (parts.hostname, parts.port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/"
+
+    async def open(self) -> None:
+        """Accept connections, always at the same port."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        """Break all connections and refuse new ones."""
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            there, back = await asyncio.open_connection(*self._target)
+            self._writers |= {writer, back}
+            await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+            self._writers -= {writer, back}
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@pytest.fixture
+async def forwarder(url: str) -> AsyncIterator[Forwarder]:
+    """A way to the server that a test can cut."""
+    found = Forwarder(url)
+    await found.open()
+    yield found
+    await found.cut()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.endpoints.page import Page as PageSettings
 from cluster.ingress.http import create_app
+from tests.browser.conftest import Forwarder
 from tests.support.browser import opened
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import LIMITS, HttpApi
@@ -36,7 +38,8 @@ async def ask(page: Page, prompt: str, *, tokens: int = 64, seed: str = "7", tem
 
 
 async def last_text(page: Page) -> str:
-    return await page.locator(".message.assistant .text").last.inner_text()
+    """The text of the last answer, as the model wrote it and not as Markdown shows it."""
+    return await page.locator(".message.assistant .text").last.get_attribute("data-source") or ""
 
 
 async def save(page: Page, directory: Path | None, name: str, *, full: bool = False) -> None:
@@ -92,7 +95,9 @@ async def test_the_race_ends_equal(browser: Browser, url: str, screenshots: Path
             await page.locator("#lane-drafts .token").nth(40).wait_for(timeout=ANSWER_MS)
             await save(page, screenshots, "race-running")
         await page.wait_for_selector("#race-result:not([hidden])", timeout=ANSWER_MS)
-        assert (await page.inner_text("#race-result")).startswith("Equal: all ")
+        result = await page.inner_text("#race-result")
+        assert result.startswith("Equal: all ")
+        assert re.search(r"\d+ passes in \d+\.\d\d s without drafts, \d+ passes in .* times as (fast|slow)", result)
         plain, drafts = [await page.inner_text(f"#lane-{name} .text") for name in ("plain", "drafts")]
         assert plain == drafts != ""
         assert await page.locator("#lane-drafts .token.draft").count() > 0
@@ -116,8 +121,94 @@ async def test_killing_the_drafter_changes_no_token(
         await page.wait_for_selector(".message.assistant .foot", timeout=ANSWER_MS)
         await save(page, screenshots, f"killed-{temperature}")
         assert (await page.inner_text(".mark")) == "the drafter was killed here"
-        await page.evaluate("document.querySelector('.mark').remove()")
         assert await last_text(page) == undisturbed
+
+
+MARKDOWN = [
+    ("# Sea", False),
+    ("\n\n- one **two", True),
+    ("** `x<b>`\n- [site](https://sea.example) [bad](javascript:alert(1))\n\n", False),
+    ("```py\nif a < b:\n    pass\n```\n\n<img src=x onerror=alert(1)>", True),
+]
+
+
+async def test_markdown_is_shown_safely_and_keeps_the_colours(browser: Browser, url: str) -> None:
+    async with opened(browser, url) as page:
+        shown = await page.evaluate(
+            """async (parts) => {
+              const { Markdown } = await import(new URL("page/markdown.js", document.baseURI));
+              const place = document.createElement("div");
+              document.body.append(place);
+              const shown = new Markdown(place, () => "");
+              parts.forEach(([text, drafted], index) => {
+                shown.add({ number: index + 1, tokens: [{ text, drafted }] });
+                shown.show();
+              });
+              const colours = (selector) => [...place.querySelectorAll(selector)].map((one) => one.textContent);
+              return {
+                headings: colours("h3"), items: colours("li"), strong: colours("strong"), code: colours("pre code"),
+                links: [...place.querySelectorAll("a")].map((one) => one.getAttribute("href")),
+                images: place.querySelectorAll("img, script, [onerror]").length,
+                text: place.textContent, source: place.dataset.source,
+                draft: colours(".draft").join("|"), passes: colours("[data-pass='2']").join("|"),
+              };
+            }""",
+            MARKDOWN,
+        )
+    assert shown["source"] == "".join(text for text, _ in MARKDOWN)
+    assert (shown["headings"], shown["strong"], shown["code"]) == (["Sea"], ["two"], ["if a < b:\n    pass"])
+    assert shown["items"] == ["one two x<b>", "site bad"]
+    assert shown["links"] == ["https://sea.example", None]
+    assert shown["images"] == 0
+    assert "<img src=x onerror=alert(1)>" in shown["text"]
+    assert shown["passes"] == "one |two"
+    assert shown["draft"].startswith("one |two|if a < b:")
+
+
+async def test_escape_and_enter_stop_an_answer_and_say_so(browser: Browser, url: str) -> None:
+    async with opened(browser, url) as page:
+        await page.fill("#temperature", "0")
+        await page.fill("#max-tokens", "400")
+        for key in ("Escape", "Enter"):
+            await page.click("#new-chat")
+            await page.fill("#prompt", "Write a long story about a pilot fish.")
+            await page.keyboard.press("Enter")
+            await page.locator(".message.assistant .token").nth(3).wait_for(state="attached", timeout=ANSWER_MS)
+            await page.fill("#prompt", "kept")
+            await page.keyboard.press(key)
+            await page.wait_for_selector("#send:not([hidden])")
+            assert await page.inner_text(".message.assistant .mark") == "stopped"
+            assert await page.input_value("#prompt") == "kept"
+
+
+async def test_a_server_that_is_away_is_one_state_with_retry(browser: Browser, forwarder: Forwarder) -> None:
+    async with opened(browser, forwarder.url, expects_errors=True) as page:
+        await ask(page, PROMPT, tokens=100)
+        undisturbed = await last_text(page)
+        await page.click("#new-chat")
+        await page.fill("#prompt", PROMPT)
+        await page.keyboard.press("Enter")
+        await page.locator(".token").nth(8).wait_for(state="attached", timeout=ANSWER_MS)
+        await forwarder.cut()
+        await page.wait_for_selector("#notice:not([hidden])")
+        await asyncio.sleep(3)  # several attempts
+        assert await page.locator("#notice-text").all_inner_texts() == [
+            "The server does not answer. The answer goes on when it is back."
+        ]
+        assert await page.locator(".mark").count() == 0
+        await forwarder.open()
+        await page.click("#notice-actions >> text=Try now")
+        await page.wait_for_selector(".message.assistant .foot", timeout=ANSWER_MS)
+        assert await last_text(page) == undisturbed
+        assert await page.is_hidden("#notice")
+        await forwarder.cut()
+        await page.fill("#prompt", "hi")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#notice:not([hidden])")
+        assert await page.inner_text("#notice-text") == "The server does not answer."
+        await forwarder.open()
+        await page.click("#notice-actions >> text=Ask again")
+        await page.locator(".message.assistant .foot").nth(1).wait_for(timeout=ANSWER_MS)
 
 
 async def test_an_answer_is_verified_and_replayed_from_its_receipt(browser: Browser, url: str) -> None:
@@ -195,6 +286,10 @@ async def test_colours_and_widths(browser: Browser, url: str, screenshots: Path 
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == dark
         await page.click("#tab-cluster")
         await page.wait_for_selector(".replica")
+        assert await page.locator("#topology .box.target").count() == 1
+        assert await page.locator("#topology .box.drafter").count() == 1
+        assert await page.locator("#topology .alive").count() == 1
+        assert "tokens per second" in (await page.locator(".replica .line text").all_inner_texts())
         await asyncio.sleep(2)
         await save(page, screenshots, "cluster-dark")
     async with opened(browser, url, width=390, height=844) as page:
@@ -210,6 +305,7 @@ async def test_colours_and_widths(browser: Browser, url: str, screenshots: Path 
                 assert composer is not None
                 assert side is not None
                 assert composer["y"] + composer["height"] <= side["y"]
+                assert composer["height"] <= 844 / 8
             await save(page, screenshots, f"phone-{name}", full=True)
 
 

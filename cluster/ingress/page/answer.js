@@ -96,17 +96,17 @@ export class Answer {
   }
 }
 
-/** Ask for an answer. `onPasses` gets each new pass, `onPause` each attempt to continue a stream that broke off. */
-export async function ask(text, { signal, onPasses = () => {}, onPause } = {}) {
+/** Ask for an answer. `onPasses` gets each new pass; `onLost` and `onBack` are those of `stream`. */
+export async function ask(text, { signal, onPasses = () => {}, onLost, onBack } = {}) {
   const answer = new Answer();
-  for await (const data of stream(CHAT_PATH, text, { signal, onPause })) {
+  for await (const data of stream(CHAT_PATH, text, { signal, onLost, onBack })) {
     onPasses(answer.add(data), answer);
   }
   return answer;
 }
 
 /** The body of a chat request whose answer shows how it was made. */
-export function chatBody(messages, { model, temperature, maxTokens, speculation }) {
+export function chatBody(messages, { model, temperature, maxTokens, speculation, salt }) {
   return {
     ...(model ? { model } : {}),
     messages,
@@ -116,5 +116,6 @@ export function chatBody(messages, { model, temperature, maxTokens, speculation 
     return_token_ids: true,
     return_drafts: true,
     ...(speculation ? {} : { speculation: { enabled: false } }),
+    ...(salt ? { cache_salt: salt } : {}),
   };
 }

@@ -2,10 +2,11 @@
 
 import { jsonWithSeed, send } from "./api.js";
 import { ask, chatBody } from "./answer.js";
+import { Markdown } from "./markdown.js";
 import { drawStrip, makeMeters, percent } from "./meters.js";
 import { snippet } from "./snippets.js";
 import { makeTabs } from "./tabs.js";
-import { element, markPass, writePass } from "./transcript.js";
+import { element, markPass, titleOf } from "./transcript.js";
 import { drawTree, summary } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -23,6 +24,7 @@ export class Chat {
     this.messages = [];
     this.answer = null;
     this.place = null;
+    this.shown = null;
     this.chosen = null;
     this.follows = true;
     this.language = "curl";
@@ -56,6 +58,11 @@ export class Chat {
     this.#note(isEqual ? "Equal to the text of the receipt." : "Not the text of the receipt.", isEqual);
   }
 
+  /** End the answer that is being received. */
+  stop() {
+    this.abort?.abort();
+  }
+
   #listen() {
     $("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -67,7 +74,7 @@ export class Chat {
         this.#send();
       }
     });
-    $("stop").addEventListener("click", () => this.abort?.abort());
+    $("stop").addEventListener("click", () => this.stop());
     $("new-chat").addEventListener("click", () => {
       this.#clear();
       $("prompt").focus();
@@ -107,7 +114,11 @@ export class Chat {
 
   async #send() {
     const text = $("prompt").value.trim();
-    if (!text || this.abort || !$("composer").reportValidity()) return;
+    if (this.abort) {
+      this.stop(); // the text stays; Enter sends it once the answer has ended
+      return;
+    }
+    if (!text || !$("composer").reportValidity()) return;
     $("prompt").value = "";
     const messages = [...this.messages, { role: "user", content: text }];
     this.#addMessage("user", text);
@@ -120,21 +131,31 @@ export class Chat {
     this.#showCode(this.language);
     this.#setBusy(true);
     const place = (this.place = this.#addMessage("assistant", ""));
-    place.classList.add("streaming");
+    const shown = (this.shown = new Markdown(place, (token) => titleOf(token, this.page.method)));
+    place.classList.add("streaming", "markdown");
     this.follows = true;
     this.report("");
     try {
       const answer = await ask(jsonWithSeed(body, seed), {
         signal: this.abort.signal,
         onPasses: (passes, current) => this.#show(passes, current),
-        onPause: () => this.#mark("the stream paused"),
+        onLost: (retry) =>
+          this.report("The server does not answer. The answer goes on when it is back.", 0, {
+            "Try now": retry,
+            "Stop the answer": () => this.stop(),
+          }),
+        onBack: () => this.report(""),
       });
       this.messages = [...messages, { role: "assistant", content: answer.text }];
       this.#end(body, answer);
       return answer;
     } catch (error) {
-      if (error.name !== "AbortError") this.report(error.message, error.status);
-      else this.#mark("stopped");
+      if (error.name === "AbortError") {
+        this.report("");
+        shown.mark("stopped");
+      } else {
+        this.report(error.message, error.status, error.isAway ? { "Ask again": () => this.#again(place, body, seed, messages) } : {});
+      }
       if (this.answer) this.messages = [...messages, { role: "assistant", content: this.answer.text }];
       return null;
     } finally {
@@ -144,9 +165,17 @@ export class Chat {
     }
   }
 
+  /** Ask the same once more, in the place of an answer that was lost. */
+  #again(place, body, seed, messages) {
+    if (this.abort) return;
+    place.parentElement.remove();
+    this.#generate(body, seed, messages);
+  }
+
   #show(passes, answer) {
     this.answer = answer;
-    for (const pass of passes) writePass(this.place, pass, this.page.method);
+    for (const pass of passes) this.shown.add(pass);
+    if (passes.length) this.shown.show();
     const log = $("messages");
     log.scrollTop = log.scrollHeight;
     if (!passes.length) return;
@@ -154,7 +183,10 @@ export class Chat {
     $("pass").max = answer.passes.length;
     $("pass").disabled = false;
     if (this.follows) this.#drawPass(passes.at(-1));
-    else drawStrip($("strip"), answer, this.chosen);
+    else {
+      drawStrip($("strip"), answer, this.chosen);
+      markPass(this.place, this.chosen.number);
+    }
   }
 
   #choose(number) {
@@ -208,7 +240,7 @@ export class Chat {
   }
 
   #mark(text) {
-    this.place?.append(element("span", "mark", text));
+    this.shown?.mark(text);
   }
 
   #note(text, isGood) {
@@ -232,6 +264,7 @@ export class Chat {
     this.abort?.abort();
     this.messages = [];
     this.answer = null;
+    this.report("");
     for (const message of $("messages").querySelectorAll(".message")) message.remove();
     $("empty").hidden = false;
   }
@@ -239,6 +272,7 @@ export class Chat {
   #setBusy(isBusy) {
     $("stop").hidden = !isBusy;
     $("send").hidden = isBusy;
+    $("prompt").required = !isBusy;
     $("messages").setAttribute("aria-busy", String(isBusy));
   }
 

@@ -3,6 +3,7 @@
 import { read } from "./api.js";
 import { percent } from "./meters.js";
 import { svg } from "./tree.js";
+import { drawTopology } from "./topology.js";
 import { element } from "./transcript.js";
 
 const PERIOD_MS = 1000;
@@ -32,12 +33,14 @@ export class Cluster {
     try {
       const { replicas } = await read("cluster");
       this.report("");
+      drawTopology($("topology"), replicas);
       $("replicas").replaceChildren(...replicas.map((replica) => this.#card(replica)));
       $("cluster-age").textContent = `${replicas.length === 1 ? "1 replica" : `${replicas.length} replicas`}, ${new Date().toLocaleTimeString()}`;
     } catch (error) {
       if (this.timer === null) return;
       this.stop();
-      this.report(error.status === 403 ? "The cluster is shown with the key of an operator only." : error.message, error.status);
+      const message = error.status === 403 ? "The cluster is shown with the key of an operator only." : error.message;
+      this.report(message, error.status, { "Try again": () => this.start() });
     }
   }
 
@@ -55,7 +58,7 @@ export class Cluster {
       ["running", replica.running],
       ["waiting", replica.waiting],
       ["tokens per second", rate.toFixed(1)],
-      ["tokens per verdict", verdicts ? (committed / verdicts).toFixed(2) : "–"],
+      ["tokens per step", verdicts ? (committed / verdicts).toFixed(2) : "–"],
       ["drafts accepted", percent(drafted ? accepted / drafted : null)],
       ["drafters", drafters(replica.drafters)],
     ];
@@ -64,11 +67,7 @@ export class Cluster {
       pair.append(element("dd", "", String(value)), element("dt", "", label));
       list.append(pair);
     }
-    const meter = element("meter");
-    Object.assign(meter, { min: 0, max: 1, high: 0.9, value: replica.kv_usage });
-    const label = element("label", "kv", `KV memory in use: ${percent(replica.kv_usage)}`);
-    label.append(meter);
-    card.append(list, this.#line(replica.id), label);
+    card.append(list, this.#line(replica.id));
     return card;
   }
 
@@ -86,15 +85,34 @@ export class Cluster {
 
   #line(id) {
     const rates = this.rates.get(id);
-    const most = Math.max(1, ...rates);
-    const points = rates.map((rate, index) => `${(index * 300) / (POINTS - 1)},${(39 - (36 * rate) / most).toFixed(1)}`);
-    const label = `Tokens per second, at most ${most.toFixed(0)}`;
+    const most = ceiling(Math.max(1, ...rates));
+    const at = (index) => 40 + (252 * (POINTS - rates.length + index)) / (POINTS - 1);
+    const points = rates.map((rate, index) => `${at(index).toFixed(1)},${(78 - (66 * rate) / most).toFixed(1)}`);
+    const label = `Tokens per second over the last ${POINTS} seconds, at most ${Math.max(...rates).toFixed(0)}`;
+    const tick = (x, y, content, anchor) => {
+      const text = svg("text", { x, y, "text-anchor": anchor });
+      text.textContent = content;
+      return text;
+    };
     return svg(
       "svg",
-      { class: "line", viewBox: "0 0 300 40", role: "img", "aria-label": label, preserveAspectRatio: "none" },
+      { class: "line", viewBox: "0 0 300 100", role: "img", "aria-label": label },
+      svg("path", { class: "axes", d: "M40 8V78H292M40 12H292M40 45H292" }),
       svg("polyline", { points: points.join(" ") }),
+      tick(36, 16, String(most), "end"),
+      tick(36, 49, String(most / 2), "end"),
+      tick(36, 81, "0", "end"),
+      tick(40, 95, `${POINTS} s ago`, "start"),
+      tick(292, 95, "now", "end"),
+      tick(166, 95, "tokens per second", "middle"),
     );
   }
+}
+
+/** The next of 1, 2, 5, 10, 20, 50, … that is not below a value. */
+function ceiling(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].find((step) => step * power >= value) * power;
 }
 
 function drafters(states) {

@@ -6,15 +6,24 @@ import { Cluster } from "./cluster.js";
 import { Race } from "./race.js";
 import { Receipts } from "./receipt.js";
 import { makeTabs } from "./tabs.js";
+import { element } from "./transcript.js";
 
 const $ = (id) => document.getElementById(id);
 const THEMES = ["auto", "light", "dark"];
 
 const page = { model: "", method: "", settings: { grpc_port: 9000, demands_key: false, can_kill_drafter: false } };
 
-/** Show an error, or nothing. A missing or wrong key opens the dialog. */
-function report(text, status) {
-  $("notice").textContent = text;
+/** Show an error with buttons (label → function), or nothing. A missing or wrong key opens the dialog. */
+function report(text, status, actions = {}) {
+  $("notice-text").textContent = text;
+  $("notice-actions").replaceChildren(
+    ...Object.entries(actions).map(([label, act]) => {
+      const button = element("button", "small", label);
+      button.type = "button";
+      button.addEventListener("click", act);
+      return button;
+    }),
+  );
   $("notice").hidden = !text;
   if (status === 401) askForKey();
 }
@@ -27,7 +36,17 @@ function askForKey() {
 
 const chat = new Chat(page, report);
 const cluster = new Cluster(report);
-new Race(page, report);
+const race = new Race(page, report);
+const narrow = matchMedia("(max-width: 720px)");
+const unfold = () => ($("options").open = !narrow.matches);
+narrow.addEventListener("change", unfold);
+unfold();
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || $("key-dialog").open) return;
+  chat.stop();
+  race.stop();
+});
 const receipts = new Receipts(report, (body, seed, text) => {
   show("tab-chat");
   chat.replay(body, seed, text);
@@ -79,7 +98,7 @@ async function learn() {
     $("method").textContent = page.method ? `drafts: ${page.method}` : "no drafts";
     $("method").hidden = false;
   } catch (error) {
-    report(error.message, error.status);
+    report(error.message, error.status, error.isAway ? { "Try again": () => report("") || learn() } : {});
   }
   chat.refresh();
 }

@@ -21,7 +21,7 @@ class Lane {
     this.place = place;
   }
 
-  async run(text, maxTokens, method, signal) {
+  async run(text, maxTokens, method, signal, report) {
     this.text.replaceChildren();
     this.bar.max = maxTokens;
     this.bar.value = 0;
@@ -35,6 +35,8 @@ class Lane {
           this.bar.value = current.ids.length;
           this.text.scrollTop = this.text.scrollHeight;
         },
+        onLost: (retry) => report("The server does not answer. The race goes on when it is back.", 0, { "Try now": retry }),
+        onBack: () => report(""),
       });
       this.bar.value = maxTokens;
       return answer;
@@ -54,9 +56,14 @@ export class Race {
     $("race-prompt").value = PROMPT;
     $("race-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      if (this.abort) this.abort.abort();
+      if (this.abort) this.stop();
       else this.#start();
     });
+  }
+
+  /** End a race that runs. */
+  stop() {
+    this.abort?.abort();
   }
 
   async #start() {
@@ -66,21 +73,24 @@ export class Race {
     this.report("");
     const maxTokens = Number($("race-tokens").value || 128);
     const seed = $("race-seed").value.trim() || "7";
+    // A salt of its own for each answer: neither finds what another one has stored, so no draft is a copy of the other text.
+    const race = crypto.randomUUID?.() ?? String(Math.random());
     const body = (speculation) =>
       chatBody([{ role: "user", content: $("race-prompt").value }], {
         model: this.page.model,
         temperature: Number($("race-temperature").value || 0),
         maxTokens,
         speculation,
+        salt: `${race}-${speculation ? "drafts" : "plain"}`,
       });
     const run = (lane, speculation) =>
-      lane.run(jsonWithSeed(body(speculation), seed), maxTokens, this.page.method, this.abort.signal);
+      lane.run(jsonWithSeed(body(speculation), seed), maxTokens, this.page.method, this.abort.signal, this.report);
     try {
       if ($("race-serial").checked) {
         const plain = await run(this.plain, false);
-        this.#judge(plain, await run(this.drafts, true));
+        this.#judge(plain, await run(this.drafts, true), "one after the other");
       } else {
-        this.#judge(...(await Promise.all([run(this.plain, false), run(this.drafts, true)])));
+        this.#judge(...(await Promise.all([run(this.plain, false), run(this.drafts, true)])), "both at once");
       }
     } catch (error) {
       this.abort.abort();
@@ -91,16 +101,19 @@ export class Race {
     }
   }
 
-  #judge(plain, drafts) {
+  #judge(plain, drafts, how) {
     const length = Math.max(plain.ids.length, drafts.ids.length);
     let place = 0;
     while (place < length && plain.ids[place] === drafts.ids[place]) place += 1;
     const isEqual = place === length;
-    const passes = `${plain.passes.length} passes without drafts, ${drafts.passes.length} with them`;
+    const side = (answer) => `${answer.passes.length} passes in ${(answer.last / 1000).toFixed(2)} s`;
+    const factor = plain.last / drafts.last;
+    const verdict = factor >= 1 ? `${factor.toFixed(2)} times as fast` : `${(1 / factor).toFixed(2)} times as slow`;
+    const figures = `${side(plain)} without drafts, ${side(drafts)} with them: ${verdict} (${how})`;
     const result = $("race-result");
     result.className = `result ${isEqual ? "good" : "bad"}`;
     result.textContent = isEqual
-      ? `Equal: all ${length} tokens. ${passes}.`
+      ? `Equal: all ${length} tokens. ${figures}.`
       : `The first difference is at token ${place + 1}: ${tokenAt(plain, place)} without drafts, ${tokenAt(drafts, place)} with them. ${
           drafts.lossless ? "In half precision, rounding may swap two nearly equal logits." : "This server is configured to be lossy."
         }`;

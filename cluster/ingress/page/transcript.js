@@ -8,11 +8,16 @@ export function writePass(place, pass, method) {
     const span = document.createElement("span");
     span.className = token.drafted ? "token draft" : "token target";
     span.dataset.pass = pass.number;
-    span.title = `pass ${pass.number}: ${token.drafted ? `drafted${method ? ` by ${method}` : ""}` : "the target’s own"}`;
+    span.title = titleOf({ ...token, pass: pass.number }, method);
     span.textContent = token.text;
     parts.append(span);
   }
   place.append(parts);
+}
+
+/** What is shown over a token: its pass, and who wrote it first. */
+export function titleOf(token, method) {
+  return `pass ${token.pass}: ${token.drafted ? `drafted${method ? ` by ${method}` : ""}` : "the target’s own"}`;
 }
 
 /** Mark the tokens of one pass. */
