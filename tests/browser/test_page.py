@@ -289,7 +289,7 @@ async def test_colours_and_widths(browser: Browser, url: str, screenshots: Path 
         assert await page.locator("#topology .box.target").count() == 1
         assert await page.locator("#topology .box.drafter").count() == 1
         assert await page.locator("#topology .alive").count() == 1
-        assert "tokens per second" in (await page.locator(".replica .line text").all_inner_texts())
+        assert "tokens per second" in (await page.locator(".replica .line text").all_text_contents())
         await asyncio.sleep(2)
         await save(page, screenshots, "cluster-dark")
     async with opened(browser, url, width=390, height=844) as page:
