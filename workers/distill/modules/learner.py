@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
-from workers.distill.loop import Clock, EarlyStopping, Report, TrainingLoop, TrainingPlan
+from workers.distill.loop import EarlyStopping, Report, TrainingLoop, TrainingPlan
 from workers.distill.modules.batches import TapBatch, tap_batch
 from workers.distill.modules.path_loss import accepted, path_loss
 from workers.distill.modules.paths import Paths, predict
@@ -28,9 +27,26 @@ _MEASURED_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ModulePlan:
-    """Settings of a module's training besides those of the loop."""
+class TappedModule:
+    """A drafting module, the target's ends, and the stored hidden states that it reads."""
 
+    module: DraftingModule
+    ends: TargetEnds
+    cache: TapCache
+
+    @property
+    def selector(self) -> Selector | None:
+        """The selector of the module, if it has one."""
+        found = getattr(self.module, "selector", None)
+        return found if isinstance(found, Selector) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """Settings of a module's training."""
+
+    training: TrainingPlan
+    """The settings of the loop."""
     decay: float = 0.8
     """Weight of a depth relative to the depth before."""
     paths: int = 384
@@ -50,22 +66,20 @@ class ModuleTraining:
 
     def __init__(
         self,
-        module: DraftingModule,
-        ends: TargetEnds,
-        cache: TapCache,
+        tapped: TappedModule,
         answers: Sequence[Answer],
         held_out: Sequence[Answer],
-        plan: TrainingPlan,
-        module_plan: ModulePlan,
+        plan: ModulePlan,
         checkpoint: Path,
         *,
         early_stopping: EarlyStopping | None = None,
-        clock: Clock = time.monotonic,
     ) -> None:
-        self._module = module
-        learner = _ModuleLearner(module, ends, cache, held_out, plan, module_plan)
-        fingerprint = plan.fingerprint(learner.parameters, ends.row_of)
-        self._loop = TrainingLoop(learner, answers, plan, checkpoint, fingerprint, clock, early_stopping)
+        self._module = tapped.module
+        learner = _ModuleLearner(tapped, held_out, plan)
+        fingerprint = plan.training.fingerprint(learner.parameters, tapped.ends.row_of)
+        self._loop = TrainingLoop(
+            learner, answers, plan.training, checkpoint, fingerprint, early_stopping=early_stopping
+        )
 
     def run(self, report: Report) -> Progress:
         """Train until the plan is finished or nothing improves; see `TrainingLoop.run`."""
@@ -88,36 +102,30 @@ class Acceptance:
 
 
 def measure(
-    module: DraftingModule,
-    ends: TargetEnds,
-    cache: TapCache,
-    answers: Sequence[Answer],
-    max_length: int,
-    depths: int,
-    autocast: bool,
+    tapped: TappedModule, answers: Sequence[Answer], max_length: int, depths: int, *, autocast: bool
 ) -> Acceptance:
     """Measure on answers; use greedy ones, since tokens are compared. At most 4,096 positions are drawn."""
 
     def lengths_of(paths: Paths, batch: TapBatch) -> Tensor:
-        return accepted(paths, batch, ends, selector_of(module))
+        return accepted(paths, batch, tapped.ends, tapped.selector)
 
-    lengths = over_paths(module, ends, cache, answers, max_length, depths, autocast, lengths_of)
+    lengths = over_paths(tapped, answers, max_length, depths, lengths_of, autocast=autocast)
     found = torch.cat(lengths) if lengths else torch.zeros(0, dtype=torch.long)
     most = int(found.max()) if len(found) else 0
     return Acceptance(len(found), tuple(int((found > depth).sum()) for depth in range(most)))
 
 
 def over_paths(
-    module: DraftingModule,
-    ends: TargetEnds,
-    cache: TapCache,
+    tapped: TappedModule,
     answers: Sequence[Answer],
     max_length: int,
     depths: int,
-    autocast: bool,
     count: Callable[[Paths, TapBatch], Tensor],
+    *,
+    autocast: bool,
 ) -> list[Tensor]:
     """What `count` finds, batch by batch, in the predictions from at most 4,096 positions drawn from the answers."""
+    module, ends, cache = tapped.module, tapped.ends, tapped.cache
     was_training = module.training
     module.eval()
     device = ends.head.device
@@ -134,60 +142,33 @@ def over_paths(
     return found
 
 
-def selector_of(module: DraftingModule) -> Selector | None:
-    """The selector of a module, if it has one."""
-    found = getattr(module, "selector", None)
-    return found if isinstance(found, Selector) else None
-
-
 class _ModuleLearner:
-    def __init__(
-        self,
-        module: DraftingModule,
-        ends: TargetEnds,
-        cache: TapCache,
-        held_out: Sequence[Answer],
-        plan: TrainingPlan,
-        module_plan: ModulePlan,
-    ) -> None:
-        self._module = module
-        self._ends = ends
-        self._cache = cache
+    def __init__(self, tapped: TappedModule, held_out: Sequence[Answer], plan: ModulePlan) -> None:
+        self._tapped = tapped
         self._held_out = held_out
         self._plan = plan
-        self._module_plan = module_plan
-        self.parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters())
-        self.optimizers: Sequence[torch.optim.Optimizer] = _optimizers(self.parameters, plan, module_plan)
+        self.parameters: Mapping[str, nn.Parameter] = dict(tapped.module.named_parameters())
+        self.optimizers: Sequence[torch.optim.Optimizer] = _optimizers(self.parameters, plan)
 
     def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:
-        plan, module_plan = self._plan, self._module_plan
-        batch = tap_batch(answers, self._cache, self._ends, plan.max_length)
-        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
-        device = self._ends.head.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bfloat16"):
-            paths = predict(self._module, self._ends, batch, module_plan.paths, generator, module_plan.depths)
-            loss = path_loss(paths, batch, self._ends, selector_of(self._module), module_plan.decay, plan.loss)
+        plan, training, ends = self._plan, self._plan.training, self._tapped.ends
+        batch = tap_batch(answers, self._tapped.cache, ends, training.max_length)
+        generator = torch.Generator().manual_seed(training.seed * 1_000_003 + number)
+        with torch.autocast(ends.head.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
+            paths = predict(self._tapped.module, ends, batch, plan.paths, generator, plan.depths)
+            loss = path_loss(paths, batch, ends, self._tapped.selector, plan.decay, training.loss)
         return loss, len(paths.starts)
 
     def measure(self) -> float | None:
         if not self._held_out:
             return None
-        plan = self._plan
-        found = measure(
-            self._module,
-            self._ends,
-            self._cache,
-            self._held_out,
-            plan.max_length,
-            self._module_plan.measured_depths,
-            plan.precision == "bfloat16",
-        )
+        training, depths = self._plan.training, self._plan.measured_depths
+        is_bfloat16 = training.precision == "bfloat16"
+        found = measure(self._tapped, self._held_out, training.max_length, depths, autocast=is_bfloat16)
         return found.tokens_per_step
 
 
-def _optimizers(
-    parameters: Mapping[str, nn.Parameter], plan: TrainingPlan, module_plan: ModulePlan
-) -> tuple[torch.optim.Optimizer, ...]:
+def _optimizers(parameters: Mapping[str, nn.Parameter], plan: ModulePlan) -> tuple[torch.optim.Optimizer, ...]:
     """Muon for weight matrices, AdamW for vectors; a stack of vectors is no matrix."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, value in parameters.items():
@@ -195,11 +176,11 @@ def _optimizers(
         groups.setdefault((is_matrix, name.startswith("layers.")), []).append(value)
     found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for (is_matrix, is_layer), values in groups.items():
-        scale = module_plan.layer_scale if is_layer else 1.0
-        decay = plan.weight_decay if is_matrix else 0.0
-        uses_muon = is_matrix and module_plan.optimizer == "muon"
+        scale = plan.layer_scale if is_layer else 1.0
+        decay = plan.training.weight_decay if is_matrix else 0.0
+        uses_muon = is_matrix and plan.optimizer == "muon"
         found[uses_muon].append({"params": values, "scale": scale, "weight_decay": decay})
-    rate = plan.learning_rate
+    rate = plan.training.learning_rate
     optimizers: list[torch.optim.Optimizer] = []
     if found[True]:
         optimizers.append(torch.optim.Muon(found[True], lr=rate, ns_steps=4, adjust_lr_fn="match_rms_adamw"))

@@ -19,6 +19,7 @@ from workers.distill.data import DistillData, begin_budget, collect_answers, dra
 from workers.distill.export import replaced_directory
 from workers.distill.job import DistillJob
 from workers.distill.modules.exit_search import ExitCandidate, search_exit
+from workers.distill.modules.learner import TappedModule
 from workers.distill.modules.module_card import ModuleFacts, write_card
 from workers.distill.modules.module_plan import CURVE, start_module, wanted_shape, with_defaults
 from workers.distill.modules.module_trainer import ModuleRun, ModuleTrainer, Trained, served_tokens, stored_states
@@ -145,8 +146,9 @@ def _make(stage: ModuleRun, card: DraftCard) -> _Made:
         return _Made(module, vocabulary, replace(trained, notes=notes))
     cache = stored_states(stage, model, card)
     del model
-    start = start_module(module, ends, cache, options, stage.job.target, data.train)
-    trained = ModuleTrainer(stage, card, module, ends, vocabulary, cache).train()
+    tapped = TappedModule(module, ends, cache)
+    start = start_module(tapped, options, stage.job.target, data.train)
+    trained = ModuleTrainer(stage, card, tapped, vocabulary).train()
     return _Made(module, vocabulary, trained, start)
 
 

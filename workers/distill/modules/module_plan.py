@@ -13,16 +13,14 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.loop import TrainingPlan
 from workers.distill.modules.batches import tap_batch
-from workers.distill.modules.learner import ModulePlan
+from workers.distill.modules.learner import ModulePlan, TappedModule
 from workers.distill.modules.start import copy_layers, fit_context
-from workers.distill.modules.tap_cache import TapCache
 from workers.distill.options import DistillOptions
 from workers.model.draft_card import LAYERS, WEIGHTS, read_card
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, LayerShape, Shape, TableShape
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
-from workers.model.drafting.ends import TargetEnds
-from workers.model.drafting.files import DraftingModule, stored_tensors
+from workers.model.drafting.files import stored_tensors
 from workers.model.target_ends import decoder_layer_count, decoder_vocabulary_size, read_tensors
 
 CURVE = "training.png"
@@ -113,15 +111,9 @@ def _layer_shape(options: DistillOptions, config: Any) -> tuple[LayerShape, int]
     ), layers
 
 
-def start_module(
-    module: DraftingModule,
-    ends: TargetEnds,
-    cache: TapCache,
-    options: DistillOptions,
-    target: Path,
-    answers: Sequence[Answer],
-) -> str:
+def start_module(tapped: TappedModule, options: DistillOptions, target: Path, answers: Sequence[Answer]) -> str:
     """Give a module its initial weights. Returns what they are, in words; empty for random ones."""
+    module, ends, cache = tapped.module, tapped.ends, tapped.cache
     if options.start is not None:
         card = read_card(options.start)
         if card.kind == options.kind:
@@ -143,9 +135,9 @@ def start_module(
     return words
 
 
-def training_plans(options: DistillOptions) -> tuple[TrainingPlan, ModulePlan]:
+def training_plan(options: DistillOptions) -> ModulePlan:
     """The settings of the training."""
-    plan = TrainingPlan(
+    training = TrainingPlan(
         loss=options.loss,
         learning_rate=options.learning_rate,
         batch_tokens=options.batch_tokens,
@@ -157,7 +149,7 @@ def training_plans(options: DistillOptions) -> tuple[TrainingPlan, ModulePlan]:
     )
     paths = max(1, options.batch_tokens // 4 if options.kind in ("heads", "block") else 0)
     scale = _TRAINED_LAYER_SCALE if options.start is not None or options.layers else 1.0
-    return plan, ModulePlan(paths=paths, layer_scale=scale, optimizer=options.optimizer)
+    return ModulePlan(training, paths=paths, layer_scale=scale, optimizer=options.optimizer)
 
 
 def checkpoint_of(options: DistillOptions) -> Path:

@@ -21,13 +21,12 @@ from workers.distill.checkpoints import Progress
 from workers.distill.data import DistillData, budgeted
 from workers.distill.job import DistillJob, ServedTokens
 from workers.distill.loop import EarlyStopping
-from workers.distill.modules.learner import Acceptance, ModuleTraining, measure
-from workers.distill.modules.module_plan import checkpoint_of, training_plans
+from workers.distill.modules.learner import Acceptance, ModuleTraining, TappedModule, measure
+from workers.distill.modules.module_plan import checkpoint_of, training_plan
 from workers.distill.modules.tap_cache import TapCache
 from workers.distill.modules.tree_search import MOST_NODES, greedy_tree, rank_accuracies
 from workers.distill.options import DistillOptions
 from workers.model.draft_card import DraftCard
-from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, save_drafter
 
 Tokens = tuple[int, ...]
@@ -148,15 +147,13 @@ class ModuleTrainer:
         self,
         run: ModuleRun,
         card: DraftCard,
-        module: DraftingModule,
-        ends: TargetEnds,
+        tapped: TappedModule,
         vocabulary: torch.Tensor | None,
-        cache: TapCache,
     ) -> None:
         self._run, self._card, self._vocabulary = run, card, vocabulary
-        self._module, self._ends, self._cache = module, ends, cache
-        self._held_out = [answer for answer in run.data.held_out if cache.has(answer)]
-        self._plan, self._module_plan = training_plans(run.options)
+        self._tapped = tapped
+        self._held_out = [answer for answer in run.data.held_out if tapped.cache.has(answer)]
+        self._plan = training_plan(run.options)
         self._engine = ServedMeasure(run.job, card.kind, run.options.max_length)
         self._prompts = self._engine.chosen(run.data.held_out)
         self._cost = 0.0  # seconds of the longest measurement
@@ -180,7 +177,7 @@ class ModuleTrainer:
 
     def _trained(self) -> Progress:
         run, options = self._run, self._run.options
-        answers = [answer for answer in run.data.train if self._cache.has(answer)]
+        answers = [answer for answer in run.data.train if self._tapped.cache.has(answer)]
         if not answers:
             raise ConfigurationError(
                 f"--minutes: {options.minutes} is refused; its share of {run.budget.state_seconds:.0f} s gave the "
@@ -188,13 +185,10 @@ class ModuleTrainer:
             )
         checkpoint = checkpoint_of(options)
         training = ModuleTraining(
-            self._module,
-            self._ends,
-            self._cache,
+            self._tapped,
             answers,
             self._held_out,
-            budgeted(self._plan, checkpoint, run.budget),
-            self._module_plan,
+            replace(self._plan, training=budgeted(self._plan.training, checkpoint, run.budget)),
             checkpoint,
             early_stopping=EarlyStopping(self._measure, self._engine.identity(self._prompts), cost=MEASURED),
         )
@@ -217,7 +211,7 @@ class ModuleTrainer:
 
     def _serve(self, card: DraftCard, prompts: Sequence[Tokens]) -> ServedTokens | None:
         def write(directory: Path) -> None:
-            save_drafter(directory, card, self._module, self._vocabulary, int8=self._run.options.int8)
+            save_drafter(directory, card, self._tapped.module, self._vocabulary, int8=self._run.options.int8)
 
         begun = time.monotonic()
         found = self._engine.measure(write, prompts)
@@ -233,9 +227,7 @@ class ModuleTrainer:
         run, card, options = self._run, self._card, self._run.options
         if dynamic is None or card.kind not in _WITH_TREES or not self._has_time():
             return card, ""
-        accuracies = rank_accuracies(
-            self._module, self._ends, self._cache, self._held_out, options.max_length, autocast=self._run.is_bfloat16
-        )
+        accuracies = rank_accuracies(self._tapped, self._held_out, options.max_length, autocast=self._run.is_bfloat16)
         tree = greedy_tree(accuracies, MOST_NODES)
         if len(tree) < run.job.configuration.draft.max_nodes:  # a target would draft the most probable nodes instead
             return card, ""
@@ -251,5 +243,5 @@ class ModuleTrainer:
         )
 
     def _accepted(self, answers: Sequence[Answer], max_length: int) -> Acceptance:
-        depths = self._module_plan.measured_depths
-        return measure(self._module, self._ends, self._cache, answers, max_length, depths, self._run.is_bfloat16)
+        depths = self._plan.measured_depths
+        return measure(self._tapped, answers, max_length, depths, autocast=self._run.is_bfloat16)

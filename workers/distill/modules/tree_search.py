@@ -10,12 +10,9 @@ from torch import Tensor
 
 from workers.distill.answers import Answer
 from workers.distill.modules.batches import TapBatch
-from workers.distill.modules.learner import over_paths, selector_of
+from workers.distill.modules.learner import TappedModule, over_paths
 from workers.distill.modules.path_loss import written_ranks
 from workers.distill.modules.paths import Paths
-from workers.distill.modules.tap_cache import TapCache
-from workers.model.drafting.ends import TargetEnds
-from workers.model.drafting.files import DraftingModule
 from workers.model.drafting.selector import CANDIDATES
 
 MOST_NODES = 64
@@ -23,26 +20,20 @@ MOST_NODES = 64
 
 
 def rank_accuracies(
-    module: DraftingModule,
-    ends: TargetEnds,
-    cache: TapCache,
-    answers: Sequence[Answer],
-    max_length: int,
-    *,
-    autocast: bool,
+    tapped: TappedModule, answers: Sequence[Answer], max_length: int, *, autocast: bool
 ) -> list[list[float]]:
     """How often the written token has each rank at each depth, [depths][ranks], below the written token before it.
 
-    Measured on greedy answers that were not trained on; empty without any. `module` predicts all depths at once.
+    Measured on greedy answers that were not trained on; empty without any. The module predicts all depths at once.
     """
 
     def counts_of(paths: Paths, batch: TapBatch) -> Tensor:
         """[depths, 1 + ranks]: known tokens, and those of each rank."""
-        ranks, is_known = written_ranks(paths, batch, ends, selector_of(module))
+        ranks, is_known = written_ranks(paths, batch, tapped.ends, tapped.selector)
         wanted = torch.arange(CANDIDATES, device=ranks.device)
         return torch.cat([is_known.unsqueeze(-1), ranks.unsqueeze(-1) == wanted], dim=-1).sum(dim=0).cpu()
 
-    found = over_paths(module, ends, cache, answers, max_length, 1, autocast, counts_of)
+    found = over_paths(tapped, answers, max_length, 1, counts_of, autocast=autocast)
     if not found:
         return []
     counts = torch.stack(found).sum(dim=0).float()

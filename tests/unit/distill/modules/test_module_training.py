@@ -15,7 +15,7 @@ from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
 from workers.distill.loop import TrainingPlan
 from workers.distill.modules.batches import tap_batch
-from workers.distill.modules.learner import ModulePlan, ModuleTraining, measure
+from workers.distill.modules.learner import ModulePlan, ModuleTraining, TappedModule, measure
 from workers.distill.modules.module_pipeline import count_successors
 from workers.distill.modules.paths import predict
 from workers.distill.modules.start import copy_layers, fit_context
@@ -54,11 +54,10 @@ def train(
     cache: TapCache,
     answers: tuple[Answer, ...],
     work: Path,
-    training_plan: TrainingPlan,
     module_plan: ModulePlan,
 ) -> Progress:
     training = ModuleTraining(
-        module, ends, cache, answers[:18], answers[18:], training_plan, module_plan, work / "checkpoint.safetensors"
+        TappedModule(module, ends, cache), answers[:18], answers[18:], module_plan, work / "checkpoint.safetensors"
     )
     return training.run(lambda progress, done: None)
 
@@ -69,12 +68,13 @@ def test_the_loss_falls_and_the_accepted_length_rises(
     ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path, kind: str, optimizer: str
 ) -> None:
     module, cache = module_of(ends, kind), tap_cache_of(TAPS[kind])
-    before = measure(module, ends, cache, answers[:18], 64, 3, autocast=False)
-    rate, module_plan = (2e-2 if optimizer == "muon" else 5e-3), ModulePlan(paths=0, optimizer=optimizer)
+    before = measure(TappedModule(module, ends, cache), answers[:18], 64, 3, autocast=False)
+    rate = 2e-2 if optimizer == "muon" else 5e-3
+    module_plan = ModulePlan(plan(learning_rate=rate), paths=0, optimizer=optimizer)
 
-    progress = train(module, ends, cache, answers, tmp_path, plan(learning_rate=rate), module_plan)
+    progress = train(module, ends, cache, answers, tmp_path, module_plan)
 
-    after = measure(module, ends, cache, answers[:18], 64, 3, autocast=False)
+    after = measure(TappedModule(module, ends, cache), answers[:18], 64, 3, autocast=False)
     assert progress.losses[-1][2] < 0.8 * progress.losses[0][2]
     assert after.tokens_per_step > before.tokens_per_step + 0.02
     assert len(progress.agreements) > 0
@@ -85,7 +85,7 @@ def test_an_exit_norm_learns_to_agree_with_the_target(
 ) -> None:
     module = module_of(ends, "exit")
 
-    progress = train(module, ends, tap_cache_of((1,)), answers, tmp_path, plan(), ModulePlan(paths=0))
+    progress = train(module, ends, tap_cache_of((1,)), answers, tmp_path, ModulePlan(plan(), paths=0))
 
     assert progress.losses[-1][2] < progress.losses[0][2]
 
@@ -96,15 +96,15 @@ def test_an_interruption_changes_no_weight(
 ) -> None:
     cache, short = tap_cache_of(TAPS[kind]), plan(steps=8, checkpoint_seconds=0)
     whole, parts, resumed = (module_of(ends, kind) for _ in range(3))
-    module_plan = ModulePlan(paths=12)
-    train(whole, ends, cache, answers, tmp_path / "whole", short, module_plan)
+    module_plan = ModulePlan(short, paths=12)
+    train(whole, ends, cache, answers, tmp_path / "whole", module_plan)
     interrupted = ModuleTraining(
-        parts, ends, cache, answers[:18], (), short, module_plan, tmp_path / "parts" / "checkpoint.safetensors"
+        TappedModule(parts, ends, cache), answers[:18], (), module_plan, tmp_path / "parts" / "checkpoint.safetensors"
     )
 
     with pytest.raises(KeyboardInterrupt):
         interrupted.run(lambda progress, done: _stop_at(progress, 5))
-    progress = train(resumed, ends, cache, answers, tmp_path / "parts", short, module_plan)
+    progress = train(resumed, ends, cache, answers, tmp_path / "parts", module_plan)
 
     assert progress.step == 8
     for name, value in whole.state_dict().items():
@@ -169,7 +169,7 @@ class TestStart:
 
         copy_layers(eagle, target.state_dict(), (0, 1, 2))
 
-        found = measure(eagle, ends, tap_cache_of((3,)), answers, 64, 2, autocast=False)
+        found = measure(TappedModule(eagle, ends, tap_cache_of((3,))), answers, 64, 2, autocast=False)
         assert found.reached[0] == expected > 0
 
     def test_a_fitted_block_drafter_predicts_the_first_token_like_the_draft(
@@ -178,11 +178,11 @@ class TestStart:
         layer = LayerShape(48, 6, 3, 8, 80, 10000.0, 1e-6, 64)
         block, cache = BlockDrafter(ends, BlockShape(layer, 2, 3, 0), 4), tap_cache_of((0, 1, 2, 3))
         copy_layers(block, target.state_dict(), (0, 1, 2))
-        before = measure(block, ends, cache, answers, 64, 2, autocast=False)
+        before = measure(TappedModule(block, ends, cache), answers, 64, 2, autocast=False)
 
         fit_context(block, ends, [tap_batch(answers, cache, ends, 64)])
 
-        after = measure(block, ends, cache, answers, 64, 2, autocast=False)
+        after = measure(TappedModule(block, ends, cache), answers, 64, 2, autocast=False)
         assert after.reached[0] > 0.6 * after.paths > before.reached[0]
 
     def test_layers_of_another_shape_are_refused(self, target: torch.nn.Module, ends: TargetEnds) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.models import drafting_modules
 from workers.distill.answers import Answer
-from workers.distill.modules.learner import measure
+from workers.distill.modules.learner import TappedModule, measure
 from workers.distill.modules.tap_cache import TapCache
 from workers.distill.modules.tree_search import greedy_tree, rank_accuracies
 from workers.model.drafting.files import load_ends, make_module
@@ -60,12 +60,12 @@ def test_the_first_rank_is_as_often_right_as_the_greedy_chain(
     ends = load_ends(target_directory, card, None, torch.float32, torch.device("cpu"))
     module = make_module(ends, drafting_modules.shapes(48)[kind], taps)
     drafting_modules.randomized(module)
-    cache = tap_cache_of(taps)
+    tapped = TappedModule(module, ends, tap_cache_of(taps))
 
-    accuracies = rank_accuracies(module, ends, cache, answers, 64, autocast=False)
+    accuracies = rank_accuracies(tapped, answers, 64, autocast=False)
 
-    chain = measure(module, ends, cache, answers, 64, 3, autocast=False)
+    chain = measure(tapped, answers, 64, 3, autocast=False)
     right = chain.reached[0] if chain.reached else 0
     assert accuracies[0][0] == pytest.approx(right / chain.paths)
     assert all(0 <= share <= 1 and sum(ranks) <= 1.0001 for ranks in accuracies for share in ranks)
-    assert rank_accuracies(module, ends, cache, (), 64, autocast=False) == []
+    assert rank_accuracies(tapped, (), 64, autocast=False) == []
