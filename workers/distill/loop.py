@@ -36,6 +36,10 @@ class Learner(Protocol):
         """The parameters that are trained and stored, by name."""
 
     @property
+    def vocabulary(self) -> Tensor:
+        """The row of the head of each token; it identifies what is trained."""
+
+    @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers; together they have all parameters. A group may have a `scale` of the learning rate."""
 
@@ -171,7 +175,6 @@ class TrainingLoop:
         answers: Sequence[Answer],
         plan: TrainingPlan,
         checkpoint: Path,
-        fingerprint: str,
         clock: Clock = time.monotonic,
         early_stopping: EarlyStopping | None = None,
     ) -> None:
@@ -183,7 +186,7 @@ class TrainingLoop:
         self._answers = learnable
         self._plan = plan
         self._checkpoint = checkpoint
-        self._fingerprint = fingerprint
+        self._fingerprint = plan.fingerprint(learner.parameters, learner.vocabulary)
         self._clock = clock
         self._early_stopping = early_stopping or _NO_MEASURES
 

@@ -39,8 +39,7 @@ class Training:
             raise ConfigurationError("on_policy: needed the target, for its probabilities of the student's answers")
         self._student = student
         learner = _StudentLearner(student, held_out, plan, target)
-        fingerprint = plan.fingerprint(student.own_parameters(), student.position_in_head)
-        self._loop = TrainingLoop(learner, answers, plan, directory / TENSORS, fingerprint, clock)
+        self._loop = TrainingLoop(learner, answers, plan, directory / TENSORS, clock)
 
     def run(self, report: Report) -> Progress:
         """Train until the plan is finished. Raises `ConfigurationError` for a checkpoint of another training."""
@@ -56,6 +55,7 @@ class _StudentLearner:
         self._held_out = held_out
         self._plan = plan
         self._target = target
+        self.vocabulary = student.position_in_head
         self.parameters: Mapping[str, nn.Parameter] = student.own_parameters()
         groups = _groups(student, plan.weight_decay)
         self.optimizers: Sequence[torch.optim.Optimizer] = (

@@ -24,6 +24,7 @@ class Line:
         self.now = 0.0
         value = nn.Parameter(torch.zeros(()))
         self.parameters: Mapping[str, nn.Parameter] = {"value": value}
+        self.vocabulary = torch.zeros(0)
         self.optimizers: Sequence[torch.optim.Optimizer] = (torch.optim.SGD([value], lr=1.0),)
 
     @property
@@ -40,7 +41,7 @@ class Line:
 
 def train(line: Line, tmp_path: Path, rules: EarlyStopping, seconds: float = 1000.0) -> Progress:
     plan = TrainingPlan(seconds=seconds, learning_rate=1.0, batch_tokens=16, checkpoint_seconds=1e9)
-    return TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint", "", lambda: line.now, rules).run(_ignore)
+    return TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint", lambda: line.now, rules).run(_ignore)
 
 
 def rules_of(

@@ -76,10 +76,7 @@ class ModuleTraining:
     ) -> None:
         self._module = tapped.module
         learner = _ModuleLearner(tapped, held_out, plan)
-        fingerprint = plan.training.fingerprint(learner.parameters, tapped.ends.row_of)
-        self._loop = TrainingLoop(
-            learner, answers, plan.training, checkpoint, fingerprint, early_stopping=early_stopping
-        )
+        self._loop = TrainingLoop(learner, answers, plan.training, checkpoint, early_stopping=early_stopping)
 
     def run(self, report: Report) -> Progress:
         """Train until the plan is finished or nothing improves; see `TrainingLoop.run`."""
@@ -147,6 +144,7 @@ class _ModuleLearner:
         self._tapped = tapped
         self._held_out = held_out
         self._plan = plan
+        self.vocabulary = tapped.ends.row_of
         self.parameters: Mapping[str, nn.Parameter] = dict(tapped.module.named_parameters())
         self.optimizers: Sequence[torch.optim.Optimizer] = _optimizers(self.parameters, plan)
 

@@ -24,7 +24,7 @@ from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.exit_norm import ExitNorm
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.table import SuccessorTable
-from workers.model.encoder_decoder.ends import read_decoder_ends
+from workers.model.encoder_decoder.ends import DecoderEnds, read_decoder_ends
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 
 _SCALE = ".scale"
@@ -96,10 +96,7 @@ def load_ends(
     """
     config = read_target_config(target_directory, card)
     if config.is_encoder_decoder:
-        found = read_decoder_ends(target_directory, config)
-        return make_ends(
-            found.embedding, found.head, found.norm, found.epsilon, vocabulary, dtype, device, bias=found.bias
-        )
+        return _reduced_ends(read_decoder_ends(target_directory, config), vocabulary, dtype, device)
     shared = read_shared_ends(target_directory, card)
     norm = shared.tensors.get(("norm", "weight"))
     if norm is None:
@@ -109,32 +106,26 @@ def load_ends(
         )
     embedding = shared.tensors["embedding", "weight"]
     head = shared.tensors.get(("head", "weight"), embedding)
-    return make_ends(embedding, head, norm, shared.config.rms_norm_eps, vocabulary, dtype, device)
+    whole = DecoderEnds(embedding, head, norm, float(shared.config.rms_norm_eps), None)
+    return _reduced_ends(whole, vocabulary, dtype, device)
 
 
-def make_ends(
-    embedding: Tensor,
-    head: Tensor,
-    norm: Tensor | None,
-    epsilon: float,
-    vocabulary: Tensor | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    bias: Tensor | None = None,
+def _reduced_ends(
+    whole: DecoderEnds, vocabulary: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> TargetEnds:
-    """The ends from whole tensors: head [target vocabulary, hidden size] and bias of the logits are reduced here."""
+    """The ends with the rows of `vocabulary` alone in the head and in the bias of the logits."""
 
     def reduced(values: Tensor) -> Tensor:
-        return values if vocabulary is None else values[vocabulary.to(values.device)]
+        rows = values if vocabulary is None else values[vocabulary.to(values.device)]
+        return rows.to(device, dtype)
 
     return TargetEnds(
-        embedding.to(device, dtype),
-        reduced(head).to(device, dtype),
-        None if norm is None else norm.to(device, dtype),
-        float(epsilon),
+        whole.embedding.to(device, dtype),
+        reduced(whole.head),
+        None if whole.norm is None else whole.norm.to(device, dtype),
+        float(whole.epsilon),
         vocabulary,
-        None if bias is None else reduced(bias).to(device, dtype),
+        None if whole.bias is None else reduced(whole.bias),
     ).to(device)
 
 
