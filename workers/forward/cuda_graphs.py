@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from cluster.core.ids import BlockId
-from workers.forward.flex_attention import Flex
-from workers.forward.flex_trial import verified_flex_attention
+from workers.forward.attention import StepPlan
+from workers.forward.backends.base import AttentionSetting, StepKind
+from workers.forward.backends.choice import ChosenBackend, choose_backend
 from workers.forward.graph_buffers import (
     DEFAULT_LIMITS,
     GraphBuffers,
@@ -27,11 +26,9 @@ from workers.forward.graph_buffers import (
     decode_graph_sizes,
     graph_size,
 )
-from workers.forward.layout import RowShape, StepLayout
+from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass
-from workers.kv.groups import KvCacheGroups
-from workers.kv.pool import KvPool
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +37,8 @@ _MOST_GRAPHS = 192
 _WARM_ROWS = 64
 _WARM_TOKENS = 2048  # most tokens of a row at warm-up; longer rows are captured when they occur
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepLayout, PartialPass], PassOutput]
-"""(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, layout, parts) → output of the pass."""
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepPlan, PartialPass], PassOutput]
+"""(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, plan, parts) → output of the pass."""
 Replay = Callable[[], None]
 GraphCapture = Callable[[Callable[[], None]], Replay]
 """Runs a function at least once, and returns a function that repeats it on the same tensors."""
@@ -64,30 +61,22 @@ class CudaGraphRunner:
         self,
         compute: Compute,
         capture: GraphCapture,
-        kv_groups: KvCacheGroups,
-        scratch: BlockId,
-        device: torch.device,
+        setting: AttentionSetting,
+        attention: ChosenBackend,
         bounds: GraphLimits = DEFAULT_LIMITS,
         capture_after: int = _CAPTURE_AFTER,
-        choose_flex: Callable[[], Flex | None] = lambda: None,
     ) -> None:
-        """Capture a size when it occurs for the `capture_after`th time.
-
-        `scratch` is a block that no sequence holds. `choose_flex` is called before the first capture, during the
-        warm-up if there is one.
-        """
+        """Capture a size when it occurs for the `capture_after`th time."""
         self._compute = compute
         self._capture = capture
-        self._kv_groups = kv_groups
-        self._scratch = scratch
-        self._device = device
+        self._setting = setting
+        self._attention = attention
         self._bounds = bounds
         self._capture_after = capture_after
-        self._choose_flex = choose_flex
-        self._flex: Flex | None = None
         self._blocks = 0
-        """Blocks per row, fixed for all sizes, if FlexAttention is used; else 0."""
-        self._has_chosen = False
+        """Blocks per row, fixed for all sizes, if the backend skips those that a row does not use; else 0."""
+        if attention.skips_unused_blocks:  # no row has more blocks than the pool
+            self._blocks = min(bounds.longest // setting.block_size, setting.blocks)
         self._times_seen: Counter[_Key] = Counter()
         self._captured: dict[_Key, _CapturedGraph] = {}
         self._logits: torch.Tensor | None = None
@@ -104,8 +93,7 @@ class CudaGraphRunner:
         partial: PartialPass = WHOLE,
     ) -> PassOutput | None:
         """Replay a step. Returns the output of at least `selected` logits, valid until the next step, or `None`."""
-        self._choose()
-        block_size = self._kv_groups.layout.block_size
+        block_size = self._setting.block_size
         size = graph_size(rows, len(selected), block_size, self._bounds, self._blocks)
         if size is None:
             return None
@@ -123,8 +111,7 @@ class CudaGraphRunner:
     def warm_up(self, longest: int) -> None:
         """Capture the passes of plain decoding, for sequences of up to `longest` tokens."""
         begun = time.perf_counter()
-        self._choose()
-        block_size = self._kv_groups.layout.block_size
+        block_size = self._setting.block_size
         sizes = decode_graph_sizes(block_size, min(longest, _WARM_TOKENS), _WARM_ROWS, self._bounds, self._blocks)
         for number, size in enumerate(sizes, start=1):
             self.capture(size)
@@ -142,7 +129,8 @@ class CudaGraphRunner:
             return True
         if self._given_up or key in self._refused or len(self._captured) >= _MOST_GRAPHS:
             return False
-        buffers = GraphBuffers(size, self._kv_groups, self._scratch, self._device, self._flex)
+        setting = self._setting
+        buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
         buffers.fill((), (), (), ())
         try:
             example = self._pass(buffers, partial)
@@ -166,15 +154,10 @@ class CudaGraphRunner:
             return False
         return True
 
-    def _choose(self) -> None:
-        if not self._has_chosen:
-            self._has_chosen = True
-            self._flex = self._choose_flex()
-            if self._flex is not None:  # no row has more blocks than the pool
-                self._blocks = min(self._bounds.longest // self._kv_groups.layout.block_size, self._scratch)
-
     def _pass(self, buffers: GraphBuffers, partial: PartialPass) -> PassOutput:
-        return self._compute(buffers.tokens, buffers.positions, buffers.selected, buffers.layout(), partial)
+        backend = self._attention.backend
+        plan = StepPlan(backend, backend.plan_padded(buffers.step()))
+        return self._compute(buffers.tokens, buffers.positions, buffers.selected, plan, partial)
 
     def _output_buffers(self, example: PassOutput) -> PassOutput:
         """The buffers that all captured passes write to; each result is read before the next step."""
@@ -230,15 +213,9 @@ def _forbid_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def make_graph_runner(model: LoadedModel, pool: KvPool, compute: Compute) -> CudaGraphRunner | None:
+def make_graph_runner(model: LoadedModel, setting: AttentionSetting, compute: Compute) -> CudaGraphRunner | None:
     """A graph runner for a model that uses CUDA graphs; `None` for other models."""
     if not model.uses_cuda_graphs:
         return None
-    return CudaGraphRunner(
-        compute,
-        CudaGraphCapture(model.device),
-        pool.kv_groups,
-        pool.scratch,
-        model.device,
-        choose_flex=partial(verified_flex_attention, model, pool),
-    )
+    attention = choose_backend(setting, StepKind.PADDED, model.tensor_parallel)
+    return CudaGraphRunner(compute, CudaGraphCapture(model.device), setting, attention)

@@ -15,13 +15,12 @@ import torch
 
 from cluster.core.ids import BlockId
 from cluster.core.tree import ROOT
-from workers.forward.flex_attention import BlockView, Flex
-from workers.forward.layout import RowGroup, RowShape, StepLayout, blocks_read, slots_of
+from workers.forward.layout import RowShape, blocks_read, slots_of
 from workers.forward.linear import padded_rows
+from workers.forward.padded_step import WORD, PaddedStep, RowPadding, VisibilityMask, WindowBlocks
 from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.kv.transfer import IntegerArray
 
-_WORD = 64  # bits per word: one word says which tokens of its row a token sees
 _FEWEST_BLOCKS = 8
 _TREE_WIDTH = 16
 
@@ -36,7 +35,7 @@ class GraphLimits:
     keys: int = 1 << 17
     """Keys that all rows read, with the shorter rows padded to the longest."""
     longest: int = 1 << 15
-    """Tokens of a row with FlexAttention, which needs no padding."""
+    """Tokens of a row if the attention backend skips the blocks that a row does not use."""
 
 
 DEFAULT_LIMITS = GraphLimits()
@@ -66,7 +65,7 @@ def graph_size(
 ) -> GraphSize | None:
     """The smallest graph that fits these rows with `selected` logits; `None` if they fit none.
 
-    With `fixed_blocks` every row has this number of blocks: FlexAttention skips the unused ones.
+    With `fixed_blocks` every row has this number of blocks: the attention backend skips the unused ones.
     """
     queries = _power(max(row.width for row in rows))
     number = _power(len(rows))
@@ -74,7 +73,7 @@ def graph_size(
     tokens = number if queries == 1 else max(number, padded_rows(sum(row.width for row in rows)))
     used = max(-(-row.end // block_size) for row in rows)
     blocks = fixed_blocks or max(_FEWEST_BLOCKS, _power(used))
-    if queries > _WORD or number > bounds.rows or tokens > bounds.tokens or used > blocks:
+    if queries > WORD or number > bounds.rows or tokens > bounds.tokens or used > blocks:
         return None
     if not fixed_blocks and number * blocks * block_size > bounds.keys:
         return None
@@ -107,7 +106,7 @@ def decode_graph_sizes(
 
 
 class GraphBuffers:
-    """The buffers of one graph size. `fill` copies a step in; `layout` computes attention metadata on the device."""
+    """The buffers of one graph size. `fill` copies a step in, and `step` shows it to attention backends."""
 
     def __init__(
         self,
@@ -115,14 +114,12 @@ class GraphBuffers:
         kv_groups: KvCacheGroups,
         scratch: BlockId,
         device: torch.device,
-        flex: Flex | None = None,
     ) -> None:
-        """`scratch` is the pool's last block, which no sequence holds. With `flex`, attention gathers nothing."""
+        """`scratch` is the pool's last block, which no sequence holds."""
         self.size = size
         self._kv_groups = kv_groups
         self._block_size = kv_groups.layout.block_size
         self._scratch = scratch
-        self._flex = flex
         self._tables = {
             window: sorted({placement.table for placement in kv_groups.placements if placement.window == window})
             for window in dict.fromkeys(placement.window for placement in kv_groups.placements)
@@ -136,7 +133,7 @@ class GraphBuffers:
         """`[1, tokens]`, `[1, tokens]`, `[selected]`."""
 
     def _plan(self) -> list[tuple[int, ...]]:
-        """Shapes of the parts of the buffer, in the order in which `fill` and `layout` use them."""
+        """Shapes of the parts of the buffer, in the order in which `fill` and `step` use them."""
         rows, tokens = self.size.rows, self.size.tokens
         shapes: list[tuple[int, ...]] = [(tokens,), (tokens,), (self.size.selected,)]
         shapes += [(self._kv_groups.layout.tables, tokens), (tokens,), (rows,), (rows,), (rows,)]
@@ -202,67 +199,24 @@ class GraphBuffers:
             words += _visible_bits(row, window)
         seen[: len(words)] = np.array(words, dtype=np.uint64).view(np.int64)
 
-    def layout(self) -> StepLayout:
-        """The attention metadata, computed on the device from the buffers."""
+    def step(self) -> PaddedStep:
+        """The rows as attention backends read them, computed on the device from the buffers."""
         slots, scatter, first, width, stored = self._parts[3:8]
         query = torch.arange(self.size.queries, device=slots.device)
         gather = first[:, None] + torch.minimum(query, width[:, None] - 1)  # [rows, queries]
-        group = RowGroup(gather, scatter, scatter, {}, {}, self.size.queries == 1)
         position = self._parts[1][gather]
+        windows: dict[AttentionWindow, WindowBlocks] = {}
         for index, (window, tables) in enumerate(self._tables.items()):
             blocks, sinks, skipped, counts, seen = self._parts[8 + 5 * index : 13 + 5 * index]
-            sees = _VisibilityMask(window, stored, position, seen[gather])
-            # Index in the row of each block that is read, [rows, blocks].
             order = torch.arange(blocks.shape[2], device=blocks.device)
-            order = order + torch.where(order >= sinks[:, None], skipped[:, None], 0)
-            for table_index, table in enumerate(tables):
-                group.blocks[table, window] = blocks[table_index]
-                if self._flex is not None:
-                    group.views[table, window] = self._view(self._flex, sees, blocks[table_index], order, counts)
-            if self._flex is None:
-                offset = torch.arange(self._block_size, device=blocks.device)
-                group.masks[window] = sees.all((order[:, :, None] * self._block_size + offset).flatten(1))
-        return StepLayout(slots, [group])
-
-    def _view(
-        self, flex: Flex, sees: _VisibilityMask, blocks: torch.Tensor, order: torch.Tensor, counts: torch.Tensor
-    ) -> BlockView:
-        starts = torch.full((len(blocks), self._scratch + 1), -1, dtype=torch.int32, device=blocks.device)
-        own = torch.arange(blocks.shape[1], device=blocks.device) < counts[:, None]
-        first = torch.where(own, order * self._block_size, -1).to(torch.int32)
-        # The scratch block replaces all blocks that a row does not use; it is the first block of padding rows.
-        starts.scatter_reduce_(1, blocks, first, "amax")
-        visits = torch.zeros_like(starts)  # the kernel expects as many columns as the pool has blocks
-        visits[:, : blocks.shape[1]] = blocks
-        return BlockView(flex, sees, visits, counts.to(torch.int32), starts, self.size.queries, self._block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _VisibilityMask:
-    """Which keys a query sees: stored keys by position, keys of this step by the query's word of bits."""
-
-    window: AttentionWindow
-    stored: torch.Tensor  # [rows]
-    position: torch.Tensor  # [rows, queries]
-    seen: torch.Tensor  # [rows, queries]
-
-    def __call__(self, row: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Whether `query` of `row` sees the position `key`, element by element."""
-        return self._sees(key, self.stored[row], self.position[row, query], self.seen[row, query])
-
-    def all(self, keys: torch.Tensor) -> torch.Tensor:
-        """`keys` `[rows, keys]` → `[rows, queries, keys]`."""
-        return self._sees(keys[:, None], self.stored[:, None, None], self.position[:, :, None], self.seen[:, :, None])
-
-    def _sees(
-        self, key: torch.Tensor, stored: torch.Tensor, position: torch.Tensor, seen: torch.Tensor
-    ) -> torch.Tensor:
-        bit = key - stored  # index of the key's token among the row's tokens in this step
-        visible = bit < 0
-        if self.window.size is not None:
-            visible = visible & ((position - key < self.window.size) | (key < self.window.sinks))
-        own = (seen >> bit.clamp(0, _WORD - 1)) & 1
-        return visible | ((own != 0) & (bit >= 0) & (bit < _WORD))
+            windows[window] = WindowBlocks(
+                blocks={table: blocks[table_index] for table_index, table in enumerate(tables)},
+                order=order + torch.where(order >= sinks[:, None], skipped[:, None], 0),
+                counts=counts,
+                sees=VisibilityMask(window, stored, position, seen[gather]),
+            )
+        padding = RowPadding(gather, scatter, is_whole=self.size.queries == 1)
+        return PaddedStep(slots, padding, windows, self._block_size, self._scratch)
 
 
 def _visible_bits(row: RowShape, window: AttentionWindow) -> list[int]:

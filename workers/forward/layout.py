@@ -1,23 +1,16 @@
-"""The attention metadata of a step: where each token's key and value are stored, and which ones each token sees.
+"""The rows of a step: their blocks, their stored lengths and their tokens.
 
-It is built once per step with lists and numpy, copied to the device in one piece, and shared by all layers.
+Every attention backend plans a step from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-import torch
+from dataclasses import dataclass
 
 from cluster.core.ids import BlockId
-from cluster.core.tree import ROOT, TokenTree
-from workers.forward.flex_attention import BlockView
-from workers.kv.groups import AttentionWindow, KvCacheGroups
-from workers.kv.transfer import IntegerArray, to_device
-
-_LONGEST_PADDED_ROW = 32  # rows at least this wide form a group of their own
+from cluster.core.tree import TokenTree
+from workers.kv.groups import AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,76 +58,6 @@ class RowShape:
         return committed + [self.base_len + depth - 1 for depth in self.tree.depths()]
 
 
-@dataclass(slots=True)
-class RowGroup:
-    """Rows that are padded to one width and share one attention call."""
-
-    gather: torch.Tensor  # [rows, queries] index into the step's tokens; padding repeats the row's last token
-    scatter: torch.Tensor  # [tokens] flat index into [rows * queries]
-    targets: torch.Tensor  # [tokens] where the outputs belong in the step; unused if the step has one group
-    blocks: dict[tuple[int, AttentionWindow], torch.Tensor]  # (table, window) → [rows, blocks]
-    masks: dict[AttentionWindow, torch.Tensor]  # [rows, queries, keys] true where a query sees a key
-    is_whole: bool
-    """The group holds all rows of the step, in order and without padding: nothing is gathered or scattered."""
-    views: dict[tuple[int, AttentionWindow], BlockView] = field(default_factory=dict)
-    """By (table, window): input of FlexAttention, which gathers nothing. If set, `masks` is empty."""
-    relative: torch.Tensor | None = None  # [rows, queries, keys] key position minus query position, if a model needs it
-    bias: torch.Tensor | None = None  # [rows, kv_heads, heads_per_kv * queries, keys] the mask with position biases
-    _folded: dict[tuple[int, AttentionWindow, torch.dtype], torch.Tensor] = field(default_factory=dict)
-
-    def folded_mask(self, heads_per_kv: int, window: AttentionWindow, dtype: torch.dtype) -> torch.Tensor:
-        """The additive mask for queries that are folded over the heads of one KV head.
-
-        `[rows, 1, heads * queries, keys]`: 0 where the query sees the key, -inf elsewhere.
-        """
-        key = (heads_per_kv, window, dtype)
-        if key not in self._folded:
-            mask = self.masks[window]
-            rows, queries, keys = mask.shape
-            added = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-            folded = added[:, None].expand(rows, heads_per_kv, queries, keys).reshape(rows, 1, -1, keys)
-            self._folded[key] = folded
-        return self._folded[key]
-
-
-@dataclass(slots=True)
-class StepLayout:
-    """Attention metadata of one forward pass, shared by all layers."""
-
-    slots: torch.Tensor  # [tables, tokens] slot mapping: where each token's key and value are stored
-    groups: list[RowGroup]
-
-
-def build_step_layout(
-    rows: Sequence[RowShape], kv_groups: KvCacheGroups, device: torch.device, *, relative: bool = False
-) -> StepLayout:
-    """Build the attention metadata. The tokens of the step are the rows' tokens, one row after another.
-
-    `relative` adds the relative positions of keys and queries, for a model without windows.
-    """
-    size = kv_groups.layout.block_size
-    first_token: list[int] = []
-    tokens = 0
-    for row in rows:
-        first_token.append(tokens)
-        tokens += row.width
-    slots = [
-        slot
-        for table in range(kv_groups.layout.tables)
-        for row in rows
-        for slot in slots_of(row.blocks[table], row.stored_len, row.end, size)
-    ]
-    builders = []
-    for members in _bucket_rows(rows, size):
-        shapes, firsts = [rows[index] for index in members], [first_token[index] for index in members]
-        builders.append(_RowGroupBuilder(shapes, firsts, kv_groups, len(rows), relative))
-    arrays = [np.array(slots, dtype=np.int64).reshape(-1, tokens)]
-    for builder in builders:
-        arrays.extend(builder.arrays)
-    tensors = iter(_send(arrays, device))
-    return StepLayout(next(tensors), [builder.build([next(tensors) for _ in builder.arrays]) for builder in builders])
-
-
 def slots_of(blocks: Sequence[BlockId], start: int, end: int, size: int) -> list[int]:
     """Flat indices (block * block_size + offset) of positions `start … end - 1`."""
     slots: list[int] = []
@@ -150,125 +73,6 @@ def blocks_read(row: RowShape, window: AttentionWindow, size: int) -> tuple[int,
     return min(first, -(-window.sinks // size)), first, -(-row.end // size)
 
 
-def _bucket_rows(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
-    """Group the indices of rows of similar width and length, so that padding wastes at most half."""
-    buckets: dict[tuple[int, int], list[int]] = {}
-    for index, row in enumerate(rows):
-        if row.width >= _LONGEST_PADDED_ROW:
-            buckets[(-1, index)] = [index]
-            continue
-        blocks = -(-row.end // block_size)
-        # Widths share a bucket up to the next power of four: memory traffic dominates, and it depends on the keys.
-        key = ((row.width - 1).bit_length() // 2, (blocks - 1).bit_length())
-        buckets.setdefault(key, []).append(index)
-    return list(buckets.values())
-
-
-def _send(arrays: Sequence[IntegerArray], device: torch.device) -> list[torch.Tensor]:
-    """Copy all arrays to the device in one piece."""
-    whole = to_device(np.concatenate([array.ravel() for array in arrays]), device)
-    parts = torch.split(whole, [array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
-class _RowGroupBuilder:
-    """Computes the arrays of a `RowGroup` on the host, and builds the group from their copies on the device."""
-
-    def __init__(
-        self,
-        rows: list[RowShape],
-        first_token: list[int],
-        kv_groups: KvCacheGroups,
-        step_rows: int,
-        relative: bool = False,
-    ) -> None:
-        self._rows = rows
-        self._step_rows = step_rows
-        self._size = kv_groups.layout.block_size
-        self._table_windows = list(dict.fromkeys((layer.table, layer.window) for layer in kv_groups.placements))
-        self._windows = list(dict.fromkeys(window for _, window in self._table_windows))
-        width = np.array([row.width for row in rows])
-        queries = np.arange(width.max())
-        # A padded query repeats the row's last token, so that its softmax is over at least one key.
-        index = np.minimum(queries, width[:, None] - 1)  # [rows, queries]
-        gather = np.array(first_token)[:, None] + index
-        real = queries < width[:, None]
-        position = np.array([row.stored_len for row in rows])[:, None] + index
-        limit = position.copy()  # the last key that a query sees; _tree_keys adds the keys of branching trees
-        self._trees = [row_index for row_index, row in enumerate(rows) if not row.tree.is_chain]
-        for row_index in self._trees:
-            row = rows[row_index]
-            nodes = slice(row.fresh, row.width)
-            position[row_index, nodes] = row.positions()[row.fresh :]
-            limit[row_index, nodes] = row.base_len + ROOT
-        self.arrays: list[IntegerArray] = [gather, np.flatnonzero(real), gather[real], position, limit]
-        for window in self._windows:
-            self._add_window(window)
-        self._is_relative = relative
-        if relative:
-            self.arrays.append(self._relative_positions(position))
-
-    def _relative_positions(self, position: IntegerArray) -> IntegerArray:
-        """Position of each stored key minus that of each query, `[rows, queries, keys]`, without windows."""
-        keys = max(-(-row.end // self._size) for row in self._rows) * self._size
-        key_position = np.tile(np.arange(keys), (len(self._rows), 1))
-        for row_index in self._trees:
-            row = self._rows[row_index]
-            key_position[row_index, row.base_len : row.end] = row.positions()[row.fresh :]
-        return key_position[:, None, :] - position[:, :, None]
-
-    def _add_window(self, window: AttentionWindow) -> None:
-        """Add the arrays of one window: the blocks that the rows read, and the visible keys inside trees."""
-        size = self._size
-        read = [blocks_read(row, window, size) for row in self._rows]
-        most = max(kept + end - begin for kept, begin, end in read)
-        tables = [table for table, seen in self._table_windows if seen == window]
-        blocks = np.zeros((len(tables), len(self._rows), most), dtype=np.int64)
-        for row_index, (row, (kept, begin, end)) in enumerate(zip(self._rows, read, strict=True)):
-            for index, table in enumerate(tables):
-                held = row.blocks[table]
-                if kept:
-                    blocks[index, row_index, :kept] = held[:kept]
-                blocks[index, row_index, kept : kept + end - begin] = held[begin:end]
-        sinks, first, _ = np.array(read, dtype=np.int64).T
-        self.arrays += [blocks, sinks, first - sinks, self._tree_keys(window, most * size, first - sinks)]
-
-    def _tree_keys(self, window: AttentionWindow, keys: int, skipped: IntegerArray) -> IntegerArray:
-        """Flat indices into `[rows, queries, keys]` at which nodes of branching trees see their ancestors."""
-        queries = self.arrays[0].shape[1]
-        seen: list[int] = []
-        for row_index in self._trees:
-            row = self._rows[row_index]
-            depths, parents = row.tree.depths(), row.tree.parents
-            for node, depth in enumerate(depths):
-                query_index = row_index * queries + row.fresh + node
-                first_key = query_index * keys + row.base_len - int(skipped[row_index]) * self._size
-                other = node
-                while other != ROOT:
-                    if window.sees(row.base_len + depth - 1, row.base_len + depths[other] - 1):
-                        seen.append(first_key + other)
-                    other = parents[other]
-        return np.array(seen, dtype=np.int64)
-
-    def build(self, tensors: list[torch.Tensor]) -> RowGroup:
-        """Build the group. `tensors` are `arrays` on the device."""
-        gather, scatter, targets, position, limit = tensors[:5]
-        found: dict[tuple[int, AttentionWindow], torch.Tensor] = {}
-        masks: dict[AttentionWindow, torch.Tensor] = {}
-        for index, window in enumerate(self._windows):
-            blocks, sinks, skipped, tree_keys = tensors[5 + 4 * index : 9 + 4 * index]
-            tables = [table for table, seen in self._table_windows if seen == window]
-            found.update({(table, window): blocks[table_index] for table_index, table in enumerate(tables)})
-            key = torch.arange(blocks.shape[2] * self._size, device=blocks.device)
-            if window.size is None:
-                mask = key <= limit[:, :, None]
-            else:
-                key = key + torch.where(key >= sinks[:, None] * self._size, skipped[:, None] * self._size, 0)
-                near = position[:, :, None] - key[:, None] < window.size  # [rows, queries, keys]
-                mask = (key[:, None] <= limit[:, :, None]) & (near | (key[:, None] < window.sinks))
-            if len(tree_keys):
-                mask.view(-1).index_fill_(0, tree_keys, True)
-            masks[window] = mask
-        whole = len(self._rows) == self._step_rows and gather.numel() == len(targets)
-        relative = tensors[-1] if self._is_relative else None
-        return RowGroup(gather, scatter, targets, found, masks, whole, relative=relative)
+def source_of(row: RowShape, tables: int) -> SourceShape:
+    """The row's source. A row without one, as in warm-up, reads the first position of the first block."""
+    return row.source or SourceShape([[BlockId(0)]] * tables, 1)

@@ -11,12 +11,12 @@ import torch
 
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.forward.attention import bind
-from workers.forward.cuda_graphs import make_graph_runner
-from workers.forward.encoder_decoder.source_layout import build_native_source_step, build_source_layout
-from workers.forward.layout import RowShape, SourceShape, StepLayout, build_step_layout, slots_of
+from workers.forward.attention import StepPlan, bind
+from workers.forward.backends.base import AttentionSetting, StepKind
+from workers.forward.backends.choice import ChosenBackend, choose_backend
+from workers.forward.cuda_graphs import CudaGraphRunner, make_graph_runner
+from workers.forward.layout import RowShape, SourceShape, slots_of
 from workers.forward.loaded_model import EncodedSources, LoadedModel, PassOutput
-from workers.forward.native.attention import NativeStep, build_native_step, load_kernel
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
 from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
@@ -75,13 +75,15 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._paged = bind(model.module)
-        self._paged.pool = pool
-        self._bias = self._paged.relative_bias = None if model.source is None else model.source.relative_bias
-        kernel = load_kernel(model.kv_spec, model.code_directory) if self._bias is None else None
-        self._kernel = self._paged.kernel = kernel
+        self._attention: ChosenBackend | None = None
+        """What computes attention in the modules; `None` if the model's layers are the CPU kernels'."""
+        self._graphs: CudaGraphRunner | None = None
         if model.native is not None:
             model.native.bind(pool)
-        self._graphs = make_graph_runner(model, pool, self._compute)
+            return
+        setting = attention_setting(model, pool)
+        self._attention = choose_backend(setting, StepKind.RAGGED, model.tensor_parallel)
+        self._graphs = make_graph_runner(model, setting, self._compute)
 
     def warm_up(self) -> None:
         """Run steps of several widths, so that no request waits for compilation. Frees all blocks that it uses."""
@@ -211,29 +213,23 @@ class ModelRunner:
             replayed = self._graphs.run(shapes, tokens, positions, selected, partial)
             if replayed is not None:
                 return replayed
-        self._paged.source_layout = self._source_layout(shapes)
-        layout = (
-            build_step_layout(shapes, self._pool.kv_groups, device, relative=self._bias is not None)
-            if self._kernel is None
-            else build_native_step(shapes, self._pool.kv_groups)
-        )
         ids, position_ids, chosen = (to_device(values, device) for values in (tokens, positions, selected))
-        return self._compute(ids[None], position_ids[None], chosen, layout, partial, inputs)
+        return self._compute(ids[None], position_ids[None], chosen, self._plan(shapes), partial, inputs)
 
-    def _source_layout(self, shapes: Sequence[RowShape]) -> StepLayout | NativeStep | None:
-        """Where the rows' sources are stored, if the model reads any."""
-        if self._model.source is None:
-            return None
-        if self._kernel is None:
-            return build_source_layout(shapes, self._pool.kv_groups, self._model.device)
-        return build_native_source_step(shapes, self._pool.kv_groups)
+    def _plan(self, shapes: Sequence[RowShape]) -> StepPlan:
+        """The step, planned by the backend."""
+        if self._attention is None:
+            raise RuntimeError("no attention backend was chosen: the model's layers are the CPU kernels'")
+        backend = self._attention.backend
+        sources = None if self._model.source is None else backend.plan_sources(shapes)
+        return StepPlan(backend, backend.plan(shapes), sources)
 
     def _compute(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         selected: torch.Tensor,
-        layout: StepLayout | NativeStep,
+        plan: StepPlan,
         partial: PartialPass = WHOLE,
         inputs: torch.Tensor | None = None,
     ) -> PassOutput:
@@ -241,7 +237,7 @@ class ModelRunner:
         module = self._model.module
         embeddings = None if inputs is None else inputs[None].to(self._model.device, self._model.dtype)
         recorder = self._recorder if partial is WHOLE else TapRecorder(())
-        self._paged.layout = layout
+        self._paged.step = plan
         try:
             with only_parts(module, partial), recorder.recording(module):
                 output = module(
@@ -252,7 +248,7 @@ class ModelRunner:
                     logits_to_keep=selected,
                 )
         finally:
-            self._paged.layout = self._paged.source_layout = None
+            self._paged.step = None
         return PassOutput(output.logits[0], recorder.hidden())
 
     def commit(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
@@ -267,3 +263,17 @@ class ModelRunner:
             with torch.inference_mode():
                 self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
         self._pool.commit(row.table, (*row.tokens, *(row.tree.tokens[node] for node in nodes)))
+
+
+def attention_setting(model: LoadedModel, pool: KvPool) -> AttentionSetting:
+    """What an attention backend is opened for."""
+    return AttentionSetting(
+        store=pool.store,
+        layers=model.layers,
+        blocks=pool.blocks_total,
+        dtype=model.dtype,
+        device=model.device,
+        relative_bias=None if model.source is None else model.source.relative_bias,
+        has_sources=model.source is not None,
+        code_directory=model.code_directory,
+    )

@@ -20,6 +20,7 @@ from workers.kv.block_table import BlockTable, Prefix
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
 from workers.kv.spec import KvCacheSpec
+from workers.kv.store import KvStore
 from workers.kv.tiers import Tiers, agreed_length
 from workers.kv.transfer import to_device
 
@@ -110,6 +111,7 @@ class KvPool:
         self.keys, self.values, self._stacks = _allocate_tensors(
             spec, self.kv_groups, blocks_total + spec.scratch_blocks
         )
+        self.store = KvStore(self.kv_groups, self.keys, self.values)
         self._tiers: Tiers | None = None  # last: if anything above raises, there is nothing to close
         if caching is not None and (caching.host_bytes or caching.disk_directory):
             self._tiers = Tiers(caching, block_bytes(self.kv_groups, spec.dtype), spec.device)
@@ -231,9 +233,7 @@ class KvPool:
 
         NaN and infinities are replaced by finite numbers: the next sequence that gets the block may read it, masked.
         """
-        index = self.kv_groups.placements[layer].block_layer
-        for store, fresh in ((self.keys[index], keys), (self.values[index], values)):
-            store.view(-1, *store.shape[2:]).index_copy_(0, slots, fresh.nan_to_num())
+        self.store.write(layer, slots, keys, values)
 
     def move(self, table: BlockTable, start: int, nodes: Sequence[int]) -> None:
         """Copy positions `start + nodes[0], start + nodes[1], …` to `start, start + 1, …` in every layer.

@@ -1,10 +1,9 @@
-"""Random attention steps for the CPU kernel and the PyTorch reference: rows with trees, layers with windows."""
+"""Random attention steps for two attention backends: rows with trees, layers with windows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
@@ -12,9 +11,10 @@ from hypothesis import strategies as st
 from cluster.core.config.target_section import KvSection
 from cluster.core.ids import BlockId
 from cluster.core.tree import TokenTree
-from workers.forward.attention import PagedAttention
-from workers.forward.layout import RowShape, blocks_read, build_step_layout
-from workers.forward.native.attention import build_native_step, load_kernel
+from workers.forward.backends.base import AttentionSetting
+from workers.forward.backends.native import NativeBackend
+from workers.forward.backends.sdpa import SdpaBackend
+from workers.forward.layout import RowShape, blocks_read
 from workers.kv.block_table import OUT_OF_WINDOW
 from workers.kv.pool import KvPool
 from workers.kv.spec import KvCacheSpec, LayerShape
@@ -38,6 +38,10 @@ class Row:
     @property
     def width(self) -> int:
         return self.fresh + len(self.parents)
+
+
+def setting_of(pool: KvPool, layers: tuple[LayerShape, ...], dtype: torch.dtype, code: str) -> AttentionSetting:
+    return AttentionSetting(pool.store, layers, pool.blocks_total, dtype, CPU, code_directory=code)
 
 
 def spec_of(layers: tuple[LayerShape, ...], dtype: torch.dtype) -> KvCacheSpec:
@@ -100,7 +104,8 @@ class Bench:
         probe = KvPool(spec, case.section, 1)
         tables = probe.layout.tables
         self.pool = KvPool(spec, case.section, tables * sum(used) + 3)
-        self.kernel = load_kernel(spec, code)
+        setting = setting_of(self.pool, case.layers, self.dtype, code)
+        self.native, self.reference = NativeBackend(setting), SdpaBackend(setting)
         self.generator = torch.Generator().manual_seed(case.seed)
         for store in (*self.pool.keys, *self.pool.values):
             store.copy_(self.draw(dtype, *store.shape))
@@ -130,13 +135,11 @@ class Bench:
         """The result `[width, heads, dim]` of each chosen row, computed in one step."""
         chosen = range(len(self.shapes)) if chosen is None else chosen
         shapes = [self.shapes[index] for index in chosen]
-        paged = PagedAttention()
-        paged.pool = self.pool
-        if natively:
-            paged.kernel = self.kernel
-            paged.layout = build_native_step(shapes, self.pool.kv_groups)
-        else:
-            paged.layout = build_step_layout(shapes, self.pool.kv_groups, CPU)
-        query, key, value = (torch.cat(parts, dim=2) for parts in zip(*(self.fresh[i] for i in chosen), strict=True))
-        output = paged.attend(SimpleNamespace(layer_idx=layer), query, key, value, None, None)  # type: ignore[arg-type]
-        return list(output[0].split([shape.width for shape in shapes]))
+        query, key, value = (
+            torch.cat(parts, dim=2)[0].transpose(0, 1)  # [tokens, heads, dim]
+            for parts in zip(*(self.fresh[i] for i in chosen), strict=True)
+        )
+        backend = self.native if natively else self.reference
+        metadata = backend.plan(shapes)
+        backend.write(layer, key, value, metadata)
+        return list(backend.attend(layer, query, metadata, None).split([shape.width for shape in shapes]))

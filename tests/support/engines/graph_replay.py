@@ -18,6 +18,9 @@ from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.models import tiny
 from workers.forward import runner as runners
+from workers.forward.backends.base import AttentionSetting
+from workers.forward.backends.choice import ChosenBackend
+from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.cuda_graphs import Compute, CudaGraphRunner, GraphCapture
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -99,23 +102,29 @@ class Bench:
         return torch.cat([store.flatten(0, 1)[slots] for store in (*self.pool.keys, *self.pool.values)])
 
 
+def gathering(setting: AttentionSetting) -> ChosenBackend:
+    """Attention over gathered blocks."""
+    return ChosenBackend("sdpa", SdpaBackend(setting), skips_unused_blocks=False)
+
+
 def open_bench(
     directory: Path,
     record: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     taps: tuple[int, ...] = (),
+    attention: Callable[[AttentionSetting], ChosenBackend] = gathering,
     **options: object,
 ) -> Bench:
-    """A bench for the model in `directory`. With `record` it replays graphs."""
+    """A bench for the model in `directory`. With `record` it replays graphs, with `attention`."""
     model = replace(
         load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
     )
     pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100)
     made: list[CudaGraphRunner] = []
 
-    def graphed(_: object, pool: KvPool, compute: Compute) -> CudaGraphRunner | None:
+    def graphed(_: object, setting: AttentionSetting, compute: Compute) -> CudaGraphRunner | None:
         if record is None:
             return None
-        made.append(CudaGraphRunner(compute, record, pool.kv_groups, pool.scratch, CPU, **options))
+        made.append(CudaGraphRunner(compute, record, setting, attention(setting), **options))
         return made[0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -163,8 +172,8 @@ def open_engine(
         uses_cuda_graphs=record is not None,
     )
 
-    def graphed(_: object, pool: KvPool, compute: Compute) -> CudaGraphRunner | None:
-        return record and CudaGraphRunner(compute, record, pool.kv_groups, pool.scratch, model.device, capture_after=2)
+    def graphed(_: object, setting: AttentionSetting, compute: Compute) -> CudaGraphRunner | None:
+        return record and CudaGraphRunner(compute, record, setting, gathering(setting), capture_after=2)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runners, "make_graph_runner", graphed)

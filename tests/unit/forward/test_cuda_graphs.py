@@ -26,8 +26,10 @@ from tests.support.engines.graph_replay import (
 )
 from tests.support.fakes.host_waits import OnGpu
 from tests.support.models import tiny
-from workers.forward import runner as runners
-from workers.forward.flex_attention import Flex
+from workers.forward.backends import choice
+from workers.forward.backends.base import REFERENCE, AttentionSetting, all_backends
+from workers.forward.backends.choice import ChosenBackend
+from workers.forward.backends.flex import Flex, FlexBackend
 from workers.forward.graph_buffers import GraphLimits
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -48,10 +50,15 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> Flex:
     return flex_attention
 
 
+def visiting(flex: Flex) -> Callable[[AttentionSetting], ChosenBackend]:
+    """Attention over the pool's blocks by `flex`."""
+    return lambda setting: ChosenBackend("flex", FlexBackend(setting, flex), skips_unused_blocks=True)
+
+
 @pytest.mark.parametrize("gathers", [True, False])
 def test_replayed_steps_compute_and_store_the_same_as_others(directory: Path, gathers: bool, unfused: Flex) -> None:
     tape = FakeRecorder()
-    options = {} if gathers else {"choose_flex": lambda: unfused, "bounds": GraphLimits(longest=128)}
+    options = {} if gathers else {"attention": visiting(unfused), "bounds": GraphLimits(longest=128)}
     plain, replaying = open_bench(directory), open_bench(directory, tape, capture_after=1, **options)
     (expected, tables), (actual, mirrored) = scenario(plain), scenario(replaying)
     assert tape.replayed == len(actual)  # every step had a frame
@@ -120,7 +127,7 @@ def test_a_size_whose_kernel_cannot_be_built_runs_without_a_frame(
     directory = tiny.save(tmp_path, tiny.llama())
     plain, bench = (
         open_bench(directory),
-        open_bench(directory, FakeRecorder(), capture_after=1, choose_flex=lambda: unbuilt),
+        open_bench(directory, FakeRecorder(), capture_after=1, attention=visiting(unbuilt)),
     )
     (expected, _), (actual, _) = scenario(plain), scenario(bench)
     assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
@@ -131,7 +138,7 @@ def test_a_size_whose_kernel_cannot_be_built_runs_without_a_frame(
 def test_a_pass_does_not_synchronize_with_the_device(
     directory: Path, monkeypatch: pytest.MonkeyPatch, uses_cuda_graphs: bool
 ) -> None:
-    monkeypatch.setattr(runners, "load_kernel", lambda *_: None)
+    monkeypatch.setattr(choice, "all_backends", lambda: [one for one in all_backends() if one.name == REFERENCE])
     bench = open_bench(
         directory, FakeRecorder() if uses_cuda_graphs else None, **({"capture_after": 1} if uses_cuda_graphs else {})
     )

@@ -12,11 +12,16 @@ from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.engines.graph_replay import BLOCK, CPU, WINDOW
+from workers.forward.backends.base import AttentionSetting
+from workers.forward.backends.flex import FlexBackend, FlexStep
+from workers.forward.backends.sdpa import SdpaBackend
+from workers.forward.gathered_step import GatheredStep, gather_rows
 from workers.forward.graph_buffers import GraphBuffers, GraphLimits, GraphSize, decode_graph_sizes, graph_size
-from workers.forward.layout import RowShape, StepLayout, build_step_layout
+from workers.forward.layout import RowShape
 from workers.kv.block_table import OUT_OF_WINDOW
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
+from workers.kv.store import KvStore
 
 
 def shape(stored_len: int = 0, fresh: int = 1, tree: TokenTree = EMPTY_TREE, first_block: int = 0) -> RowShape:
@@ -95,7 +100,7 @@ def kv_groups(window: AttentionWindow) -> KvCacheGroups:
     return KvCacheGroups(layout, groups, (LayerShape(1, 8),))
 
 
-def seen_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
+def seen_slots(layout: GatheredStep, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
     """From each token of the step to the slots that it attends to in one layer."""
     found: dict[int, set[int]] = {}
     for group in layout.groups:
@@ -103,27 +108,26 @@ def seen_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[i
         slots = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)  # [rows, keys]
         mask = group.masks[place.window]
         targets = range(tokens) if len(layout.groups) == 1 else group.targets.tolist()
-        for target, flat in zip(targets, group.scatter.tolist()[: len(targets)], strict=True):
-            row, query = divmod(flat, group.gather.shape[1])
-            assert group.gather[row, query] == target
+        for target, flat in zip(targets, group.padding.scatter.tolist()[: len(targets)], strict=True):
+            row, query = divmod(flat, group.padding.gather.shape[1])
+            assert group.padding.gather[row, query] == target
             seen = slots[row][mask[row, query]].tolist()
             assert len(seen) == len(set(seen))
             found[target] = set(seen)
     return found
 
 
-def visited_slots(layout: StepLayout, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
+def visited_slots(step: FlexStep, place: LayerPlacement, tokens: int) -> dict[int, set[int]]:
     """For each token, the attended slots within the blocks that FlexAttention visits."""
-    group = layout.groups[0]
-    view = group.views[place.table, place.window]
+    view = step.views[place.table, place.window]
     found: dict[int, set[int]] = {}
-    for token, flat in enumerate(group.scatter.tolist()[:tokens]):
-        row, query = divmod(flat, group.gather.shape[1])
+    for token, flat in enumerate(step.padding.scatter.tolist()[:tokens]):
+        row, query = divmod(flat, step.padding.gather.shape[1])
         visited = view.blocks[row, : view.counts[row]].tolist()
         assert len(visited) == len(set(visited))
         slots = torch.arange(view.starts.shape[1] * BLOCK)
-        folded = query + 2 * group.gather.shape[1]  # for the third head that shares the keys
-        seen = slots[view._is_seen(torch.tensor(row), torch.tensor(0), torch.tensor(folded), slots)].tolist()
+        folded = query + 2 * step.padding.gather.shape[1]  # for the third head that shares the keys
+        seen = slots[view.is_seen(torch.tensor(row), torch.tensor(0), torch.tensor(folded), slots)].tolist()
         found[token] = {slot for slot in seen if slot // BLOCK in visited}
         assert found[token] == set(seen)
     return found
@@ -139,17 +143,17 @@ def test_a_token_attends_to_the_same_slots_with_and_without_a_frame(
     sizes = [graph_size(rows, 1, BLOCK) for rows in (first, second)]
     largest = GraphSize(*(max(getattr(size, name) for size in sizes) for name in GraphSize.__slots__))
     frame = GraphBuffers(largest, groups, scratch, CPU)
-    visiting = GraphBuffers(largest, groups, scratch, CPU, flex_attention)
+    setting = AttentionSetting(KvStore(groups, [], []), groups.block_layers, 300, torch.float32, CPU)
+    gathering, visiting = SdpaBackend(setting), FlexBackend(setting, flex_attention)
     for rows in (first, second):  # the data of the first step does not affect the second
         count = sum(row.width for row in rows)
         positions = [position for row in rows for position in row.positions()]
         frame.fill(rows, range(count), positions, [count - 1])
-        here, there = frame.layout(), build_step_layout(rows, groups, CPU)
+        here, there = gathering.plan_padded(frame.step()), gather_rows(rows, groups, CPU)
         for place in groups.placements:
             assert seen_slots(here, place, count) == seen_slots(there, place, count)
-        visiting.fill(rows, range(count), positions, [count - 1])
         for place in groups.placements:
-            assert visited_slots(visiting.layout(), place, count) == seen_slots(there, place, count)
+            assert visited_slots(visiting.plan_padded(frame.step()), place, count) == seen_slots(there, place, count)
         assert torch.equal(here.slots[:, :count], there.slots)
         assert (here.slots[:, count:] // BLOCK == scratch).all()
         assert (here.groups[0].blocks[0, window][len(rows) :] == scratch).all()

@@ -24,10 +24,16 @@ from workers.forward.encoder_decoder.packing import (
     position_table,
     shape_of_layer,
 )
-from workers.forward.encoder_decoder.source_layout import build_native_source_step
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import PassOutput
-from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader, address, build_native_step
+from workers.forward.native.attention import (
+    KINDS,
+    MOST_DIM,
+    StepHeader,
+    address,
+    build_native_source_step,
+    build_native_step,
+)
 from workers.forward.native.build import load_library
 from workers.forward.native.screen import MOST_LEADERS, HeadScreen
 from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass

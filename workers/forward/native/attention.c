@@ -1,10 +1,10 @@
 /* Paged attention for ragged rows of committed tokens and token trees, on CPU.
 
-   One call serves all rows of a step in one layer. It stores the new keys and values. Then every query attends to the
-   positions that it sees: the committed ones up to its own (inside its window, or among the sinks), and, for a node of
-   a tree, its ancestors. Keys are processed in tiles of as many positions as two vectors have lanes. A tile is read
-   from the pool's blocks and transposed, so that each lane accumulates the product with one key. The softmax is
-   computed online (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
+   Two calls serve all rows of a step in one layer. The first stores the new keys and values. The second lets every
+   query attend to the positions that it sees: the committed ones up to its own (inside its window, or among the
+   sinks), and, for a node of a tree, its ancestors. Keys are processed in tiles of as many positions as two vectors
+   have lanes. A tile is read from the pool's blocks and transposed, so that each lane accumulates the product with
+   one key. The softmax is computed online (Milakov and Gimelshein 2018; Dao et al. 2022), in single precision.
 
    Work is divided by row, by tile of queries and, if there is little work, by KV head: heads are adjacent in the pool,
    so it is faster to read all of them together. A query's sums run over its own positions in order, in tiles that
@@ -454,11 +454,15 @@ void pilotfish_item_##NAME(const Step *step, const Layer *layer, const Items *it
     else attend_##NAME(step, layer, row, head, heads, token, left < most ? left : most);                               \
 }                                                                                                                      \
                                                                                                                        \
+void pilotfish_write_##NAME(const Step *step, const Layer *layer)                                                      \
+{                                                                                                                      \
+    for (int64_t token = 0; token < step->tokens; token++) pilotfish_store_##NAME(step, layer, token);                 \
+}                                                                                                                      \
+                                                                                                                       \
 void pilotfish_attend_##NAME(const Step *step, const Layer *layer)                                                     \
 {                                                                                                                      \
     int64_t first[step->rows + 1];                                                                                     \
     const Items items = pilotfish_items(step, layer, KIND, omp_get_max_threads(), first);                              \
-    for (int64_t token = 0; token < step->tokens; token++) pilotfish_store_##NAME(step, layer, token);                 \
     _Pragma("omp parallel for schedule(dynamic, 1) if (items.count > 1)")                                              \
     for (int64_t item = 0; item < items.count; item++) pilotfish_item_##NAME(step, layer, &items, item);               \
 }

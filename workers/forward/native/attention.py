@@ -1,4 +1,4 @@
-"""The paged attention kernel for CPU, and the step structure that it reads. See attention.c."""
+"""The structures that the paged attention kernel for CPU reads: a step, and one layer's attention (attention.h)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.forward.layout import RowShape, slots_of
-from workers.forward.native.build import load_library
-from workers.kv.groups import KvCacheGroups, LayerPlacement
-from workers.kv.spec import KvCacheSpec
+from workers.forward.layout import RowShape, slots_of, source_of
+from workers.kv.groups import KvCacheGroups
 
-_NAMES = {torch.bfloat16: "pilotfish_attend_bfloat16", torch.float32: "pilotfish_attend_float32"}
 MOST_VECTORS = 64  # query heads per KV head, as in attention.c
 MOST_DIM = 256  # head dimension, as in attention.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_BEYOND = np.iinfo(np.int32).max
+"""Stored length of rows that have no tree."""
 
 
 class StepHeader(ctypes.Structure):
@@ -58,50 +57,6 @@ class NativeStep:
     """Length of the longest row after this step."""
 
 
-class Kernel:
-    """Attention over the blocks of a pool of one dtype."""
-
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self._attend = library[_NAMES[dtype]]
-        self._attend.argtypes = [ctypes.POINTER(StepHeader), ctypes.POINTER(LayerHeader)]
-        self._attend.restype = None
-
-    def attend(
-        self,
-        step: NativeStep,
-        placement: LayerPlacement,
-        query: torch.Tensor,  # [1, heads, tokens, dim]
-        key: torch.Tensor,  # [1, kv_heads, tokens, dim]
-        value: torch.Tensor,
-        pool: tuple[torch.Tensor, torch.Tensor],  # [blocks, block_size, kv_heads, dim]
-        scale: float,
-    ) -> torch.Tensor:
-        """Store the new keys and values, then attend. Returns `[1, tokens, heads, dim]`."""
-        query, key, value = (_dense(tensor) for tensor in (query, key, value))
-        _, heads, tokens, dim = query.shape
-        output = torch.empty((1, tokens, heads, dim), dtype=query.dtype)
-        layer = LayerHeader(
-            *(tensor.data_ptr() for tensor in (query, key, value, output, *pool)),
-            *(stride for tensor in (query, key, value) for stride in tensor.stride()[1:3]),
-            KINDS[query.dtype],
-            KINDS[output.dtype],
-            heads,
-            key.shape[1],
-            dim,
-            placement.table,
-            placement.window.size or 0,
-            placement.window.sinks,
-            scale,
-        )
-        self._attend(ctypes.byref(step.header), ctypes.byref(layer))
-        return output
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if each head's numbers are contiguous, else a contiguous copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def build_native_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups) -> NativeStep:
     """Build the kernel's step structure. The tokens of the step are the rows' tokens, one row after another.
 
@@ -132,6 +87,28 @@ def build_native_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups) -> Nat
     return NativeStep(header, arrays, max(ends))
 
 
+def build_native_source_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups) -> NativeStep:
+    """Build the structure that the CPU kernel reads, as `build_native_step` does."""
+    size, tables = kv_groups.layout.block_size, kv_groups.layout.tables
+    sources = [source_of(row, tables) for row in rows]
+    used = [-(-source.length // size) for source in sources]
+    most_blocks = max(used)
+    blocks, first_token, position = array("i"), array("i", [0]), array("i")
+    for table in range(tables):
+        for source, count in zip(sources, used, strict=True):
+            blocks.extend(source.blocks[table][:count])
+            blocks.extend([-1] * (most_blocks - count))
+    for row, source in zip(rows, sources, strict=True):
+        # A token at the last position of the source sees all of it. The kernel stores no keys and values for 0 tokens.
+        position.extend([source.length - 1] * row.width)
+        first_token.append(len(position))
+    nothing = array("q", [0])
+    ends = array("i", [_BEYOND]) * len(rows)
+    arrays = (blocks, nothing, first_token, ends, ends, position, nothing)
+    header = StepHeader(len(rows), 0, size, most_blocks, 0, *map(address, arrays))
+    return NativeStep(header, arrays, max([source.length for source in sources]))
+
+
 def address(numbers: array[int]) -> int:
     """Where the numbers lie in memory, as long as the array exists and does not grow."""
     return numbers.buffer_info()[0]
@@ -147,16 +124,3 @@ def _paths(rows: Sequence[RowShape], first_token: Sequence[int], depths: int) ->
             begin = (first + row.fresh + node) * depths
             paths[begin : begin + len(found[node])] = array("i", found[node])
     return paths
-
-
-def load_kernel(spec: KvCacheSpec, directory: str | None) -> Kernel | None:
-    """Load the kernel for a model on CPU. Returns `None` if it does not support the model or no compiler is found.
-
-    `directory` keeps the built library between starts.
-    """
-    if spec.device.type != "cpu" or spec.dtype not in _NAMES:
-        return None
-    if any(shape.head_dim > MOST_DIM or shape.heads_per_kv > MOST_VECTORS for shape in spec.layers):
-        return None
-    library = load_library(directory)
-    return None if library is None else Kernel(library, spec.dtype)

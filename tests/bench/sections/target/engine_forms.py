@@ -11,14 +11,16 @@ from unittest.mock import patch
 
 from cluster.core.config.target_section import TargetSection
 from tests.bench.decoding import Decoding, decoding
-from workers.forward import cuda_graphs, flex_trial
+from workers.forward import cuda_graphs
+from workers.forward.backends import choice
+from workers.forward.backends.base import REFERENCE, AttentionSetting, StepKind, all_backends
+from workers.forward.backends.choice import ChosenBackend
 from workers.forward.cuda_graphs import CudaGraphRunner
 from workers.forward.loaded_model import LoadedModel
-from workers.kv.pool import KvPool
 from workers.model import loading
 from workers.model.devices import choose_device
 
-GATHERED = "scaled_dot_product_attention of PyTorch over gathered blocks"
+GATHERED = "sdpa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Measured:
 
     engine: Decoding
     attention: str = GATHERED
-    """What computes attention, and what the trial of FlexAttention found."""
+    """What computes attention, and what the trials of the backends found."""
     replayed: int = 0
     """Steps that were replayed so far."""
 
@@ -58,10 +60,10 @@ def built(section: TargetSection, form: Form, chunk: int) -> Iterator[Measured]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(loading, "load_model", load_in_form))
-        stack.enter_context(said.of(flex_trial.logger))
+        stack.enter_context(said.of(choice.logger))
         if device == "cpu":
             stack.enter_context(patch.object(cuda_graphs, "CudaGraphCapture", lambda _: _call_again))
-            stack.enter_context(patch.object(cuda_graphs, "verified_flex_attention", _try_flex_attention))
+            stack.enter_context(patch.object(cuda_graphs, "choose_backend", _choose_reference))
         measured = Measured(stack.enter_context(decoding(section, chunk)))
         measured.attention = _attention(measured.engine, said)
         replay = CudaGraphRunner.run
@@ -81,10 +83,14 @@ def _call_again(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def _try_flex_attention(model: LoadedModel, pool: KvPool) -> None:
-    """Run the trial of FlexAttention, and do not use it: on CPU, its kernels compile for minutes."""
-    if flex_trial.verified_flex_attention(model, pool) is not None:
-        flex_trial.logger.info("it is not used on CPU")
+def _choose_reference(setting: AttentionSetting, kind: StepKind, ranks: int) -> ChosenBackend:
+    """Run the trials, and use the reference: on CPU, the kernels of FlexAttention compile for minutes."""
+    tried = choice.choose_backend(setting, kind, ranks)
+    if tried.name == REFERENCE:
+        return tried
+    choice.logger.info("it is not used on CPU")
+    reference = [one for one in all_backends() if one.name == REFERENCE]
+    return choice.choose_backend(setting, kind, ranks, reference)
 
 
 def _attention(engine: Decoding, said: _Messages) -> str:
@@ -92,8 +98,8 @@ def _attention(engine: Decoding, said: _Messages) -> str:
     runner = engine.engine._runner
     graphs = runner._graphs
     if graphs is None:
-        return GATHERED if runner._kernel is None else "the CPU kernel"
-    return f"{GATHERED if graphs._flex is None else 'FlexAttention'} ({'; '.join(said.messages) or 'no trial'})"
+        return "the CPU kernels" if runner._attention is None else runner._attention.name
+    return f"{graphs._attention.name} ({'; '.join(said.messages) or 'no trial'})"
 
 
 class _Messages(logging.Handler):

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
-from tests.support.engines.attention_cases import Bench, Case, Row, cases, spec_of, trees
+from tests.support.engines.attention_cases import Bench, Case, Row, cases, setting_of, spec_of, trees
 from tests.support.models import tiny
+from workers.forward.backends.base import AttentionSetting, StepKind
+from workers.forward.backends.native import CAPABILITIES, NativeBackend
 from workers.forward.layout import RowShape
 from workers.forward.native import build
-from workers.forward.native.attention import load_kernel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.spec import LayerShape
@@ -66,7 +67,6 @@ def test_tile_registers_compute_what_pytorch_computes(emulated: str, case: Case)
 def check_case(case: Case, dtype: torch.dtype, code: str) -> None:
     """The kernel's results are those of PyTorch in single precision up to rounding, and it stores the same numbers."""
     ours, theirs = Bench(case, dtype, code), Bench(case, dtype, code, wide=True)
-    assert ours.kernel is not None
     library = build.load_library(code)
     assert library is not None
     on_tiles = dtype is torch.bfloat16 and library.pilotfish_has_tiles() and case.layers[0].head_dim % 32 == 0
@@ -195,27 +195,31 @@ def test_nan_affects_only_tokens_that_attend_to_it(dtype: torch.dtype, dim: int,
             assert torch.equal(store[blocks[place // 4], place % 4], tensor[0, :, 2].nan_to_num())
 
 
+def setting(layer: LayerShape, dtype: torch.dtype, code: str) -> AttentionSetting:
+    return setting_of(KvPool(spec_of((layer,), dtype), KvSection(), 2), (layer,), dtype, code)
+
+
 @pytest.mark.parametrize(
-    ("layer", "dtype"),
+    ("layer", "dtype", "problem"),
     [
-        (LayerShape(1, 512), torch.float32),
-        (LayerShape(1, 8, None, 128), torch.float32),
-        (LayerShape(1, 8), torch.float16),
+        (LayerShape(1, 512), torch.float32, "heads of 512 numbers"),
+        (LayerShape(1, 8, None, 128), torch.float32, "128 query heads per KV head"),
+        (LayerShape(1, 8), torch.float16, "keys and values of torch.float16"),
     ],
 )
 def test_shapes_that_the_kernel_does_not_support_are_left_to_pytorch(
-    layer: LayerShape, dtype: torch.dtype, code: str
+    layer: LayerShape, dtype: torch.dtype, problem: str, code: str
 ) -> None:
-    assert load_kernel(spec_of((layer,), dtype), code) is None
+    assert problem in (CAPABILITIES.problem(setting(layer, dtype, code), StepKind.RAGGED) or "")
 
 
 def test_the_kernel_is_built_once_per_code_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = spec_of((LayerShape(1, 8),), torch.float32)
-    assert load_kernel(spec, str(tmp_path)) is not None
+    suited = setting(LayerShape(1, 8), torch.float32, str(tmp_path))
+    NativeBackend(suited)
     assert [file.suffix for file in tmp_path.iterdir()] == [".so"]
     build.load_library.cache_clear()  # as in a new process
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("built again"))
-    assert load_kernel(spec, str(tmp_path)) is not None
+    NativeBackend(suited)
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "a broken compiler"])

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.forward.native import build
-from workers.forward.native.attention import Kernel, NativeStep, StepHeader, address
-from workers.kv.groups import AttentionWindow, LayerPlacement
+from cluster.core.kv import KvLayout
+from workers.forward.backends.base import AttentionSetting
+from workers.forward.backends.native import NativeBackend
+from workers.forward.native.attention import NativeStep, StepHeader, address
+from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
+from workers.kv.spec import LayerShape
+from workers.kv.store import KvStore
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler on this machine"
@@ -26,8 +30,6 @@ def test_a_source_is_read_from_its_own_blocks_alone(
 ) -> None:
     """All tokens see a whole source, whose committed length is no bound. What follows its blocks is never read."""
     dtype = torch.bfloat16 if on_tiles else torch.float32
-    library = build.load_library(emulated if on_tiles else code)
-    assert library is not None
     generator = torch.Generator().manual_seed(length)
     keys, values = torch.randn(2, 9, 16, 2, 64, generator=generator).to(dtype)
     poisoned = 8
@@ -39,11 +41,14 @@ def test_a_source_is_read_from_its_own_blocks_alone(
     arrays = (blocks, nothing, first, ends, ends, position, nothing)
     step = NativeStep(StepHeader(1, 0, 16, used, 0, *map(address, arrays)), arrays, length)
     query = torch.randn(1, 4, tokens, 64, generator=generator).to(dtype)
-    placement = LayerPlacement(0, 0, AttentionWindow())
-    found = Kernel(library, dtype).attend(step, placement, query, query[:, :2], query[:, :2], (keys, values), 0.125)
+    groups = KvCacheGroups(KvLayout(16), (LayerPlacement(0, 0, AttentionWindow()),), (LayerShape(2, 64),))
+    store, layers = KvStore(groups, [keys], [values]), (LayerShape(2, 64, heads_per_kv=2),)
+    directory = emulated if on_tiles else code
+    backend = NativeBackend(AttentionSetting(store, layers, 8, dtype, torch.device("cpu"), code_directory=directory))
+    found = backend.attend(0, query[0].transpose(0, 1), step, 0.125)
     seen, read = (part[held].flatten(0, 1)[:length].transpose(0, 1).float() for part in (keys, values))
     seen, read = (part.repeat_interleave(2, dim=0) for part in (seen, read))
     expected = scaled_dot_product_attention(query[0].float(), seen, read, scale=0.125).transpose(0, 1)
     torch.testing.assert_close(
-        found[0].float(), expected, rtol=2.0**-8 if on_tiles else 0.0, atol=2.0**-6 if on_tiles else 1e-5
+        found.float(), expected, rtol=2.0**-8 if on_tiles else 0.0, atol=2.0**-6 if on_tiles else 1e-5
     )

@@ -1,0 +1,220 @@
+"""The interface of attention backends, and the registry of all of them.
+
+An attention backend is one file of `workers.forward.backends`: a class decorated with `@register_backend`. It states
+what it supports; `workers.forward.backends.choice` picks the backends of a model when the model is loaded. No other
+file names one, except for `sdpa`, the reference that every other backend is compared with.
+
+Once a step, the rows are planned: a backend derives its own metadata from them on the host, or from a `PaddedStep` on
+the device. Each layer then writes its new keys and values, and attends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from cluster.core.ids import BlockId
+from workers.forward.layout import RowShape
+from workers.forward.padded_step import PaddedStep
+from workers.kv.spec import LayerShape
+from workers.kv.store import KvStore
+
+RelativeBias = Callable[[torch.Tensor], torch.Tensor]
+"""(relative positions `[rows, queries, keys]`) → biases `[rows, heads, queries, keys]`."""
+
+Metadata = TypeVar("Metadata")
+
+
+class Feature(Enum):
+    """What attention may have to compute besides softmax(q·k) v over the positions up to a query's own."""
+
+    WINDOWS = "windows"
+    """Layers whose queries see the last positions only."""
+    SINKS = "sinks"
+    """Windows whose queries also see the first positions of the sequence."""
+    TREES = "trees"
+    """Rows whose last tokens form a tree: each sees its ancestors, and no other node."""
+    SOURCES = "sources"
+    """Cross-attention to the stored source of each row."""
+    RELATIVE_BIAS = "relative bias"
+    """A bias for each relative position, added to the products of queries and keys."""
+    SOFT_CAP = "soft-capped logits"
+    """Products of queries and keys that tanh bounds."""
+    LEARNED_SINKS = "learned sinks"
+    """A learned logit of each head that takes a share of the softmax."""
+
+
+class StepKind(Enum):
+    """Which steps a backend computes."""
+
+    RAGGED = "steps of any size"
+    """Rows of any number and width, planned on the host: `plan`."""
+    PADDED = "CUDA graphs"
+    """Steps of fixed sizes that a CUDA graph may hold: `plan_padded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSetting:
+    """A model and its pool, for which a backend is opened."""
+
+    store: KvStore
+    layers: tuple[LayerShape, ...]
+    """The shape of each of the model's layers."""
+    blocks: int
+    """Blocks of the pool, without the scratch block."""
+    dtype: torch.dtype
+    device: torch.device
+    relative_bias: RelativeBias | None = None
+    has_sources: bool = False
+    """Whether the model has cross-attention."""
+    code_directory: str | None = None
+    """Directory that keeps compiled code between starts."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.store.kv_groups.layout.block_size
+
+    @property
+    def scratch(self) -> BlockId:
+        """The block after the pool's last, for padding: no sequence holds it."""
+        return BlockId(self.blocks)
+
+    def features(self, kind: StepKind) -> frozenset[Feature]:
+        """What steps of this kind have to compute. Padded steps never read sources."""
+        windows = {placement.window for placement in self.store.kv_groups.placements}
+        needed = {Feature.TREES}
+        needed |= {Feature.WINDOWS for window in windows if window.size is not None}
+        needed |= {Feature.SINKS for window in windows if window.sinks}
+        if self.relative_bias is not None:
+            needed.add(Feature.RELATIVE_BIAS)
+        if self.has_sources and kind is StepKind.RAGGED:
+            needed.add(Feature.SOURCES)
+        return frozenset(needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend supports. `None` stands for no restriction."""
+
+    steps: frozenset[StepKind]
+    features: frozenset[Feature]
+    devices: frozenset[str] | None = None
+    """Types of devices: `cpu`, `cuda`."""
+    kv_types: frozenset[torch.dtype] | None = None
+    """Types of the stored keys and values."""
+    head_sizes: range | None = None
+    most_heads_per_kv: int | None = None
+    """Most query heads that share one KV head."""
+    block_sizes: frozenset[int] | None = None
+    """Tokens per block."""
+    most_table_blocks: int | None = None
+    """Bound on the number of block tables per sequence times the pool's blocks."""
+    skips_unused_blocks: bool = False
+    """Whether a padded row costs as much as the blocks that it uses, and not as many as its block table has."""
+
+    def problem(self, setting: AttentionSetting, kind: StepKind) -> str | None:
+        """Why the backend does not compute steps of this kind for a model; `None` if it does."""
+        if kind not in self.steps:
+            return f"it does not compute {kind.value}"
+        if self.devices is not None and setting.device.type not in self.devices:
+            return f"it does not run on {setting.device.type}"
+        if self.kv_types is not None and setting.dtype not in self.kv_types:
+            return f"it does not read keys and values of {setting.dtype}"
+        if missing := setting.features(kind) - self.features:
+            return f"it does not compute {', '.join(sorted(feature.value for feature in missing))}"
+        return self._size_problem(setting)
+
+    def _size_problem(self, setting: AttentionSetting) -> str | None:
+        for shape in setting.layers:
+            if self.head_sizes is not None and shape.head_dim not in self.head_sizes:
+                return f"it does not support heads of {shape.head_dim} numbers"
+            if self.most_heads_per_kv is not None and shape.heads_per_kv > self.most_heads_per_kv:
+                return f"it does not support {shape.heads_per_kv} query heads per KV head"
+        if self.block_sizes is not None and setting.block_size not in self.block_sizes:
+            return f"it does not support blocks of {setting.block_size} tokens"
+        blocks = setting.store.kv_groups.layout.tables * setting.blocks
+        if self.most_table_blocks is not None and blocks > self.most_table_blocks:
+            return f"{blocks} blocks of all tables are more than its {self.most_table_blocks}"
+        return None
+
+
+class AttentionBackend(Protocol[Metadata]):
+    """Attention of one model over one pool. A backend inherits this, and plans the kinds of steps that it computes."""
+
+    def plan(self, rows: Sequence[RowShape]) -> Metadata:  # noqa: ARG002 - for backends that compute such steps
+        """The metadata of a step, whose tokens are the rows' tokens, one row after another. Computed on the host."""
+        raise ValueError(f"{type(self).__name__} does not compute {StepKind.RAGGED.value}")
+
+    def plan_sources(self, rows: Sequence[RowShape]) -> Metadata:  # noqa: ARG002
+        """The metadata of a step's cross-attention: every token of a row sees all of the row's source."""
+        raise ValueError(f"{type(self).__name__} does not compute {Feature.SOURCES.value}")
+
+    def plan_padded(self, step: PaddedStep) -> Metadata:  # noqa: ARG002
+        """The metadata of a step of fixed sizes, computed on the device without a wait: a CUDA graph may hold it."""
+        raise ValueError(f"{type(self).__name__} does not compute {StepKind.PADDED.value}")
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: Metadata) -> None:
+        """Store the keys and values of the step's tokens, `[tokens, kv_heads, dim]`, in the pool.
+
+        NaN and infinities are replaced by finite numbers: the next sequence that gets the block may read it, masked.
+        """
+        ...
+
+    def attend(self, layer: int, queries: torch.Tensor, metadata: Metadata, scaling: float | None) -> torch.Tensor:
+        """Attention of the queries `[tokens, heads, dim]` to what is stored, of the same shape.
+
+        `scaling` multiplies the products of queries and keys; `None` stands for dim ** -0.5.
+        """
+        ...
+
+
+class BackendUnavailable(Exception):
+    """A backend that supports a model cannot be opened on this machine. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendPlugin:
+    """A registered backend."""
+
+    name: str
+    capabilities: Capabilities
+    preference: int
+    """Of the backends that support a model, the one with the highest preference is tried first."""
+    open: Callable[[AttentionSetting], AttentionBackend[Any]]
+    """Raises `BackendUnavailable`."""
+
+
+REFERENCE = "sdpa"
+"""The backend that supports every model and whose results the others must have."""
+
+_backends: dict[str, BackendPlugin] = {}
+BackendType = TypeVar("BackendType", bound=AttentionBackend[Any])
+
+
+def register_backend(
+    name: str, capabilities: Capabilities, preference: int
+) -> Callable[[Callable[[AttentionSetting], BackendType]], Callable[[AttentionSetting], BackendType]]:
+    """Make the decorated class or factory known as `name`. Raises `ValueError` when the name is taken."""
+
+    def add(create: Callable[[AttentionSetting], BackendType]) -> Callable[[AttentionSetting], BackendType]:
+        if name in _backends:
+            raise ValueError(f"attention backend {name!r} is registered twice")
+        _backends[name] = BackendPlugin(name, capabilities, preference, create)
+        return create
+
+    return add
+
+
+def all_backends() -> list[BackendPlugin]:
+    """Every backend, the most preferred first."""
+    package = __package__ or "workers.forward.backends"
+    for file in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{file.name}")
+    return sorted(_backends.values(), key=lambda plugin: (-plugin.preference, plugin.name))

@@ -1,0 +1,168 @@
+"""The choice of a model's attention backends, made once when the model is loaded.
+
+For each kind of step, the most preferred backend is taken that supports the model, can be opened on this machine, and
+agrees with the reference in a trial on this device. All ranks take the same one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import distributed
+
+from cluster.core.ids import BlockId
+from cluster.core.kv import KvLayout
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from workers.forward.backends.base import (
+    REFERENCE,
+    AttentionBackend,
+    AttentionSetting,
+    BackendPlugin,
+    BackendUnavailable,
+    StepKind,
+    all_backends,
+)
+from workers.forward.graph_buffers import GraphBuffers, graph_size
+from workers.forward.layout import RowShape
+from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
+from workers.kv.spec import LayerShape
+from workers.kv.store import KvStore
+
+logger = logging.getLogger(__name__)
+
+_TREE = TokenTree((1, 2, 3, 4, 5), (-1, -1, 0, 0, 3))
+_SPARE_BLOCKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBackend:
+    """The backend of one kind of step."""
+
+    name: str
+    backend: AttentionBackend[Any]
+    skips_unused_blocks: bool
+
+
+def choose_backend(
+    setting: AttentionSetting, kind: StepKind, ranks: int = 1, candidates: Sequence[BackendPlugin] | None = None
+) -> ChosenBackend:
+    """Choose the backend for steps of one kind. `candidates` defaults to all backends, the most preferred first.
+
+    With several `ranks`, all of them call this together.
+    """
+    for plugin in all_backends() if candidates is None else candidates:
+        if problem := plugin.capabilities.problem(setting, kind):
+            logger.debug("attention backend %s is not used for %s: %s", plugin.name, kind.value, problem)
+            continue
+        if plugin.name == REFERENCE or _all_ranks(_passes_trial(plugin, setting, kind), ranks):
+            logger.info("attention in %s is computed by the backend %s", kind.value, plugin.name)
+            return ChosenBackend(plugin.name, plugin.open(setting), plugin.capabilities.skips_unused_blocks)
+    raise BackendUnavailable(f"no attention backend computes {kind.value} for this model")
+
+
+def _passes_trial(plugin: BackendPlugin, setting: AttentionSetting, kind: StepKind) -> bool:
+    """Whether the backend agrees with the reference for every shape of the model's layers. Logs why it does not."""
+    reference = next(one for one in all_backends() if one.name == REFERENCE)
+    try:
+        for shape in sorted({replace(shape, window=None) for shape in setting.layers}, key=repr):
+            if not _agrees(plugin, reference, _trial_setting(setting, shape), kind):
+                logger.warning(
+                    "attention backend %s is not used on this device: its output differs from the reference for %s",
+                    plugin.name,
+                    shape,
+                )
+                return False
+    except BackendUnavailable as error:
+        logger.info("attention backend %s is not used: %s", plugin.name, error)
+        return False
+    except Exception as error:  # a compiler may raise anything
+        logger.warning("attention backend %s is not used on this device: %r", plugin.name, error)
+        return False
+    return True
+
+
+def _trial_rows(size: int) -> list[RowShape]:
+    """A tree, a token and a prompt, with blocks of `size` tokens that lie anywhere in the pool."""
+    shapes = [(2 * size + 3, 1, _TREE), (size, 1, EMPTY_TREE), (0, 5, EMPTY_TREE)]
+    needed = [-(-(stored + fresh + len(tree)) // size) for stored, fresh, tree in shapes]
+    order = torch.randperm(sum(needed) + _SPARE_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+    free: Iterator[int] = iter(order)
+    return [
+        RowShape([[BlockId(next(free)) for _ in range(blocks)]], stored, fresh, tree)
+        for (stored, fresh, tree), blocks in zip(shapes, needed, strict=True)
+    ]
+
+
+def _trial_setting(setting: AttentionSetting, shape: LayerShape) -> AttentionSetting:
+    """Two layers of one shape over a small pool of random numbers: without a window, and with one and its sinks."""
+    size = setting.block_size
+    placements = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, AttentionWindow(size + 4, sinks=2)))
+    blocks = sum(len(row.blocks[0]) for row in _trial_rows(size)) + _SPARE_BLOCKS
+    store = KvStore(KvCacheGroups(KvLayout(size), placements, (shape,)), [], [])
+    generator = torch.Generator().manual_seed(0)
+    for part in (store.keys, store.values):  # the last block is scratch
+        drawn = torch.randn((blocks + 1, size, shape.kv_heads, shape.head_dim), generator=generator)
+        part.append(drawn.to(setting.device, setting.dtype))
+    return replace(setting, store=store, layers=(shape, shape), blocks=blocks, relative_bias=None, has_sources=False)
+
+
+@torch.inference_mode()
+def _agrees(plugin: BackendPlugin, reference: BackendPlugin, setting: AttentionSetting, kind: StepKind) -> bool:
+    """Whether both store the same and attend alike, up to rounding."""
+    own = replace(
+        setting,
+        store=KvStore(
+            setting.store.kv_groups,
+            [keys.clone() for keys in setting.store.keys],
+            [values.clone() for values in setting.store.values],
+        ),
+    )
+    expected = _trial_step(reference.open(setting), setting, StepKind.RAGGED)
+    found = _trial_step(plugin.open(own), own, kind)
+    tolerance = max(8 * torch.finfo(setting.dtype).eps, 1e-3)
+    stored = zip(chain(setting.store.keys, setting.store.values), chain(own.store.keys, own.store.values), strict=True)
+    return all(bool((one - other).abs().max() < tolerance) for one, other in zip(expected, found, strict=True)) and all(
+        torch.equal(one[: setting.blocks], other[: setting.blocks]) for one, other in stored
+    )
+
+
+def _trial_step(backend: AttentionBackend[Any], setting: AttentionSetting, kind: StepKind) -> list[torch.Tensor]:
+    """The results of both layers for the trial's rows, float32 `[tokens, heads, dim]`."""
+    rows = _trial_rows(setting.block_size)
+    tokens = width = sum(row.width for row in rows)
+    if kind is StepKind.RAGGED:
+        metadata = backend.plan(rows)
+    else:
+        size = graph_size(rows, tokens, setting.block_size, fixed_blocks=2 * len(rows[0].blocks[0]))
+        if size is None:
+            raise ValueError(f"the trial's rows fit no graph with blocks of {setting.block_size} tokens")
+        width = size.tokens
+        buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
+        buffers.fill(rows, range(tokens), [position for row in rows for position in row.positions()], range(tokens))
+        metadata = backend.plan_padded(buffers.step())
+    generator, shape = torch.Generator().manual_seed(2), setting.layers[0]
+    heads = (shape.kv_heads * shape.heads_per_kv, shape.kv_heads, shape.kv_heads)
+    drawn = [torch.randn((tokens, count, shape.head_dim), generator=generator) for count in heads]
+    queries, keys, values = (
+        torch.cat((part, part.new_zeros((width - tokens, *part.shape[1:])))).to(setting.device, setting.dtype)
+        for part in drawn
+    )
+    found = []
+    for layer in range(len(setting.layers)):
+        backend.write(layer, keys, values, metadata)
+        found.append(backend.attend(layer, queries, metadata, None)[:tokens].float())
+    return found
+
+
+def _all_ranks(answer: bool, ranks: int) -> bool:
+    """Whether all ranks agree, since all must run the same kernels."""
+    if ranks == 1:
+        return answer
+    least = torch.tensor(int(answer))
+    distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
+    return bool(least)

@@ -1,0 +1,97 @@
+"""Scaled-dot-product attention of PyTorch over gathered blocks: the reference, on every device and for every model.
+
+Rows of similar width and length share one padded call; no layer loops over sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from workers.forward.backends.base import (
+    REFERENCE,
+    AttentionBackend,
+    AttentionSetting,
+    Capabilities,
+    Feature,
+    StepKind,
+    register_backend,
+)
+from workers.forward.gathered_step import GatheredStep, RowGroup, gather_rows, gather_sources
+from workers.forward.layout import RowShape
+from workers.forward.padded_step import PaddedStep
+from workers.kv.groups import LayerPlacement
+
+CAPABILITIES = Capabilities(
+    steps=frozenset(StepKind),
+    features=frozenset({Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOURCES, Feature.RELATIVE_BIAS}),
+)
+
+
+@register_backend(REFERENCE, CAPABILITIES, preference=0)
+class SdpaBackend(AttentionBackend[GatheredStep]):
+    """Gathers the blocks of each row, and attends with an additive mask."""
+
+    def __init__(self, setting: AttentionSetting) -> None:
+        self._store = setting.store
+        self._device = setting.device
+        self._bias = setting.relative_bias
+
+    def plan(self, rows: Sequence[RowShape]) -> GatheredStep:
+        """One group of padded rows for each width and length."""
+        return gather_rows(rows, self._store.kv_groups, self._device, relative=self._bias is not None)
+
+    def plan_sources(self, rows: Sequence[RowShape]) -> GatheredStep:
+        """One group of padded rows for each width and length of the source."""
+        return gather_sources(rows, self._store.kv_groups, self._device)
+
+    def plan_padded(self, step: PaddedStep) -> GatheredStep:
+        """All rows as one group. Raises `ValueError` for a model with biases of relative positions."""
+        if self._bias is not None:
+            raise ValueError("a step of fixed sizes has no relative positions")
+        group = RowGroup(step.padding, step.padding.scatter, {}, {})
+        for window, read in step.windows.items():
+            group.blocks.update({(table, window): blocks for table, blocks in read.blocks.items()})
+            offset = torch.arange(step.block_size, device=read.order.device)
+            group.masks[window] = read.sees.all((read.order[:, :, None] * step.block_size + offset).flatten(1))
+        return GatheredStep(step.slots, [group])
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: GatheredStep) -> None:
+        """Store keys and values at the step's slots."""
+        self._store.write(layer, metadata.slots[self._store.kv_groups.placements[layer].table], keys, values)
+
+    def attend(self, layer: int, queries: torch.Tensor, metadata: GatheredStep, scaling: float | None) -> torch.Tensor:
+        """Attend group by group."""
+        if len(metadata.groups) == 1:  # the group's tokens are the step's, in order
+            return self._attend_group(layer, queries, metadata.groups[0], scaling)
+        output = torch.empty_like(queries)
+        for group in metadata.groups:
+            output[group.targets] = self._attend_group(layer, queries, group, scaling)
+        return output
+
+    def _attend_group(
+        self, layer: int, queries: torch.Tensor, group: RowGroup, scaling: float | None
+    ) -> torch.Tensor:  # [the group's tokens, heads, dim]
+        placement = self._store.kv_groups.placements[layer]
+        rows = len(group.padding.gather)
+        flat_blocks = group.blocks[placement.table, placement.window].flatten()
+        keys, values = (
+            stored.index_select(0, flat_blocks).view(rows, -1, *stored.shape[2:]).transpose(1, 2)
+            for stored in self._store.of(layer)
+        )  # [rows, kv_heads, keys, dim]
+        folded = group.padding.fold(queries, keys.shape[1])
+        mask = self._mask(group, placement, queries.shape[1] // keys.shape[1], queries.dtype)
+        attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        return group.padding.unfold(attended)
+
+    def _mask(self, group: RowGroup, placement: LayerPlacement, shared: int, dtype: torch.dtype) -> torch.Tensor:
+        """The additive mask, `[rows, 1 or kv_heads, heads_per_kv * queries, keys]`."""
+        mask = group.folded_mask(shared, placement.window, dtype)
+        # Cross-attention has no relative positions, and no biases.
+        if self._bias is None or group.relative is None:
+            return mask
+        if group.bias is None:
+            group.bias = mask + self._bias(group.relative).to(mask.dtype)
+        return group.bias
