@@ -88,7 +88,7 @@ def _in_tiles(x: torch.Tensor, kernel: DenseKernel | OneDnnKernel) -> torch.Tens
     if widths is None:
         widths = _exact_widths[key] = exact_widths(kernel.product, weight.shape[1], weight.dtype)
     flat = x.reshape(-1, x.shape[-1])
-    parts = [_padded_product(rows, kernel.product, widths) for rows in flat.split(widths[-1])]
+    parts = [_padded_product(rows, kernel.product, widths) for rows in torch.split(flat, widths[-1])]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*x.shape[:-1], -1)
 
 
@@ -146,7 +146,7 @@ class Int8Kernel:
         if x.dtype is torch.bfloat16 and flat.shape[1] % _INT8_OPERATOR_INPUTS == 0:
             product = torch._weight_int8pack_mm(flat, self.weight, self.scale)
         else:  # in float32 torch's operator is not vectorized
-            slices = self.weight.split(_INT8_SLICE_OUTPUTS)
+            slices = torch.split(self.weight, _INT8_SLICE_OUTPUTS)
             product = torch.cat([DenseKernel(part.to(x.dtype), None).multiply(flat) for part in slices], dim=-1)
             product = product * self.scale
         if self.bias is not None:

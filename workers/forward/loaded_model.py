@@ -28,6 +28,23 @@ class PassOutput:
     """Hidden states of all tokens, bfloat16 `[tokens, taps * hidden]`; `None` without taps."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PassOptions:
+    """What one forward pass computes, besides the logits of its rows."""
+
+    partial: PartialPass = WHOLE
+    """The parts of the model that are computed. Give the same object each time: each one has its own CUDA graphs."""
+    inputs: torch.Tensor | None = None
+    """`[tokens of all rows with their nodes, hidden]` replace the tokens' embeddings."""
+    with_taps: bool = True
+    """Whether the hidden states of the runner's taps are returned."""
+    leaders: int = 0
+    """If not 0, only that many of the largest logits of each selected token are wanted, and others may be −inf."""
+
+
+WHOLE_PASS = PassOptions()
+
+
 class NativeForward(Protocol):
     """A whole model in the CPU kernels' form."""
 
@@ -40,17 +57,13 @@ class NativeForward(Protocol):
         tokens: Sequence[int],
         selected: Sequence[int],
         rows: Sequence[RowShape],
+        options: PassOptions = WHOLE_PASS,
         taps: Sequence[int] = (),
-        partial: PartialPass = WHOLE,
-        inputs: torch.Tensor | None = None,
-        leaders: int = 0,
     ) -> PassOutput:
         """Run one step over the bound pool.
 
         `tokens` are the rows' tokens, one row after another; `selected` are the indices of those whose logits are
-        wanted. `inputs` `[tokens, hidden]` enter the first layer instead of the tokens' embeddings. With
-        `leaders`, only that many of the largest logits of each token are wanted, and others may be −inf. Returns
-        float32 logits, and the hidden states of `taps`.
+        wanted. Returns float32 logits, and the hidden states of `taps`.
         """
         ...
 

@@ -16,7 +16,7 @@ from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend
 from workers.forward.cuda_graphs import CudaGraphRunner, make_graph_runner
 from workers.forward.layout import RowShape, SourceShape, slots_of
-from workers.forward.loaded_model import EncodedSources, LoadedModel, PassOutput
+from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
 from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
@@ -102,30 +102,19 @@ class ModelRunner:
             self._graphs.warm_up(self._model.max_context_len)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        rows: Sequence[ForwardRow],
-        partial: PartialPass = WHOLE,
-        inputs: torch.Tensor | None = None,
-        *,
-        taps: bool = True,
-        leaders: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, rows: Sequence[ForwardRow], options: PassOptions = WHOLE_PASS) -> torch.Tensor:
         """Compute all rows in one pass. Each row's table must have room for `row.end` tokens.
 
         Stores the keys and values of all tokens and nodes; `commit` commits them. Returns the selected logits, row
         after row, `[selected, vocabulary (this rank's part)]`. They are valid until the next pass.
 
-        A `partial` pass stores keys and values of the layers that it computes only. The next whole pass over the same
-        positions overwrites them, so such a pass is not committed. It records no hidden states. Give the same object
-        each time: each one has its own CUDA graphs. `inputs` `[tokens of all rows with their nodes, hidden]` replace
-        the tokens' embeddings. Without `taps`, no hidden states are returned. With `leaders`, only that many of the
-        largest logits of each selected token are wanted, and others may be −inf. Raises `ConfigurationError` if the
-        model has no such parts, `ValueError` for inputs of another shape.
+        A partial pass stores keys and values of the layers that it computes only. The next whole pass over the same
+        positions overwrites them, so such a pass is not committed. It records no hidden states. Raises
+        `ConfigurationError` if the model has no such parts, `ValueError` for inputs of another shape.
         """
-        self._check(rows, partial, inputs)
-        output = self._run(rows, partial, inputs, self._taps if taps and partial is WHOLE else (), leaders)
-        self.hidden = output.hidden if taps else None  # a CUDA graph records them in any case
+        self._check(rows, options)
+        output = self._run(rows, options)
+        self.hidden = output.hidden if options.with_taps else None  # a CUDA graph records them in any case
         return output.logits[: sum(len(row.select) for row in rows)]
 
     @torch.inference_mode()
@@ -177,23 +166,17 @@ class ModelRunner:
         path = [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
         return self.hidden[to_device(path, self.hidden.device)]
 
-    def _check(self, rows: Sequence[ForwardRow], partial: PartialPass, inputs: torch.Tensor | None) -> None:
-        if partial is WHOLE and inputs is None:
+    def _check(self, rows: Sequence[ForwardRow], options: PassOptions) -> None:
+        inputs = options.inputs
+        if options.partial is WHOLE and inputs is None:
             return
         hidden = self._model.hidden_size
-        partial.check(len(self._model.layers), hidden, self._model.device)
+        options.partial.check(len(self._model.layers), hidden, self._model.device)
         expected = sum(len(row.tokens) + len(row.tree) for row in rows), hidden
         if inputs is not None and inputs.shape != expected:
             raise ValueError(f"inputs: the shape {tuple(inputs.shape)} is refused; it must be {expected}")
 
-    def _run(
-        self,
-        rows: Sequence[ForwardRow],
-        partial: PartialPass,
-        inputs: torch.Tensor | None,
-        taps: tuple[int, ...],
-        leaders: int,
-    ) -> PassOutput:
+    def _run(self, rows: Sequence[ForwardRow], options: PassOptions) -> PassOutput:
         """Run all rows. The output may have more logits than the rows select."""
         device = self._model.device
         shapes = [row.shape for row in rows]
@@ -207,14 +190,16 @@ class ModelRunner:
             selected = [first - 1]  # some linear kernels reject an input of no rows
         self._shapes = tuple(shapes)
         if self._model.native is not None:
-            return self._model.native.compute(tokens, selected, shapes, taps, partial, inputs, leaders)
+            taps = self._taps if options.with_taps and options.partial is WHOLE else ()
+            return self._model.native.compute(tokens, selected, shapes, options, taps)
         positions = [position for shape in shapes for position in shape.positions()]
-        if self._graphs is not None and inputs is None:
-            replayed = self._graphs.run(shapes, tokens, positions, selected, partial)
+        if self._graphs is not None and options.inputs is None:
+            replayed = self._graphs.run(shapes, tokens, positions, selected, options.partial)
             if replayed is not None:
                 return replayed
         ids, position_ids, chosen = (to_device(values, device) for values in (tokens, positions, selected))
-        return self._compute(ids[None], position_ids[None], chosen, self._plan(shapes), partial, inputs)
+        plan = self._plan(shapes)
+        return self._compute(ids[None], position_ids[None], chosen, plan, options.partial, options.inputs)
 
     def _plan(self, shapes: Sequence[RowShape]) -> StepPlan:
         """The step, planned by the backend."""

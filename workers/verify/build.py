@@ -19,7 +19,7 @@ from workers.model.fingerprint import fingerprint
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
-from workers.verify.engine import TargetEngine
+from workers.verify.engine import EngineOptions, TargetEngine
 from workers.verify.group_decider import GroupDecider
 
 
@@ -50,10 +50,15 @@ def build_engine(
         blocks = _fewest_of_all_ranks(blocks)
         decider = GroupDecider(model, rank)
     pool = KvPool(model.kv_spec, section.kv, blocks)
-    name = fingerprint(section, model)
-    directory = Path(section.path)
-    decider = decider_of_model(model, decider)
-    engine = TargetEngine(model, pool, decider, section.served_name, rule, method, section.evidence, name, directory)
+    options = EngineOptions(
+        served_name=section.served_name,
+        rule=rule,
+        method=method,
+        evidence=section.evidence,
+        fingerprint=fingerprint(section, model),
+        directory=Path(section.path),
+    )
+    engine = TargetEngine(model, pool, decider_of_model(model, decider), options)
     try:
         engine.warm_up(profile)
     except BaseException:

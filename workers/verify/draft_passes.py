@@ -17,7 +17,7 @@ from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftedPath, DraftMethod, DraftsByTarget, ReadsSourceStates, TargetPart
 from cluster.core.request import SamplingParameters
-from workers.forward.loaded_model import LoadedModel
+from workers.forward.loaded_model import LoadedModel, PassOptions
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -90,7 +90,7 @@ class EngineDraftPasses:
 
     def __init__(self, engine: PartialEngine, partial: PartialPass) -> None:
         self._engine = engine
-        self._partial = partial
+        self._options = PassOptions(partial)
 
     @property
     def has_probabilities(self) -> bool:
@@ -134,7 +134,7 @@ class EngineDraftPasses:
             rows.append(ForwardRow(sequence.table, new, select=last, uncommitted=path.computed, source=source))
             text = Branch(sequence.tokens, path.tokens)
             contexts.append(DecisionContext(sequence.start.sampling, text, sequence.start.prompt_len))
-        logits = engine.runner.forward(rows, self._partial)
+        logits = engine.runner.forward(rows, self._options)
         if self.has_probabilities:
             found = candidates(logits, contexts, count)
             return [tuple((one.token, one.probability) for one in best) for best in found]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from cluster.core.verification import (
     Verdict,
     VerifyRow,
 )
-from workers.forward.loaded_model import LoadedModel
+from workers.forward.loaded_model import LoadedModel, PassOptions
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
@@ -48,54 +48,67 @@ from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
 from workers.verify.step_profile import profile_steps
-from workers.verify.target_description import describe_target
 from workers.verify.verdicts import UNDECIDABLE, fault_verdict, path_logprobs, row_problem, source_problem
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an engine has besides its model, its pool and its decider."""
+
+    served_name: str | None = None
+    """The target's name for clients; `None` stands for the model's own."""
+    rule: AcceptanceRule = field(default_factory=lambda: create_rule(TargetSection()))
+    method: DraftMethod | None = None
+    """It drafts here after each step."""
+    evidence: EvidenceSection = field(default_factory=EvidenceSection)
+    """What drafters need of each step."""
+    fingerprint: str = ""
+    directory: Path | None = None
+    """The directory with the tokenizer, which grammars need."""
 
 
 class TargetEngine:
     """Verifies batches of rows. Synchronous: one call at a time, always from the same thread."""
 
     def __init__(
-        self,
-        model: LoadedModel,
-        pool: KvPool,
-        decider: Decider,
-        served_name: str | None = None,
-        rule: AcceptanceRule | None = None,
-        method: DraftMethod | None = None,
-        evidence: EvidenceSection | None = None,
-        fingerprint: str = "",
-        directory: Path | None = None,
+        self, model: LoadedModel, pool: KvPool, decider: Decider, options: EngineOptions | None = None
     ) -> None:
-        """`method` drafts here after each step. `evidence` is what drafters need; `directory` has the tokenizer."""
-        self._model, self._pool, self._fingerprint = model, pool, fingerprint
-        self._dequantized_from = "" if directory is None else dequantized_from(directory)
-        self._evidence = evidence or EvidenceSection()
-        self._runner = ModelRunner(model, pool, resolve_taps(self._evidence.taps, len(model.layers)))
-        self._collector = EvidenceCollector(self._evidence, self._runner, decider, model.tensor_parallel == 1, method)
+        self._model = model
+        self._pool = pool
         self._decider = decider
-        self._rule = rule or create_rule(TargetSection())
-        self._name = served_name or model.name
+        self._options = options or EngineOptions()
+        self._rule = self._options.rule
+        self._evidence = self._options.evidence
+        self._runner = ModelRunner(model, pool, resolve_taps(self._evidence.taps, len(model.layers)))
+        is_alone = model.tensor_parallel == 1
+        self._collector = EvidenceCollector(self._evidence, self._runner, decider, is_alone, self._options.method)
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._sources = SourceStore(pool)
+        directory = self._options.directory
         self._grammars = Grammars(directory, model.vocabulary_size, model.eos_token_ids, ranks=model.tensor_parallel)
         self._forbidden = ForbiddenTexts(directory, model.vocabulary_size)
-        self._drafter: ColocatedDrafter | None = None
-        if method is not None:
-            part = PartialEngine(model, pool, self._runner, decider, self._sequences)
-            computes_here = connect(method, part, self._sources)
-            self._drafter = ColocatedDrafter(method, raises=computes_here and model.tensor_parallel > 1)
+        self._dequantized_from = "" if directory is None else dequantized_from(directory)
+        self._drafter = self._make_drafter(self._options.method)
         self._epoch = secrets.token_hex(8)
         self._profile: tuple[StepSample, ...] = ()
 
+    def _make_drafter(self, method: DraftMethod | None) -> ColocatedDrafter | None:
+        """The drafter on this rank, connected to the parts of the target that its method computes with."""
+        if method is None:
+            return None
+        part = PartialEngine(self._model, self._pool, self._runner, self._decider, self._sequences)
+        computes_here = connect(method, part, self._sources)
+        return ColocatedDrafter(method, raises=computes_here and self._model.tensor_parallel > 1)
+
     def info(self) -> TargetInfo:
         """Describe this target."""
-        info = describe_target(self._model, self._pool, self._name, is_lossless=self._rule.is_lossless)
         return replace(
-            info,
+            describe_target(self._model, self._pool),
+            model=self._options.served_name or self._model.name,
+            is_lossless=self._rule.is_lossless and self._pool.is_lossless,
             epoch=self._epoch,
             profile=self._profile,
-            fingerprint=self._fingerprint,
+            fingerprint=self._options.fingerprint,
             dequantized_from=self._dequantized_from,
         )
 
@@ -107,7 +120,8 @@ class TargetEngine:
             return
 
         def decide(rows: Sequence[ForwardRow], contexts: Sequence[DecisionContext]) -> Decisions:
-            return self._decider.decide(self._runner.forward(rows, leaders=1), contexts, self._rule.needs_distribution)
+            logits = self._runner.forward(rows, PassOptions(leaders=1))
+            return self._decider.decide(logits, contexts, self._rule.needs_distribution)
 
         self._profile = profile_steps(self._pool, decide)
 
@@ -213,8 +227,9 @@ class TargetEngine:
             allowed = self._forbidden.without(row, sequence, self._grammars.allowed(row, sequence))
             if sequence.source is None and sequence.start.source:
                 sequence.source = self._sources.acquire(sequence.start.source, sequence.start.cache_salt)
-            source = sequence.source
-            forward = ForwardRow(sequence.table, row.pending, row.tree, (*range(scored), *select), source=source)
+            forward = ForwardRow(
+                sequence.table, row.pending, row.tree, select=(*range(scored), *select), source=sequence.source
+            )
             self._pool.reserve(sequence.table, forward.end)
         except GrammarError as error:
             return fault_verdict(row, RowFaultCode.INVALID, f"grammar: {error}", len(sequence.tokens))
@@ -232,52 +247,67 @@ class TargetEngine:
         read = [entry.sequence.source for entry in ready if entry.sequence.source is not None]
         if new := list(dict.fromkeys(source for source in read if not source.is_encoded)):
             self._runner.encode(new, self._sources)
-        rows, whole = [entry.row for entry in ready], self._rule.needs_distribution
-        leaders = 0 if whole else common_leaders(entry.sequence.start.sampling for entry in ready)
-        most, records = leaders and max(leaders, self._collector.ranked(rows)), self._collector.records_hidden(rows)
-        logits = self._runner.forward([entry.forward for entry in ready], taps=records, leaders=most)
+        rows = [entry.row for entry in ready]
+        with_distribution = self._rule.needs_distribution
+        leaders = 0 if with_distribution else common_leaders(entry.sequence.start.sampling for entry in ready)
+        options = PassOptions(
+            with_taps=self._collector.records_hidden(rows),
+            leaders=leaders and max(leaders, self._collector.ranked(rows)),
+        )
+        logits = self._runner.forward([entry.forward for entry in ready], options)
         logits, prompts = without_prompts(ready, logits, self._decider)
-        decisions = decide_rows(self._decider, ready, logits, leaders, whole)
+        decisions = decide_rows(self._decider, ready, logits, leaders, with_distribution)
         verdicts: list[Verdict] = []
         first = 0
         for index, entry in enumerate(ready):
-            indices = range(first, first + len(entry.forward.select) - entry.scored)
-            verdicts.append(self._accept(index, entry, decisions, indices, logits, prompts[index]))
-            first = indices.stop
+            own = range(first, first + len(entry.forward.select) - entry.scored)
+            verdict = self._accept(index, entry, decisions, own, logits[own.start : own.stop])
+            if verdict.fault is None:
+                verdict = replace(verdict, prompt_logprobs=prompts[index])
+                entry.sequence.last_row = entry.row
+                entry.sequence.last_verdict = verdict
+            verdicts.append(verdict)
+            first = own.stop
         return verdicts
 
-    def _accept(
-        self,
-        index: int,
-        entry: ReadyRow,
-        decisions: Decisions,
-        indices: range,
-        logits: torch.Tensor,
-        prompt: tuple[TokenLogprobs, ...],
-    ) -> Verdict:
-        """Accept a path of the row's tree and commit it. `indices` are those of the row's decisions."""
+    def _accept(self, index: int, entry: ReadyRow, decisions: Decisions, own: range, logits: torch.Tensor) -> Verdict:
+        """Accept a path of the row's tree and commit it.
+
+        `own` are the indices of the row's decisions, and `logits` `[decisions of the row, vocabulary]` theirs.
+        """
         row, sequence = entry.row, entry.sequence
-        own = slice(indices.start, indices.stop)
+        tokens = decisions.tokens[own.start : own.stop]
+        accepted = Accepted(nodes=(), tokens=())
         logprobs: tuple[TokenLogprobs, ...] = ()
-        accepted, tokens = Accepted(nodes=(), tokens=()), decisions.tokens[own]
         if row.decide:
-            sampling, vocabulary = sequence.start.sampling, self._model.vocabulary_size
-            root = RootPosition(sampling.seed, row.base_len, vocabulary, sampling.temperature < GREEDY_BELOW)
-            distribution = None if decisions.log_probabilities is None else decisions.log_probabilities[own]
-            accepted = self._rule.accept(row.tree, tokens, root, distribution, row.distributions)
+            accepted = self._rule_accepts(entry, decisions, own)
             if -1 in accepted.tokens:
-                self._pool.truncate(sequence.table, stored := len(sequence.tokens))
+                stored = len(sequence.tokens)
+                self._pool.truncate(sequence.table, stored)
                 return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
-            accepted = accepted.until(sampling.end_token_ids)
-            logprobs = path_logprobs(decisions, indices, accepted, sampling)
-        taken = self._collector.collect(index, row, accepted, tokens, logits[own]) if self._evidence.any else None
+            accepted = accepted.until(sequence.start.sampling.end_token_ids)
+            logprobs = path_logprobs(decisions, own, accepted, sequence.start.sampling)
+        evidence = self._collector.collect(index, row, accepted, tokens, logits) if self._evidence.any else None
         self._runner.commit(entry.forward, accepted.nodes)
-        forced, drafted = self._grammars.forced(sequence, accepted.tokens), len(row.tree)
-        verdict = Verdict(
-            row.sequence_id, row.base_len, accepted.tokens, drafted, logprobs, None, taken, None, prompt, forced
+        return Verdict(
+            row.sequence_id,
+            row.base_len,
+            accepted.tokens,
+            drafted=len(row.tree),
+            logprobs=logprobs,
+            evidence=evidence,
+            forced=self._grammars.forced(sequence, accepted.tokens),
         )
-        sequence.last_row, sequence.last_verdict = row, verdict
-        return verdict
+
+    def _rule_accepts(self, entry: ReadyRow, decisions: Decisions, own: range) -> Accepted:
+        """The path of the row's tree that the acceptance rule accepts."""
+        row, sampling = entry.row, entry.sequence.start.sampling
+        is_greedy = sampling.temperature < GREEDY_BELOW
+        root = RootPosition(sampling.seed, row.base_len, self._model.vocabulary_size, is_greedy)
+        known = decisions.log_probabilities
+        distribution = None if known is None else known[own.start : own.stop]
+        tokens = decisions.tokens[own.start : own.stop]
+        return self._rule.accept(row.tree, tokens, root, distribution, row.distributions)
 
     def _draft(self, ready: Sequence[ReadyRow], verdicts: dict[SequenceId, Verdict]) -> None:
         """Let the drafter on this rank propose the next trees, and put them into the verdicts.
@@ -287,15 +317,21 @@ class TargetEngine:
         if not self._collector.is_needed(entry.row for entry in ready):
             return
         self._collector.complete(verdicts)
-        rows = [(entry, verdict) for entry in ready if (verdict := verdicts[entry.row.sequence_id]).fault is None]
+        rows = [(entry, verdicts[entry.row.sequence_id]) for entry in ready]
+        rows = [(entry, verdict) for entry, verdict in rows if verdict.fault is None]
         proposals: dict[SequenceId, Proposal] = {}
         if self._drafter is not None:
-            proposals = self._drafter.draft(
-                [
-                    VerifiedRow(one.row, one.sequence.start, one.sequence.tokens, verdict.tokens[-1:], verdict.evidence)
-                    for one, verdict in rows
-                ]
-            )
+            verified = [
+                VerifiedRow(
+                    row=entry.row,
+                    start=entry.sequence.start,
+                    stored_tokens=entry.sequence.tokens,
+                    last_token=verdict.tokens[-1:],
+                    evidence=verdict.evidence,
+                )
+                for entry, verdict in rows
+            ]
+            proposals = self._drafter.draft(verified)
         most_bytes = MAX_SENT_BYTES // max(1, len(rows))
         for entry, verdict in rows:
             sequence_id = entry.row.sequence_id
@@ -312,3 +348,30 @@ class TargetEngine:
         prompt_tokens = sum(len(row.pending) for row in rows if len(row.pending) > 1)
         awaited = self._model.device.type == "cpu" or any(row.decide for row in rows)
         self._pool.record_compute(sum(row.width for row in rows), prompt_tokens, seconds, awaited=awaited)
+
+
+def describe_target(model: LoadedModel, pool: KvPool) -> TargetInfo:
+    """Describe a target that serves this model from this pool."""
+    info = TargetInfo(
+        model=model.name,
+        vocabulary_size=model.vocabulary_size,
+        max_context_len=model.max_context_len,
+        layout=pool.layout,
+        kv=pool.occupancy(),
+        eos_token_ids=model.eos_token_ids,
+        tensor_parallel=model.tensor_parallel,
+        dtype=str(model.dtype).removeprefix("torch."),
+        is_lossless=pool.is_lossless,
+    )
+    if model.source is None:
+        return info
+    return replace(
+        info,
+        decoder_start=model.source.decoder_start,
+        max_source_len=model.source.max_source_len,
+        forced_eos_token_id=model.source.forced_eos_token_id,
+        bad_words=model.source.bad_words,
+        no_repeat_ngram_size=model.source.no_repeat_ngram_size,
+        min_tokens=model.source.min_tokens,
+        beam_scoring=model.source.beam_scoring,
+    )

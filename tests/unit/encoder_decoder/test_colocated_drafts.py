@@ -29,7 +29,7 @@ from workers.kv.sources import StoredSource
 from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
 from workers.verify.decider import LocalDecider, decider_of_model
-from workers.verify.engine import TargetEngine
+from workers.verify.engine import EngineOptions, TargetEngine
 
 BUDGET = DraftBudget(6, 4)
 COUNT = 16
@@ -79,7 +79,9 @@ def colocated(directory: Path, *, in_combination: bool = False, blocks: int = 30
     pool = KvPool(model.kv_spec, KvSection(block_size=4), 300)
     methods = [method, TreeDrafter(expander, ExpansionSettings(), section)] if in_combination else [method]
     decider = decider_of_model(model, LocalDecider())
-    return Colocated(TargetEngine(model, pool, decider, method=combined(methods)), pool, draft_pool, expander)
+    return Colocated(
+        TargetEngine(model, pool, decider, EngineOptions(method=combined(methods))), pool, draft_pool, expander
+    )
 
 
 @pytest.fixture

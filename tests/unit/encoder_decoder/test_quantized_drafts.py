@@ -27,7 +27,7 @@ from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.loading import load_model
 from workers.verify.decider import LocalDecider, decider_of_model
-from workers.verify.engine import TargetEngine
+from workers.verify.engine import EngineOptions, TargetEngine
 
 needs_kernels = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 VOCABULARY = tuple(range(0, 96, 2))
@@ -95,7 +95,7 @@ def test_drafts_change_no_token(draft: Path, target: SourcedModel, quantization:
     method, expander = created(draft, target, quantization=quantization)
     model = load_model(ModelSection(path=str(target.directory), device="cpu"))
     pool = KvPool(model.kv_spec, KvSection(block_size=4), 300)
-    engine = TargetEngine(model, pool, decider_of_model(model, LocalDecider()), method=method)
+    engine = TargetEngine(model, pool, decider_of_model(model, LocalDecider()), EngineOptions(method=method))
     cluster = Colocated(engine, pool, expander.memory, expander)
     expected = cluster.decode(drafts=False, sampled=sampled)
     engine.release_all()

@@ -30,7 +30,7 @@ from workers.model.drafting.files import load_ends
 from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
 from workers.verify.decider import LocalDecider, decider_of_model
-from workers.verify.engine import TargetEngine
+from workers.verify.engine import EngineOptions, TargetEngine
 
 CPU = torch.device("cpu")
 TEXT = tuple(some_tokens(14, 3))
@@ -107,7 +107,7 @@ def drafting_engine(model: SourcedModel, heads: Path) -> tuple[TargetEngine, Dra
     pool = KvPool(loaded.kv_spec, KvSection(block_size=4), 300)
     decider = decider_of_model(loaded, LocalDecider())
     evidence = EvidenceSection(taps=(2,))
-    return TargetEngine(loaded, pool, decider, method=method, evidence=evidence), method
+    return TargetEngine(loaded, pool, decider, EngineOptions(method=method, evidence=evidence)), method
 
 
 def test_drafts_of_several_sequences_change_none_of_them_and_a_release_frees_everything(

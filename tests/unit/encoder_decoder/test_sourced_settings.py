@@ -24,7 +24,7 @@ from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.verify.build import build_engine
 from workers.verify.decider import LocalDecider, decider_of_model
-from workers.verify.engine import TargetEngine
+from workers.verify.engine import EngineOptions, TargetEngine
 
 VOCABULARY, END, COUNT, MOST = 320, 2, 24, 100
 KV = KvSection(block_size=4, pool_bytes=1 << 20)
@@ -42,7 +42,7 @@ def engine_of(directory: Path, **section: str) -> TargetEngine:
     values = {"path": str(directory), "device": "cpu", "compile": "off"} | section
     model = load_model(ModelSection.model_validate(values))
     pool = KvPool(model.kv_spec, KV, 300)
-    return TargetEngine(model, pool, decider_of_model(model, LocalDecider()), directory=directory)
+    return TargetEngine(model, pool, decider_of_model(model, LocalDecider()), EngineOptions(directory=directory))
 
 
 def constrained(engine: TargetEngine, kind: str, sampling: SamplingParameters, right: Sequence[int] = ()) -> list[int]:

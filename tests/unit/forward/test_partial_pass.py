@@ -17,6 +17,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.tree import TokenTree
 from tests.support.engines.graph_replay import FakeRecorder, gemma3, open_bench
 from tests.support.models import tiny
+from workers.forward.loaded_model import PassOptions
 from workers.forward.partial_pass import PartialPass
 from workers.forward.replace_linear import decoder_list
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -115,7 +116,7 @@ def check_part(bench: Bench, reference: PreTrainedModel, partial: PartialPass) -
         bench.row(bench.pool.new_table(), TEXT, BRANCHING, tuple(range(len(TEXT) + len(BRANCHING)))),
         bench.row(bench.pool.new_table(), OTHER, select=tuple(range(len(OTHER)))),
     ]
-    found = bench.runner.forward(rows, partial)
+    found = bench.runner.forward(rows, PassOptions(partial))
     first, second = torch.split(found, [len(row.select) for row in rows])
     torch.testing.assert_close(first[: len(TEXT)], logits_of(reference, TEXT), rtol=1e-4, atol=1e-4)
     for node, path in ((5, (0, 2, 3)), (4, (1,))):
@@ -149,7 +150,7 @@ def test_recorded_partial_passes_compute_the_same(llama: Path) -> None:
         for text in (TEXT, OTHER):
             row = ForwardRow(bench.pool.new_table(), text, select=(len(text) - 1,))
             bench.pool.reserve(row.table, row.end)
-            found = bench.runner.forward([row], PARTS[name])[0]
+            found = bench.runner.forward([row], PassOptions(PARTS[name]))[0]
             torch.testing.assert_close(found, logits_of(reference, text)[-1], rtol=1e-4, atol=1e-4)
     assert tape.replayed == 4
 
@@ -170,7 +171,7 @@ def test_a_draft_grows_token_by_token_without_being_committed(name: str, native:
             bench.row(table, tokens, select=(len(tokens) - 1,), uncommitted=count)
             for table, tokens, count in zip(tables, fresh, before, strict=True)
         ]
-        found.append(bench.runner.forward(rows, partial).clone())
+        found.append(bench.runner.forward(rows, PassOptions(partial)).clone())
         for draft, token in zip(drafts, found[-1].argmax(dim=1).tolist(), strict=True):
             draft.append(token)
         fresh = [(draft[-1],) for draft in drafts]
@@ -212,14 +213,16 @@ def test_given_inputs_replace_the_embeddings(native: str, llama: Path, code: Pat
     inputs = torch.randn(len(TEXT), 48)
     table = bench.pool.new_table()
     first = bench.row(table, TEXT[:20])
-    bench.runner.forward([first], inputs=inputs[:20])
+    bench.runner.forward([first], PassOptions(inputs=inputs[:20]))
     bench.runner.commit(first)
-    found = bench.runner.forward([bench.row(table, TEXT[20:], select=tuple(range(10)))], inputs=inputs[20:])
+    found = bench.runner.forward(
+        [bench.row(table, TEXT[20:], select=tuple(range(10)))], PassOptions(inputs=inputs[20:])
+    )
     with torch.inference_mode():
         expected = reference(inputs_embeds=inputs[None]).logits[0, 20:]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"\(9, 48\) is refused; it must be \(10, 48\)"):
-        bench.runner.forward([bench.row(table, TEXT[20:])], inputs=inputs[:9])
+        bench.runner.forward([bench.row(table, TEXT[20:])], PassOptions(inputs=inputs[:9]))
 
 
 def test_parts_that_the_model_does_not_have_are_refused(llama: Path, code: Path) -> None:
@@ -233,7 +236,7 @@ def test_parts_that_the_model_does_not_have_are_refused(llama: Path, code: Path)
         (PartialPass(exit_norm=torch.ones(3)), r"exit_norm: the shape \(3,\) is refused; it must be \(48,\)"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            bench.runner.forward([row], partial)
+            bench.runner.forward([row], PassOptions(partial))
 
 
 def test_uncommitted_positions_cannot_be_committed_over(llama: Path, code: Path) -> None:

@@ -14,6 +14,7 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
 from tests.support.engines.rank_processes import free_port, start_ranks
 from tests.support.models import tiny
+from workers.forward.loaded_model import PassOptions
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -44,7 +45,9 @@ def passes(directory: Path, rank: int = 0, ranks: int = 1) -> dict[str, torch.Te
         pool.reserve(row.table, row.end)
     runner.forward(rows)
     found = {"tree": runner.hidden_of(0, (0, 2, 3)).clone(), "prompt": runner.hidden_of(1).clone()}
-    return found | {f"logits {name}": runner.forward(rows, partial).clone() for name, partial in PARTS.items()}
+    return found | {
+        f"logits {name}": runner.forward(rows, PassOptions(partial)).clone() for name, partial in PARTS.items()
+    }
 
 
 def run_rank(rank: int, directory: Path, port: int) -> None:

@@ -16,6 +16,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.engines.graph_replay import FakeRecorder, gemma3, open_bench
 from tests.support.models import tiny
+from workers.forward.loaded_model import PassOptions
 from workers.forward.replace_linear import decoder_list
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -200,5 +201,5 @@ def test_a_pass_without_taps_computes_the_same_and_shows_nothing(native: str, co
     pool.reserve(row.table, row.end)
     expected = runner.forward([row]).clone()
     assert runner.hidden is not None
-    assert torch.equal(runner.forward([row], taps=False), expected)
+    assert torch.equal(runner.forward([row], PassOptions(with_taps=False)), expected)
     assert runner.hidden is None

@@ -14,7 +14,7 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import TokenTree
 from tests.support.models import tiny
-from workers.forward.loaded_model import LoadedModel
+from workers.forward.loaded_model import LoadedModel, PassOptions
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -42,7 +42,7 @@ def run(model: LoadedModel, tree: TokenTree | None = None, partial: PartialPass 
     tree = tree or TokenTree()
     pool.reserve(table, len(TOKENS) + len(tree))
     row = ForwardRow(table, TOKENS, tree, tuple(range(len(TOKENS) + len(tree))), source=source)
-    logits = runner.forward([row], partial) if partial else runner.forward([row])
+    logits = runner.forward([row], PassOptions(partial)) if partial else runner.forward([row])
     states = [] if runner.hidden is None else [runner.hidden.float()]
     return torch.cat([logits.float().clone(), *states], dim=1)
 

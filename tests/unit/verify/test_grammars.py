@@ -30,7 +30,7 @@ from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.verify.decider import LocalDecider
-from workers.verify.engine import TargetEngine
+from workers.verify.engine import EngineOptions, TargetEngine
 
 VOCABULARY = 320
 END = 2
@@ -70,7 +70,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(directory: Path) -> TargetEngine:
     model = load_model(ModelSection(path=str(directory), device="cpu"))
     pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=200)
-    return TargetEngine(model, pool, LocalDecider(), directory=directory)
+    return TargetEngine(model, pool, LocalDecider(), EngineOptions(directory=directory))
 
 
 def no_draft(tokens: Sequence[int]) -> TokenTree:

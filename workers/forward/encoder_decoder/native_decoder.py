@@ -25,7 +25,7 @@ from workers.forward.encoder_decoder.packing import (
     shape_of_layer,
 )
 from workers.forward.layout import RowShape
-from workers.forward.loaded_model import PassOutput
+from workers.forward.loaded_model import WHOLE_PASS, PassOptions, PassOutput
 from workers.forward.native.attention import (
     KINDS,
     MOST_DIM,
@@ -37,7 +37,6 @@ from workers.forward.native.attention import (
 from workers.forward.native.build import load_library
 from workers.forward.native.screen import MOST_LEADERS, HeadScreen
 from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass
-from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.replace_linear import decoder_layers
 from workers.kv.groups import KvCacheGroups
 from workers.kv.pool import KvPool
@@ -87,7 +86,7 @@ class NativeSourcedDecoder:
         self._buffers = WorkBuffers(shape)
 
     def bind(self, pool: KvPool) -> None:
-        """See `NativeForward`."""
+        """Use this pool's blocks from now on."""
         self._kv_groups = pool.kv_groups
         for layer, placement in zip(self._layers, pool.kv_groups.placements, strict=True):
             layer.keys = pool.keys[placement.block_layer].data_ptr()
@@ -99,38 +98,37 @@ class NativeSourcedDecoder:
         tokens: Sequence[int],
         selected: Sequence[int],
         rows: Sequence[RowShape],
+        options: PassOptions = WHOLE_PASS,
         taps: Sequence[int] = (),
-        partial: PartialPass = WHOLE,
-        inputs: torch.Tensor | None = None,
-        leaders: int = 0,
     ) -> PassOutput:
-        """See `NativeForward`.
+        """Run one step over the bound pool.
 
         Raises `IndexError` for a token that the model does not have, `ConfigurationError` for `inputs`, which no
         method gives to such a model, and for a norm after a part of the layers, since the decoder has no final norm.
         """
         if self._kv_groups is None:
             raise RuntimeError("bind a pool before computing")
-        if partial.exit_norm is not None:
+        if options.partial.exit_norm is not None:
             raise ConfigurationError("exit_norm is refused: this decoder has no norm after its last layer")
-        if inputs is not None:
+        if options.inputs is not None:
             raise ConfigurationError("inputs are refused: the decoder of an encoder-decoder model reads tokens")
         step, sources = build_native_step(rows, self._kv_groups), build_native_source_step(rows, self._kv_groups)
         if not 0 <= min(tokens) <= max(tokens) < len(self._embedding):
             raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: the model has {len(self._embedding)}")
-        ids, indices, tapped = array("q", tokens), array("q", selected), array("q", taps)
+        ids, indices = array("q", tokens), array("q", selected)
+        tapped = array("q", taps)
         logits = torch.empty((len(indices), self._vocabulary))
-        skip = array("B", partial.skipped_parts(len(self._layers)))
-        hidden = torch.empty((len(ids), len(taps) * self._shape.hidden), dtype=torch.bfloat16) if taps else None
+        skip = array("B", options.partial.skipped_parts(len(self._layers)))
+        hidden = torch.empty((len(ids), len(tapped) * self._shape.hidden), dtype=torch.bfloat16) if tapped else None
         work = SourcedPass(
             *(address(ids), address(indices), len(indices), logits.data_ptr()),
             *self._buffers.addresses(max(len(ids), len(indices))),
-            *(partial.layers or len(self._layers), address(skip) if skip else None),
-            *(address(tapped), len(taps), None if hidden is None else hidden.data_ptr(), None),
+            *(options.partial.layers or len(self._layers), address(skip) if skip else None),
+            *(address(tapped), len(tapped), None if hidden is None else hidden.data_ptr(), None),
         )
         screen = self._screen
-        if screen is not None and 0 < leaders <= MOST_LEADERS and len(indices) <= screen.most_rows:
-            leading, _buffers = screen.leading(leaders, len(indices))
+        if screen is not None and 0 < options.leaders <= MOST_LEADERS and len(indices) <= screen.most_rows:
+            leading, _buffers = screen.leading(options.leaders, len(indices))
             work.leading = ctypes.pointer(leading)
         headers = (ctypes.byref(step.header), ctypes.byref(sources.header))
         self._decode(ctypes.byref(self._decoder), *headers, ctypes.byref(work))

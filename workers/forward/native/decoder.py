@@ -11,11 +11,10 @@ from itertools import accumulate
 import torch
 
 from workers.forward.layout import RowShape
-from workers.forward.loaded_model import PassOutput
+from workers.forward.loaded_model import WHOLE_PASS, PassOptions, PassOutput
 from workers.forward.native.attention import KINDS, StepHeader, address, build_native_step
 from workers.forward.native.decoder_shape import DecoderShape
 from workers.forward.native.structures import Decoder, DecoderLayer, Matrix, Pass
-from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.kv.groups import KvCacheGroups
 from workers.kv.huge_pages import CACHE_LINE
 from workers.kv.pool import KvPool
@@ -76,45 +75,45 @@ class NativeDecoder:
         self._scratch = torch.empty(0)
 
     def bind(self, pool: KvPool) -> None:
-        """See `NativeForward`."""
+        """Use this pool's blocks from now on."""
         self._kv_groups = pool.kv_groups
         for layer, placement in zip(self._layers, pool.kv_groups.placements, strict=True):
             layer.keys, layer.values = (
                 pool.keys[placement.block_layer].data_ptr(),
                 pool.values[placement.block_layer].data_ptr(),
             )
-            layer.table, layer.window, layer.sinks = placement.table, placement.window.size or 0, placement.window.sinks
+            layer.table = placement.table
+            layer.window, layer.sinks = placement.window.size or 0, placement.window.sinks
 
     def compute(
         self,
         tokens: Sequence[int],
         selected: Sequence[int],
         rows: Sequence[RowShape],
+        options: PassOptions = WHOLE_PASS,
         taps: Sequence[int] = (),
-        partial: PartialPass = WHOLE,
-        inputs: torch.Tensor | None = None,
-        leaders: int = 0,  # noqa: ARG002 - all logits are computed
     ) -> PassOutput:
-        """See `NativeForward`. Raises `IndexError` for a token that the model does not have."""
+        """Run one step over the bound pool. Raises `IndexError` for a token that the model does not have."""
         if self._kv_groups is None:
             raise RuntimeError("bind a pool before computing")
         step = build_native_step(rows, self._kv_groups)
-        if inputs is None and not 0 <= min(tokens) <= max(tokens) < self._tokens:
+        if options.inputs is None and not 0 <= min(tokens) <= max(tokens) < self._tokens:
             raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: the model has {self._tokens}")
-        ids, indices, tapped = array("q", tokens), array("q", selected), array("q", taps)
+        ids, indices = array("q", tokens), array("q", selected)
+        tapped = array("q", taps)
         self._extend_angles(step.end)
         logits = torch.empty((len(indices), self._vocabulary))
-        layers = partial.layers or len(self._layers)
-        skip = array("B", partial.skipped_parts(len(self._layers)))
-        exit_norm = None if partial.exit_norm is None else partial.exit_norm.float().contiguous()
-        inputs = None if inputs is None else inputs.float().contiguous()
-        hidden = torch.empty((len(ids), len(taps) * self._shape.hidden), dtype=torch.bfloat16) if taps else None
+        layers = options.partial.layers or len(self._layers)
+        skip = array("B", options.partial.skipped_parts(len(self._layers)))
+        exit_norm = None if options.partial.exit_norm is None else options.partial.exit_norm.float().contiguous()
+        inputs = None if options.inputs is None else options.inputs.float().contiguous()
+        hidden = torch.empty((len(ids), len(tapped) * self._shape.hidden), dtype=torch.bfloat16) if tapped else None
         work = Pass(
             *(address(ids), address(indices), len(indices), logits.data_ptr()),
             *self._work_buffers(len(ids), len(indices)),
             *(layers, address(skip) if skip else None),
             *(None if given is None else given.data_ptr() for given in (exit_norm, inputs)),
-            *(address(tapped), len(taps), None if hidden is None else hidden.data_ptr()),
+            *(address(tapped), len(tapped), None if hidden is None else hidden.data_ptr()),
         )
         self._decode(ctypes.byref(self._decoder), ctypes.byref(step.header), ctypes.byref(work))
         return PassOutput(logits, hidden)

@@ -21,6 +21,7 @@ from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import tiny
 from workers.draft.registry import create
 from workers.forward.encoder_decoder import native_decoder
+from workers.forward.loaded_model import PassOptions
 from workers.forward.native import build
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import INT8_TILES, has_int8_tiles, linear_function
@@ -59,7 +60,7 @@ def logits(directory: Path, leaders: int, rows: int = 1, seed: int = 0) -> torch
         table = pool.new_table()
         pool.reserve(table, 3)
         found.append(ForwardRow(table, (5, 8 + row, 11 + seed), select=(2,), source=source))
-    return runner.forward(found, leaders=leaders).clone()
+    return runner.forward(found, PassOptions(leaders=leaders)).clone()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.verification import VerifyRow
 from tests.support.models import tiny
-from workers.forward.loaded_model import LoadedModel
+from workers.forward.loaded_model import LoadedModel, PassOptions
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -99,7 +99,7 @@ def test_evidence_of_a_step_follows_what_was_recorded(runner: ModelRunner, pool:
     pool.reserve(table, forward.end)
     accepted = Accepted(nodes=(), tokens=(8,))
     for budget in (BUDGET, NO_DRAFT):
-        logits = runner.forward([forward], taps=found.records_hidden([row(budget)]))
+        logits = runner.forward([forward], PassOptions(with_taps=found.records_hidden([row(budget)])))
         evidence = found.collect(0, row(budget), accepted, (8,), logits)
         if budget == NO_DRAFT:
             assert evidence is None
