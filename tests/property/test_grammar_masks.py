@@ -16,8 +16,7 @@ from cluster.core.grammar import Grammar
 from cluster.core.tree import TokenTree
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.models.tiny_tokenizer import byte_level
-from workers.sampling.grammar.compiler import GrammarCompiler
-from workers.sampling.grammar.matcher import GrammarMatcher
+from workers.sampling.grammar import GrammarCompiler, GrammarMatcher
 
 VOCABULARY = 320
 END = 2

@@ -15,7 +15,7 @@ from tests.soak.requests import END, SoakRequest
 from tests.support.models.plain_generation import write_alone
 from workers.sampling.context import AllowedTokens, DecisionContext
 from workers.sampling.decide import decide
-from workers.sampling.grammar.compiler import GrammarCompiler
+from workers.sampling.grammar import GrammarCompiler
 
 Tokens = tuple[int, ...]
 Answers = tuple[Tokens, ...]

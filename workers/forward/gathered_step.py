@@ -15,7 +15,7 @@ from cluster.core.tree import ROOT
 from workers.forward.layout import RowShape, blocks_read, slots_of, source_of
 from workers.forward.padded_step import RowPadding
 from workers.kv.groups import AttentionWindow, KvCacheGroups
-from workers.kv.transfer import IntegerArray, to_device
+from workers.transfer import IntegerArray, to_device
 
 _LONGEST_PADDED_ROW = 32  # rows at least this wide form a group of their own
 _EVERYTHING = AttentionWindow()

@@ -19,7 +19,7 @@ from workers.forward.layout import RowShape, blocks_read, slots_of
 from workers.forward.linear import padded_rows
 from workers.forward.padded_step import WORD, PaddedStep, RowPadding, VisibilityMask, WindowBlocks
 from workers.kv.groups import AttentionWindow, KvCacheGroups
-from workers.kv.transfer import IntegerArray
+from workers.transfer import IntegerArray
 
 _FEWEST_BLOCKS = 8
 _TREE_WIDTH = 16

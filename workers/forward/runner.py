@@ -22,7 +22,7 @@ from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore, StoredSource
-from workers.kv.transfer import to_device
+from workers.transfer import to_device
 
 logger = logging.getLogger(__name__)
 

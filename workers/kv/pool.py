@@ -22,7 +22,7 @@ from workers.kv.huge_pages import huge_pages
 from workers.kv.spec import KvCacheSpec
 from workers.kv.store import KvStore
 from workers.kv.tiers import Tiers, agreed_length
-from workers.kv.transfer import to_device
+from workers.transfer import to_device
 
 _MAX_BLOCKS = 1 << 22
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,24 +20,28 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.utils import TransformersDeviceMesh
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from workers.forward.attention import ATTENTION_NAME, register
+from workers.forward.attention import ATTENTION_NAME, Probed, bind, register
 from workers.forward.code_folder import keep_compiled_code
-from workers.forward.compilation import should_compile
+from workers.forward.compilation import compile_layers, should_compile, undo_compile
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import replace_linear_layers
-from workers.model.device_mesh import ranks_on
+from workers.forward.runner import WARM_UP_WIDTHS
+from workers.kv.spec import LayerShape
 from workers.model.devices import choose_device, may_be_native
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
 from workers.model.encoder_decoder.shard import Share
 from workers.model.encoder_decoder.split import decoder_context_len, split_encoder_decoder
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels, with_fast_encoder
-from workers.model.layer_probe import compile_or_warn, measure_layers
 from workers.model.model_files import end_of_sequence_ids
+
+logger = logging.getLogger(__name__)
 
 # Layers follow the model's own plan. The head's own plan gathers all logits on every rank; with this one each rank
 # computes the logits of its own part of the vocabulary.
@@ -132,7 +140,7 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     replace_linear_layers(model.module, section.quantization)
     measure_layers(model.module, model.device)  # binds attention again, and checks that the replaced layers run
     if should_compile(section):
-        compile_or_warn(model.module, section, model.device)
+        _compile_or_warn(model.module, section, model.device)
     return model
 
 
@@ -202,7 +210,7 @@ def _read(
     else:
         arguments["device_map"] = {"": device}
     try:
-        with ranks_on(device):
+        with _ranks_on(device):
             module: PreTrainedModel = _auto_class(config).from_pretrained(directory, **arguments)
     except ImportError as error:
         raise ModelLoadError(_missing_library(directory, config, error)) from error
@@ -225,6 +233,29 @@ def _draw(
         module = _auto_class(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     module.eval().requires_grad_(False)
     return module, None
+
+
+@contextmanager
+def _ranks_on(device: torch.device) -> Iterator[None]:
+    """Make `transformers` build its device mesh on the configured device.
+
+    By default it uses the accelerator that torch was built for, even if none is present. It has no argument to choose
+    another device.
+    """
+
+    def on_device(config: DistributedConfig) -> tuple[torch.device, TransformersDeviceMesh]:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        shape = (1, 1, 1, config.tp_size or 1)
+        dense = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        # Experts are not sharded (ep_size 1), so all ranks lie on the remaining axis.
+        expert = init_device_mesh(
+            device.type, (1, 1, shape[3], 1), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
+        )
+        return device, TransformersDeviceMesh(dense, expert)
+
+    with patch.object(mixin, "initialize_distributed_mesh", on_device):
+        yield
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
@@ -285,3 +316,41 @@ def _context_len(config: PreTrainedConfig, wanted: int | None) -> int:
     if wanted is not None and wanted > own:
         raise ConfigurationError(f"target.max_context_len: {wanted} is refused; the model's limit is {own}")
     return wanted or own
+
+
+def measure_layers(module: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
+    """The shape of each attention layer, measured in a forward pass, since configurations differ between families."""
+    found = _probe(module, device, 1)
+    if not found or sorted(found) != list(range(len(found))):
+        raise ModelLoadError(
+            f"model type {module.config.model_type!r}: its attention layers have no distinct layer_idx"
+        )
+    return tuple(LayerShape(*found[layer]) for layer in range(len(found)))
+
+
+def _probe(module: PreTrainedModel, device: torch.device, width: int) -> dict[int, Probed]:
+    """Run a forward pass over `width` tokens that records the arguments of attention instead of computing it."""
+    paged = bind(module)
+    paged.probe = {}
+    try:
+        with torch.inference_mode():
+            module(
+                input_ids=torch.zeros((1, width), dtype=torch.long, device=device),
+                position_ids=torch.zeros((1, width), dtype=torch.long, device=device),
+                use_cache=False,
+            )
+        return paged.probe
+    finally:
+        paged.probe = None
+
+
+def _compile_or_warn(module: PreTrainedModel, section: ModelSection, device: torch.device) -> None:
+    """Compile the layers. A failure is logged, and with `compile: on` raises `ModelLoadError`."""
+    compile_layers(module, section.compile_directory)
+    try:
+        _probe(module, device, WARM_UP_WIDTHS[0])
+    except Exception as error:  # the compiler may raise anything
+        if section.compile == "on":
+            raise ModelLoadError(f"model type {module.config.model_type!r} cannot be compiled: {error}") from error
+        logger.warning("model type %r cannot be compiled and runs uncompiled: %s", module.config.model_type, error)
+        undo_compile(module)

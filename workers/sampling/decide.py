@@ -17,11 +17,11 @@ from torch import Tensor
 
 from cluster.core.request import SamplingParameters
 from workers.sampling.context import GREEDY_BELOW, DecisionContext, leaders_of
-from workers.sampling.device_copy import row_indices
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
 from workers.sampling.warp import untruncated
+from workers.transfer import row_indices
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Logits processed at a time. The limit bounds temporary copies, and on a CPU keeps them in cache."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import TokenLogprobs
-from workers.sampling.device_copy import tensor_on
+from workers.transfer import tensor_on
 
 LEAST_LOGPROB = -9999.0
 """Reported for an impossible token, because JSON has no −inf. OpenAI's API reports the same number."""

@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from workers.sampling.device_copy import tensor_on
+from workers.transfer import tensor_on
 
 _MASK64 = (1 << 64) - 1
 _CPU_CHUNK = 1 << 16

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.device_copy import row_indices
 from workers.sampling.truncate import UNIT_BITS, counts_to_reach, relative_masses, total_masses
+from workers.transfer import row_indices
 
 _WIDTHS = (128, 1024, 8192)
 """Numbers of leading tokens that are examined. A row that keeps more tokens is tried with the next width."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.device_copy import row_indices, tensor_on
+from workers.transfer import row_indices, tensor_on
 
 _CANDIDATES = 1024
 """Most probable tokens that are examined first for top-p. More are examined only if these do not reach its mass."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cluster.core.request import SamplingParameters
 from workers.sampling.context import DecisionContext
-from workers.sampling.device_copy import row_indices, tensor_on
 from workers.sampling.truncate import truncate
+from workers.transfer import row_indices, tensor_on
 
 _LARGEST_LOGIT = 1e30
 """Replaces +inf, so that differences and quotients of logits are numbers."""
@@ -202,3 +202,14 @@ def _divide_by_temperature(logits: Tensor, contexts: Sequence[DecisionContext]) 
     if any(divisor != 1.0 for divisor in divisors):
         # The divisor is a tensor: to divide by a number, GPUs multiply by the reciprocal, which rounds differently.
         logits /= tensor_on(logits.device, divisors, logits.dtype).unsqueeze(1)
+
+
+def log_distribution(logits: Tensor, contexts: Sequence[DecisionContext]) -> Tensor:
+    """Log-probabilities of the distribution that each row's token is drawn from, from logits [n, vocab].
+
+    Returns float32 [n, vocab]: after penalties, temperature, top-k, top-p and min-p, −inf for tokens that cannot be
+    drawn. A greedy row has the log-probabilities after penalties, at temperature 1. A row whose logits are all NaN or
+    −inf has −inf everywhere. Raises `ValueError` unless there is one context per row.
+    """
+    log_probabilities = warp(logits, contexts).log_softmax(dim=1)
+    return log_probabilities.masked_fill_(log_probabilities.isnan(), -math.inf)

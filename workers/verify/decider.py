@@ -12,8 +12,8 @@ import torch
 from workers.forward.loaded_model import LoadedModel
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide, largest
-from workers.sampling.distribution import log_distribution
 from workers.sampling.most_probable import most_probable
+from workers.sampling.warp import log_distribution
 from workers.verify.sequence_state import ReadyRow
 
 

@@ -38,7 +38,7 @@ from workers.kv.sources import SourceStore
 from workers.model.dequantized import dequantized_from
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
 from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
-from workers.sampling.grammar.matcher import GrammarError
+from workers.sampling.grammar import GrammarError
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions, decide_rows
 from workers.verify.draft_passes import PartialEngine, connect

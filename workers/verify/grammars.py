@@ -14,8 +14,7 @@ from cluster.core.drafting import Proposal
 from cluster.core.grammar import Grammar
 from cluster.core.verification import VerifyRow
 from workers.sampling.context import AllowedTokens, Branch
-from workers.sampling.grammar.compiler import GrammarCompiler
-from workers.sampling.grammar.matcher import GrammarError, GrammarMatcher
+from workers.sampling.grammar import GrammarCompiler, GrammarError, GrammarMatcher
 from workers.verify.sequence_state import SequenceState
 
 WAIT_SECONDS = 0.02

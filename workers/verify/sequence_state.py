@@ -13,7 +13,7 @@ from workers.kv.block_table import BlockTable
 from workers.kv.sources import StoredSource, source_salt
 from workers.sampling.bad_texts import BadTexts
 from workers.sampling.context import AllowedTokens, Branch, DecisionContext, tree_contexts
-from workers.sampling.grammar.matcher import GrammarMatcher
+from workers.sampling.grammar import GrammarMatcher
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from tests.support.models.enumerable import LENGTH, PROMPT, TABLE, VOCABULARY, Answers, pair_after
 from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition
 from workers.sampling.context import DecisionContext
-from workers.sampling.distribution import log_distribution
 from workers.sampling.noise import gumbel
+from workers.sampling.warp import log_distribution
 
 NOISE = torch.randn(VOCABULARY**2, VOCABULARY, generator=torch.Generator().manual_seed(21))
 TABLES = {

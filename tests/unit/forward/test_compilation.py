@@ -17,7 +17,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.replace_linear import decoder_layers
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
-from workers.model import layer_probe
+from workers.model import loading
 from workers.model.loading import load_model
 
 TREE = TokenTree((7, 8, 9, 7), (-1, -1, 0, 1))
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_compiled_runs_uncompiled_unless_compilation_is_r
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(layer_probe, "compile_layers", broken)
+    monkeypatch.setattr(loading, "compile_layers", broken)
     directory = tiny.save(tmp_path, tiny.llama())
     section = ModelSection.model_validate(
         {"path": str(directory), "device": "cpu", "compile": how, "dtype": "bfloat16"}

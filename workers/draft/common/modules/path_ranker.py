@@ -17,7 +17,7 @@ from workers.draft.common.modules.shortlist import Shortlist
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.selector import CANDIDATES, Selector
 from workers.sampling.context import DecisionContext
-from workers.sampling.device_copy import tensor_on
+from workers.transfer import tensor_on
 
 
 class PathRanker:

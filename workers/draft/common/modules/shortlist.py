@@ -15,9 +15,9 @@ from torch import Tensor
 
 from workers.forward.native.largest import Largest, largest_by_torch
 from workers.sampling.context import DecisionContext
-from workers.sampling.device_copy import tensor_on
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.warp import is_unchanged, untruncated
+from workers.transfer import tensor_on
 
 SHORTLIST = 128
 """Tokens of each row that truncation and noise are computed for: the most probable ones."""
