@@ -248,7 +248,7 @@ def test_a_token_outside_the_vocabulary_is_refused(load: Load) -> None:
 
 
 def test_the_kernels_can_be_turned_off(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "compile_or_warn", lambda *_: None)  # the compiler itself takes seconds
+    monkeypatch.setattr(loading, "_compile_or_warn", lambda *_: None)  # the compiler itself takes seconds
     assert load("llama", native="off").native is None
     assert load("llama", compile="on").native is None
 
