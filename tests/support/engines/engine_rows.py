@@ -18,7 +18,7 @@ from tests.support.engines.engine_sequence import GREEDY, Propose, no_draft
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.verify.decider import LocalDecider
-from workers.verify.engine import TargetEngine
+from workers.verify.engine import EngineOptions, TargetEngine
 
 SAMPLED = SamplingParameters(temperature=0.9, top_p=0.95, seed=7)
 PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)
@@ -28,7 +28,7 @@ def open_engine(path: Path, blocks: int = 200, directory: Path | None = None) ->
     """The engine of the model at `path`. `directory` has the tokenizer, if it needs one."""
     model = load_model(ModelSection(path=str(path), device="cpu"))
     pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=blocks)
-    return TargetEngine(model, pool, LocalDecider(), directory=directory)
+    return TargetEngine(model, pool, LocalDecider(), EngineOptions(directory=directory))
 
 
 def first_row(name: str, prompt: Sequence[int], sampling: SamplingParameters = GREEDY) -> VerifyRow:

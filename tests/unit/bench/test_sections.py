@@ -128,7 +128,7 @@ def test_the_device_section_runs_without_a_gpu(
 ) -> None:
     """The compiler is left out: it takes most of the time of this section."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(loading, "compile_or_warn", lambda *_: None)
+    monkeypatch.setattr(loading, "_compile_or_warn", lambda *_: None)
     assigned = ("target.kv.block_size=4", "target.kv.pool_bytes=1048576", "target.max_context_len=256")
     settings = [part for assignment in assigned for part in ("--set", assignment)]
     device.run(options.parse(SECTIONS, ["--quick", "--contexts", "16,1000", "--batches", "2", *settings])[1])
