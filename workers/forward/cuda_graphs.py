@@ -75,7 +75,7 @@ class CudaGraphRunner:
         self._capture_after = capture_after
         self._blocks = 0
         """Blocks per row, fixed for all sizes, if the backend skips those that a row does not use; else 0."""
-        if attention.skips_unused_blocks:  # no row has more blocks than the pool
+        if attention.capabilities.skips_unused_blocks:  # no row has more blocks than the pool
             self._blocks = min(bounds.longest // setting.block_size, setting.blocks)
         self._times_seen: Counter[_Key] = Counter()
         self._captured: dict[_Key, _CapturedGraph] = {}

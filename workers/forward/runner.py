@@ -61,8 +61,17 @@ class ForwardRow:
 class ModelRunner:
     """Runs a loaded model over its pool. Not thread-safe."""
 
-    def __init__(self, model: LoadedModel, pool: KvPool, taps: tuple[int, ...] = ()) -> None:
-        """`taps`: see `hidden`. Raises `ConfigurationError` for a tap that the model does not have."""
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: KvPool,
+        taps: tuple[int, ...] = (),
+        attention: ChosenBackend | None = None,
+    ) -> None:
+        """`taps`: see `hidden`. `attention` is what `choose_attention` returned, if it was called before.
+
+        Raises `ConfigurationError` for a tap that the model does not have.
+        """
         check_taps(taps, len(model.layers))
         self._taps = taps
         self._recorder = TapRecorder(taps)
@@ -75,15 +84,12 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._paged = bind(model.module)
-        self._attention: ChosenBackend | None = None
-        """What computes attention in the modules; `None` if the model's layers are the CPU kernels'."""
+        self._attention = attention or choose_attention(model, pool)
         self._graphs: CudaGraphRunner | None = None
-        if model.native is not None:
+        if model.native is None:
+            self._graphs = make_graph_runner(model, attention_setting(model, pool), self._compute)
+        else:
             model.native.bind(pool)
-            return
-        setting = attention_setting(model, pool)
-        self._attention = choose_backend(setting, StepKind.RAGGED, model.tensor_parallel)
-        self._graphs = make_graph_runner(model, setting, self._compute)
 
     def warm_up(self) -> None:
         """Run steps of several widths, so that no request waits for compilation. Frees all blocks that it uses."""
@@ -262,3 +268,13 @@ def attention_setting(model: LoadedModel, pool: KvPool) -> AttentionSetting:
         has_sources=model.source is not None,
         code_directory=model.code_directory,
     )
+
+
+def choose_attention(model: LoadedModel, pool: KvPool) -> ChosenBackend | None:
+    """Choose what computes attention in the model's modules. `None` if its layers are the CPU kernels'.
+
+    All ranks of a model call this together.
+    """
+    if model.native is not None:
+        return None
+    return choose_backend(attention_setting(model, pool), StepKind.RAGGED, model.tensor_parallel)

@@ -11,9 +11,9 @@ import torch
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
+from workers.forward.backends.choice import ChosenBackend
 from workers.forward.compilation import should_compile
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.native.attention import load_kernel
 from workers.forward.native.build import products
 from workers.forward.replace_linear import has_only_fast_linears
 
@@ -23,7 +23,7 @@ _MOST_HEADER_BYTES = 100 * 1024 * 1024
 _TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def fingerprint(section: TargetSection, model: LoadedModel) -> str:
+def fingerprint(section: TargetSection, model: LoadedModel, attention: ChosenBackend | None) -> str:
     """Name what answers depend on beside the request: `tp1-invariant-…` or `tp1-batched-…`.
 
     It has the number of ranks, whether other requests in a batch can change a bit (see `is_batch_invariant`), and a
@@ -43,27 +43,24 @@ def fingerprint(section: TargetSection, model: LoadedModel) -> str:
         window,
     ]
     digest = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=6).hexdigest()
-    batch = "invariant" if is_batch_invariant(section, model) else "batched"
+    batch = "invariant" if is_batch_invariant(section, model, attention) else "batched"
     return f"tp{model.tensor_parallel}-{batch}-{digest}"
 
 
-def is_batch_invariant(section: TargetSection, model: LoadedModel) -> bool:
+def is_batch_invariant(section: TargetSection, model: LoadedModel, attention: ChosenBackend | None) -> bool:
     """Whether a sequence's logits have the same bits alone and beside any others.
 
     So it is where the CPU kernels compute a decoder, and in float32 where uncompiled modules of `transformers` do, on
-    one rank with attention by the CPU kernels, if all of their matrices are in linear layers. A mixture of experts, an
-    encoder, a GPU, or a compiled layer is not known to be.
+    one rank of a CPU with an attention backend of which this holds, if all of their matrices are in linear layers. A
+    mixture of experts, an encoder, a GPU, or a compiled layer is not known to be.
     """
     if model.device.type != "cpu" or model.tensor_parallel > 1 or model.source is not None:
         return False
     if model.native is not None:
         return True
     is_plain = model.dtype is torch.float32 and not should_compile(section)
-    return (
-        is_plain
-        and has_only_fast_linears(model.module)
-        and load_kernel(model.kv_spec, section.compile_directory) is not None
-    )
+    is_invariant = attention is not None and attention.capabilities.is_batch_invariant
+    return is_plain and is_invariant and has_only_fast_linears(model.module)
 
 
 def weights_digest(directory: Path) -> str:

@@ -13,6 +13,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from cluster.core.verification import StepSample
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.runner import choose_attention
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
 from workers.model.fingerprint import fingerprint
@@ -50,12 +51,14 @@ def build_engine(
         blocks = _fewest_of_all_ranks(blocks)
         decider = GroupDecider(model, rank)
     pool = KvPool(model.kv_spec, section.kv, blocks)
+    attention = choose_attention(model, pool)
     options = EngineOptions(
         served_name=section.served_name,
         rule=rule,
         method=method,
         evidence=section.evidence,
-        fingerprint=fingerprint(section, model),
+        attention=attention,
+        fingerprint=fingerprint(section, model, attention),
         directory=Path(section.path),
     )
     engine = TargetEngine(model, pool, decider_of_model(model, decider), options)

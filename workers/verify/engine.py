@@ -31,6 +31,7 @@ from cluster.core.verification import (
     Verdict,
     VerifyRow,
 )
+from workers.forward.backends.choice import ChosenBackend
 from workers.forward.loaded_model import LoadedModel, PassOptions
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -60,6 +61,8 @@ class EngineOptions:
     rule: AcceptanceRule = field(default_factory=lambda: create_rule(TargetSection()))
     method: DraftMethod | None = None
     """It drafts here after each step."""
+    attention: ChosenBackend | None = None
+    """What `choose_attention` returned, if it was called before."""
     evidence: EvidenceSection = field(default_factory=EvidenceSection)
     """What drafters need of each step."""
     fingerprint: str = ""
@@ -79,7 +82,8 @@ class TargetEngine:
         self._options = options or EngineOptions()
         self._rule = self._options.rule
         self._evidence = self._options.evidence
-        self._runner = ModelRunner(model, pool, resolve_taps(self._evidence.taps, len(model.layers)))
+        taps = resolve_taps(self._evidence.taps, len(model.layers))
+        self._runner = ModelRunner(model, pool, taps, self._options.attention)
         is_alone = model.tensor_parallel == 1
         self._collector = EvidenceCollector(self._evidence, self._runner, decider, is_alone, self._options.method)
         self._sequences: dict[SequenceId, SequenceState] = {}

@@ -20,7 +20,7 @@ from tests.support.models import tiny
 from workers.forward import runner as runners
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.choice import ChosenBackend
-from workers.forward.backends.sdpa import SdpaBackend
+from workers.forward.backends.sdpa import CAPABILITIES, SdpaBackend
 from workers.forward.cuda_graphs import Compute, CudaGraphRunner, GraphCapture
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -104,7 +104,7 @@ class Bench:
 
 def gathering(setting: AttentionSetting) -> ChosenBackend:
     """Attention over gathered blocks."""
-    return ChosenBackend("sdpa", SdpaBackend(setting), skips_unused_blocks=False)
+    return ChosenBackend("sdpa", SdpaBackend(setting), CAPABILITIES)
 
 
 def open_bench(

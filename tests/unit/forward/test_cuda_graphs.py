@@ -29,7 +29,7 @@ from tests.support.models import tiny
 from workers.forward.backends import choice
 from workers.forward.backends.base import REFERENCE, AttentionSetting, all_backends
 from workers.forward.backends.choice import ChosenBackend
-from workers.forward.backends.flex import Flex, FlexBackend
+from workers.forward.backends.flex import CAPABILITIES, Flex, FlexBackend
 from workers.forward.graph_buffers import GraphLimits
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -52,7 +52,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> Flex:
 
 def visiting(flex: Flex) -> Callable[[AttentionSetting], ChosenBackend]:
     """Attention over the pool's blocks by `flex`."""
-    return lambda setting: ChosenBackend("flex", FlexBackend(setting, flex), skips_unused_blocks=True)
+    return lambda setting: ChosenBackend("flex", FlexBackend(setting, flex), CAPABILITIES)
 
 
 @pytest.mark.parametrize("gathers", [True, False])

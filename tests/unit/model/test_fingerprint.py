@@ -12,6 +12,8 @@ from transformers import Qwen3MoeConfig
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
 from tests.support.models import tiny
+from workers.forward.runner import choose_attention
+from workers.kv.pool import KvPool
 from workers.model.fingerprint import fingerprint, weights_digest
 from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
@@ -24,7 +26,8 @@ def section(directory: Path, **values: object) -> TargetSection:
 
 def name_of(directory: Path, **values: object) -> str:
     target = section(directory, **values)
-    return fingerprint(target, load_model(target))
+    model = load_model(target)
+    return fingerprint(target, model, choose_attention(model, KvPool(model.kv_spec, target.kv, 20)))
 
 
 def test_equal_targets_have_one_name_and_others_another(tmp_path: Path) -> None:

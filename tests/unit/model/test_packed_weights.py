@@ -97,7 +97,7 @@ def test_packed_weights_compute_the_same_bits(
     assert torch.equal(logits_of(found), logits_of(model))
     for field in ("name", "layers", "hidden_size", "vocabulary_size", "max_context_len", "eos_token_ids", "dtype"):
         assert getattr(found, field) == getattr(model, field)
-    assert fingerprint(section, found) == fingerprint(section, model)
+    assert fingerprint(section, found, None) == fingerprint(section, model, None)
 
 
 def test_a_bound_of_the_context_has_a_file_of_its_own(section: TargetSection) -> None:

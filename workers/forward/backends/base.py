@@ -116,6 +116,8 @@ class Capabilities:
     """Tokens per block."""
     most_table_blocks: int | None = None
     """Bound on the number of block tables per sequence times the pool's blocks."""
+    is_batch_invariant: bool = False
+    """Whether a row's results have the same bits alone and beside any others."""
     skips_unused_blocks: bool = False
     """Whether a padded row costs as much as the blocks that it uses, and not as many as its block table has."""
 

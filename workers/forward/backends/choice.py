@@ -24,6 +24,7 @@ from workers.forward.backends.base import (
     AttentionSetting,
     BackendPlugin,
     BackendUnavailable,
+    Capabilities,
     StepKind,
     all_backends,
 )
@@ -45,7 +46,7 @@ class ChosenBackend:
 
     name: str
     backend: AttentionBackend[Any]
-    skips_unused_blocks: bool
+    capabilities: Capabilities
 
 
 def choose_backend(
@@ -61,7 +62,7 @@ def choose_backend(
             continue
         if plugin.name == REFERENCE or _all_ranks(_passes_trial(plugin, setting, kind), ranks):
             logger.info("attention in %s is computed by the backend %s", kind.value, plugin.name)
-            return ChosenBackend(plugin.name, plugin.open(setting), plugin.capabilities.skips_unused_blocks)
+            return ChosenBackend(plugin.name, plugin.open(setting), plugin.capabilities)
     raise BackendUnavailable(f"no attention backend computes {kind.value} for this model")
 
 

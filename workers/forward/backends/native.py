@@ -41,6 +41,7 @@ CAPABILITIES = Capabilities(
     kv_types=frozenset(_NAMES),
     head_sizes=range(1, MOST_DIM + 1),
     most_heads_per_kv=MOST_VECTORS,
+    is_batch_invariant=True,
 )
 
 
