@@ -196,6 +196,8 @@ UNREAD: dict[str, str] = {
     "GrammarChecker._results": OWN,
     "CompilerQueue._shares": LOAD,
     "CompilerQueue._work": LAST,
+    "DraftsOnTarget._requested": LAST,
+    "Proposer._record": LAST,
     "Tokenizer._bytes": OWN,
     "CoordinatorPool._watch": LAST,
     "CallInterceptor._reading": LAST,
