@@ -49,15 +49,15 @@ class LocalTarget:
     """It names models by their directories."""
 
     def read_sources(self, path: Path, field: str | None) -> tuple[str, ...]:
-        """See `ServedTarget`."""
+        """The sources in a file. Raises `InvalidRequest`, which names the line."""
         return read_sources(path, field)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """See `ServedTarget`."""
+        """The tokens of a text."""
         return _tokenizer(Path(self.configuration.target.path)).encode(text)
 
     def answer(self, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Callable[[int], None]) -> None:
-        """See `ServedTarget`."""
+        """Append the target's answers that are not yet in `file`, until the quota is met. Raises `PilotfishError`."""
         scheduler = self.configuration.scheduler
         count = max(_MIN_SEQUENCES, scheduler.max_sequences)
         many = self.configuration.model_copy(
@@ -66,7 +66,7 @@ class LocalTarget:
         asyncio.run(answer_all(many, tasks, file, quota, report))
 
     def draft_with(self, module: Path, kind: str, prompts: Sequence[tuple[int, ...]], most_tokens: int) -> ServedTokens:
-        """See `ServedTarget`."""
+        """Answer the prompts greedily with drafts of the module of this kind in a directory."""
         return asyncio.run(self._drafted(self.drafting(module, kind), prompts, most_tokens))
 
     def drafting(self, module: Path, kind: str) -> Configuration:

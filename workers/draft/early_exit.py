@@ -102,7 +102,7 @@ class EarlyExitDrafter:
         self._last: OrderedDict[SequenceId, _Draft] = OrderedDict()
 
     def bind(self, target: DraftingTarget) -> None:
-        """See `DraftsByTarget`."""
+        """Take the target's draft passes."""
         part = self._part
         if part is None:
             part = default_part(target.layers)
@@ -114,7 +114,7 @@ class EarlyExitDrafter:
         self._passes = target.passes(part)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`. Without room for its keys and values, a sequence has no draft.
+        """Propose a tree for each row, in order. Without room for its keys and values, a sequence has no draft.
 
         Raises `RuntimeError` if no target was bound.
         """
@@ -131,7 +131,7 @@ class EarlyExitDrafter:
         return tuple(self._proposal(self._passes, row, drafts.get(row.sequence_id)) for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Drop what is stored for these sequences. Unknown ones are no error."""
         for sequence_id in sequence_ids:
             self._last.pop(sequence_id, None)
 

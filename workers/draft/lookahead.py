@@ -87,16 +87,16 @@ class LookaheadSession(LookupSession):
         self.window = JacobiWindow()
 
     def continuations(self, length: int) -> Sequence[Continuation]:
-        """See `LookupSession`."""
+        """Possible continuations of at most `length` tokens."""
         return [Continuation(found[:length], 1) for found in self.pool.after(self.tokens[-1])]
 
     def remove(self, length: int) -> None:
-        """See `LookupSession`."""
+        """Remove the tokens from position `length` on."""
         super().remove(length)
         self.window.clear()
 
     def append(self, tokens: Sequence[int]) -> None:
-        """See `LookupSession`."""
+        """Add tokens at the end."""
         first = len(self.tokens) + 1
         super().append(tokens)
         size = self._settings.ngram
@@ -105,7 +105,7 @@ class LookaheadSession(LookupSession):
                 self.pool.add(self.tokens[end - size : end])
 
     def learn(self, evidence: Sequence[Evidence]) -> None:
-        """See `DraftedSession`. Adds the n-grams that the target's decisions complete."""
+        """Learn from what the target showed. Adds the n-grams that the target's decisions complete."""
         for one in evidence:
             for ngram in self.window.observe(one):
                 self.pool.add(ngram)

@@ -55,7 +55,7 @@ class IndexedSession(Session):
         self._source_index.extend(0)
 
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
-        """See `Session`."""
+        """Replace all tokens after the first `known_len` by `new_tokens`."""
         self._index.cut(known_len)
         super().replace(known_len, new_tokens)
         self._index.extend(known_len)

@@ -16,11 +16,11 @@ class NoDrafter:
     """Answers every row with the empty tree."""
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
+        """Propose a tree for each row, in order."""
         return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`. There is nothing to free."""
+        """Do nothing, because nothing is stored."""
 
 
 @register(NO_DRAFTS, PluginSettings)

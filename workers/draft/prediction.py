@@ -53,7 +53,7 @@ class PredictionSession(LookupSession):
         self._alignment = self._aligned()
 
     def continuations(self, length: int) -> Sequence[Continuation]:
-        """See `LookupSession`."""
+        """Possible continuations of at most `length` tokens."""
         if self._alignment.prediction != self.start.prediction:
             self._alignment = self._aligned()
         if not self.start.prediction:

@@ -78,7 +78,7 @@ class RecyclingSession(DraftedSession):
         return self._rates[self.is_greedy][length], found
 
     def append(self, tokens: Sequence[int]) -> None:
-        """See `DraftedSession`. Each token is a successor of those before. Tokens of the answer update the rates."""
+        """Add tokens at the end. Each token is a successor of those before. Tokens of the answer update the rates."""
         first = len(self.tokens)
         super().append(tokens)
         contexts, table = self._contexts, self.table
@@ -91,7 +91,7 @@ class RecyclingSession(DraftedSession):
             table.add(context[-1], token)
 
     def learn(self, evidence: Sequence[Evidence]) -> None:
-        """See `DraftedSession`. Stores the target's most probable tokens after accepted tokens, and its
+        """Learn from what the target showed. Stores the target's most probable tokens after accepted tokens, and its
         decisions after the other ones, whose longer contexts the text does not have."""
         contexts, table = self._contexts, self.table
         for one in evidence:

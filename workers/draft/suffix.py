@@ -112,7 +112,7 @@ class SuffixSession(LookupSession):
         self._source.extend(start.source)
 
     def continuations(self, length: int) -> Sequence[Continuation]:
-        """See `LookupSession`."""
+        """Possible continuations of at most `length` tokens."""
         settings = self._settings
         context = self.tokens[-settings.max_match :]
         found = [
@@ -132,11 +132,11 @@ class SuffixSession(LookupSession):
         return found
 
     def remove(self, length: int) -> None:
-        """See `LookupSession`."""
+        """Remove the tokens from position `length` on."""
         self._index.cut(length)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """See `LookupSession`."""
+        """Add tokens at the end."""
         self._index.extend(tokens)
 
     def store_output(self) -> None:

@@ -61,21 +61,21 @@ class SyntheticExpander:
 
     @property
     def memory(self) -> BlockAllocator:
-        """See `Expander`."""
+        """The memory that holds the tables."""
         return self._memory
 
     @property
     def max_context_len(self) -> int:
-        """See `Expander`."""
+        """Largest number of tokens after which the model can draft another."""
         return _LONGEST
 
     @property
     def vocabulary_size(self) -> int:
-        """See `Expander`."""
+        """All tokens are below this value."""
         return self._vocabulary_size
 
     def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
-        """See `Expander`."""
+        """Commit each row's tokens to its table, and draft the tokens that may follow. This is one forward pass."""
         self._sleep(self._seconds)
         found: list[tuple[DraftedToken, ...]] = []
         for row in rows:

@@ -111,7 +111,7 @@ class BlockTreeDrafter:
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
+        """Propose a tree for each row, in order."""
         proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
         served: list[tuple[DraftRow, BlockSession]] = []
         for row in rows:
@@ -136,7 +136,7 @@ class BlockTreeDrafter:
         return tuple(proposals[row.sequence_id] for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
     def _take(self, session: BlockSession, row: DraftRow) -> RowFault | None:

@@ -86,24 +86,27 @@ class Combination:
 
     @property
     def reads_hidden(self) -> bool:
-        """See `ReadsHiddenStates`. A suspended method needs none until shortly before it is asked again."""
+        """Whether a method needs hidden states of the target.
+
+        A suspended method needs none until shortly before it is asked again.
+        """
         now = self._clock()
         return any(member.reads_hidden and member.value.needs_evidence(now) for member in self._members)
 
     def read_sources_from(self, states: SourceStates) -> None:
-        """See `ReadsSourceStates`."""
+        """Use the output of the target's encoder instead of reading sources, if the encoder is the same."""
         for member in self._members:
             if isinstance(member.method, ReadsSourceStates):
                 member.method.read_sources_from(states)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`. A method that cannot serve a sequence is left out for it."""
+        """Propose a tree for each row, in order. A method that cannot serve a sequence is left out for it."""
         self._judge([found for row in rows if (found := self._learn(row)) is not None])
         answers = [self._proposals(member, rows) for member in self._members]
         return tuple(self._merged(row, [answer[index] for answer in answers]) for index, row in enumerate(rows))
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Drop what is stored for these sequences. Unknown ones are no error."""
         for sequence_id in sequence_ids:
             self._proposed.pop(sequence_id, None)
         for member in self._members:
@@ -111,11 +114,11 @@ class Combination:
             member.method.release(sequence_ids)
 
     def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
-        """See `IdleWork`."""
+        """Compute some committed tokens of these sequences. Returns false when none are left or there is no room."""
         return any(method.catch_up(sequence_ids) for method in self._idle())
 
     def run_ahead(self) -> bool:
-        """See `IdleWork`."""
+        """Do one piece of work that makes the next proposals ready sooner. Returns false when there is none."""
         return any(method.run_ahead() for method in self._idle())
 
     def _idle(self) -> list[IdleWork]:
@@ -210,7 +213,7 @@ class TargetCombination(Combination):
             return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
 
     def bind(self, target: DraftingTarget) -> None:
-        """See `DraftsByTarget`."""
+        """Take the target's draft passes."""
         for member in self._members:
             if isinstance(member.method, DraftsByTarget):
                 member.method.bind(target)

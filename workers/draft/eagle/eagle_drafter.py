@@ -62,7 +62,7 @@ class EagleTreeDrafter:
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
+        """Propose a tree for each row, in order."""
         now = time.perf_counter()
         proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
         served: list[tuple[DraftRow, EagleSession]] = []
@@ -101,7 +101,7 @@ class EagleTreeDrafter:
         return tuple(proposals[row.sequence_id] for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
     def _growth(self, session: EagleSession, output: Tensor, budget: DraftBudget) -> EagleGrowth:

@@ -83,7 +83,7 @@ class HeadsDrafter:
         self._sessions = Sessions(HeadsSession, vocabulary_size=heads.vocabulary_size)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
+        """Propose a tree for each row, in order."""
         proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
         wanted: list[tuple[DraftRow, DraftBudget, HeadsSession]] = []
         for row in rows:
@@ -110,7 +110,7 @@ class HeadsDrafter:
         return tuple(proposals[row.sequence_id] for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
     def _draft(

@@ -60,11 +60,11 @@ class SequenceDrafter(ABC, Generic[SessionType]):
         self._sessions = Sessions(create, discard)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
+        """Propose a tree for each row, in order."""
         return tuple(self._propose(row) for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
     def _propose(self, row: DraftRow) -> Proposal:

@@ -102,7 +102,7 @@ class DrawingDrafter:
         )
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
+        """Propose a tree for each row, in order."""
         drafts: dict[SequenceId, _Draft] = {}
         faults: dict[SequenceId, RowFault] = {}
         for row in rows:
@@ -123,11 +123,11 @@ class DrawingDrafter:
         )
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
     def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
-        """See `IdleWork`."""
+        """Compute some committed tokens of these sequences. Returns false when none are left or there is no room."""
         for session in self._sessions.known(sequence_ids):
             unstored = session.unstored()[:-1] if len(session.tokens) <= self._drawer.max_context_len else ()
             if unstored:
@@ -139,7 +139,7 @@ class DrawingDrafter:
         return False
 
     def run_ahead(self) -> bool:
-        """See `IdleWork`. Nothing is drawn ahead, because each round has random numbers of its own."""
+        """Return false: nothing is drawn ahead, because each round has random numbers of its own."""
         return False
 
     def _keep_common(self, session: DrawingSession) -> None:

@@ -48,17 +48,17 @@ class ModelExpander:
 
     @property
     def memory(self) -> KvPool:
-        """See `Expander`."""
+        """The memory that holds the tables."""
         return self._pool
 
     @property
     def max_context_len(self) -> int:
-        """See `Expander`."""
+        """Largest number of tokens after which the model can draft another."""
         return self._model.max_context_len
 
     @property
     def vocabulary_size(self) -> int:
-        """See `Expander`."""
+        """All tokens are below this value."""
         return self._model.vocabulary_size
 
     @property
@@ -67,13 +67,16 @@ class ModelExpander:
         return self._model.vocabulary
 
     def open_source(self, start: SequenceStart) -> OpenSource | None:
-        """See `ReadsSources`. The encoder reads it in the next pass that has a row of it."""
+        """Make room for the source of a sequence; `None` if it has none. Raises `KvPoolExhausted`.
+
+        The encoder reads it in the next pass that has a row of it.
+        """
         if self._sources is None or not start.source:
             return None
         return _HeldSource(self._sources, self._sources.acquire(start.source, start.cache_salt))
 
     def read_sources_from(self, states: SourceStates) -> None:
-        """See `ReadsSources`."""
+        """Use the output of the target's encoder instead of reading sources, if the encoder is the same."""
         self._states = states if self._has_target_encoder else None
 
     def warm_up(self) -> None:
@@ -81,7 +84,7 @@ class ModelExpander:
         self._runner.warm_up()
 
     def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
-        """See `Expander`."""
+        """Commit each row's tokens to its table, and draft the tokens that may follow. This is one forward pass."""
         logits, contexts = self.compute(rows)
         if not contexts:
             return [()] * len(rows)
@@ -175,13 +178,13 @@ class GreedyCandidates:
 
 @dataclass(frozen=True, slots=True)
 class _HeldSource:
-    """See `OpenSource`."""
+    """The source of a sequence in a store. It is an `OpenSource`."""
 
     store: SourceStore
     stored: StoredSource
 
     def close(self) -> None:
-        """See `OpenSource`."""
+        """Free it, unless another sequence reads the same source."""
         self.store.release(self.stored)
 
 

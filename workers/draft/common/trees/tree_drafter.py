@@ -75,7 +75,7 @@ class TreeDrafter:
         self._calls = 0
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """See `DraftMethod`."""
+        """Propose a tree for each row, in order."""
         self._calls += 1
         now = self._clock()
         builders: dict[SequenceId, ProposalBuilder] = {}
@@ -100,16 +100,16 @@ class TreeDrafter:
         return proposals
 
     def read_sources_from(self, states: SourceStates) -> None:
-        """See `ReadsSourceStates`."""
+        """Use the output of the target's encoder instead of reading sources, if the encoder is the same."""
         if isinstance(self._expander, ReadsSources):
             self._expander.read_sources_from(states)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
     def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
-        """See `IdleWork`."""
+        """Compute some committed tokens of these sequences. Returns false when none are left or there is no room."""
         for session in self._sessions.known(sequence_ids):
             unstored = session.catch_up_tokens(self._expander.max_context_len)
             if unstored and not self._lacks_source(session):
@@ -119,7 +119,7 @@ class TreeDrafter:
         return False
 
     def run_ahead(self) -> bool:
-        """See `IdleWork`."""
+        """Do one piece of work that makes the next proposals ready sooner. Returns false when there is none."""
         planned = self._queue.take(_BACKGROUND_NODES, _BACKGROUND_TOKENS)
         if not planned:
             return False

@@ -54,7 +54,10 @@ class TreeSession(Session):
         """Incremented by every change that invalidates planned expansions."""
 
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
-        """See `Session`. Known tokens change nothing; tokens after them move the tree's root."""
+        """Replace all tokens after the first `known_len` by `new_tokens`.
+
+        Known tokens change nothing; tokens after them move the tree's root.
+        """
         self.version += 1
         overlap = len(self.tokens) - known_len
         is_known = overlap <= len(new_tokens) and self.tokens[known_len:] == list(new_tokens[:overlap])
