@@ -28,9 +28,14 @@ KEY = "alice-key-0123456789"
 
 async def ask(page: Page, prompt: str, *, tokens: int = 64, seed: str = "7", temperature: str = "0") -> None:
     """Type a prompt and wait for the end of the answer."""
+    is_folded = not await page.is_visible("#seed")
+    if is_folded:  # on a phone
+        await page.click("#options summary")
     await page.fill("#max-tokens", str(tokens))
     await page.fill("#seed", seed)
     await page.fill("#temperature", temperature)
+    if is_folded:
+        await page.click("#options summary")
     await page.fill("#prompt", prompt)
     before = await page.locator(".message.assistant .foot").count()
     await page.keyboard.press("Enter")
