@@ -41,7 +41,7 @@ function frame({ x, y }, kind) {
 }
 
 function targetBox({ x, y }, replica, hasDrafters) {
-  const used = Math.min(1, replica.kv_usage) * (BOX.width - 110);
+  const used = Math.min(1, replica.kv_usage) * (BOX.width - 134);
   return svg(
     "g",
     {},
@@ -49,9 +49,9 @@ function targetBox({ x, y }, replica, hasDrafters) {
     text(x + 12, y + 20, `Target ${name(replica)}`.slice(0, 34), "title"),
     text(x + 12, y + 38, `${replica.running} running, ${replica.waiting} waiting${hasDrafters ? "" : "; drafts on the target"}`),
     text(x + 12, y + 60, "KV memory"),
-    svg("rect", { x: x + 76, y: y + 50, width: BOX.width - 110, height: 12, rx: 6, class: "kv-all" }),
-    svg("rect", { x: x + 76, y: y + 50, width: used, height: 12, rx: 6, class: "kv-used" }),
-    text(x + BOX.width - 30, y + 60, percent(replica.kv_usage)),
+    svg("rect", { x: x + 90, y: y + 50, width: BOX.width - 134, height: 12, rx: 6, class: "kv-all" }),
+    svg("rect", { x: x + 90, y: y + 50, width: used, height: 12, rx: 6, class: "kv-used" }),
+    text(x + BOX.width - 38, y + 60, percent(replica.kv_usage)),
   );
 }
 
