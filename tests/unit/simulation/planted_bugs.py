@@ -81,6 +81,6 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "double commit": (plant_double_commit, "differs|ended after"),
     "lost release": (plant_lost_release, "leak"),
     "accepted stale draft": (plant_accepted_stale_draft, "did not grow from"),
-    "lost resume": (plant_lost_resume, "differs|ended after"),
+    "lost resume": (plant_lost_resume, "differs|ended after|grew after its end"),
 }
 """How each bug is planted, and a pattern of the violations that reveal it."""
