@@ -191,7 +191,9 @@ class GraphBuffers:
         words: list[int] = []
         for index, row in enumerate(rows):
             kept, begin, end = blocks_read(row, window, self._block_size)
-            sinks[index], skipped[index], counts[index] = kept, begin - kept, kept + end - begin
+            sinks[index] = kept
+            skipped[index] = begin - kept
+            counts[index] = kept + end - begin
             for table_index, table in enumerate(tables):
                 held = row.blocks[table]
                 blocks[table_index, index, :kept] = held[:kept]

@@ -96,7 +96,9 @@ class DiskTier:
             shutil.rmtree(self._home, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
-        self._home = self._lock = self._writer = None
+        self._home = None
+        self._lock = None
+        self._writer = None
         with self._changed:
             self._sizes.clear()
             self._bytes = 0

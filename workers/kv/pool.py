@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 
 import psutil
 import torch
-from torch import distributed
 
 from cluster.core.config.model_section import PoolSection
 from cluster.core.config.target_section import KvSection
@@ -22,6 +22,7 @@ from workers.kv.huge_pages import huge_pages
 from workers.kv.spec import KvCacheSpec
 from workers.kv.store import KvStore
 from workers.kv.tiers import Tiers, agreed_length
+from workers.ranks import least_of_all_ranks
 from workers.transfer import to_device
 
 _MAX_BLOCKS = 1 << 22
@@ -266,7 +267,7 @@ class KvPool:
                 return len(prefix)
             return min(len(kept), bound)
 
-        length = agreed_length(longest, max_tokens, self._least)
+        length = agreed_length(longest, max_tokens, partial(least_of_all_ranks, ranks=self._ranks))
         if length <= len(kept):
             return None
         prefix = search(length, tiers.find)
@@ -275,20 +276,13 @@ class KvPool:
             table, loads = self._allocator.adopt(prefix)
         except KvPoolExhausted:  # every rank takes this branch, since all hold the same tables
             return None
-        if self._least(int(all(tiers.load(load.key, self._parts(load.destination)) for load in loads))):
+        loaded = all(tiers.load(load.key, self._parts(load.destination)) for load in loads)
+        if least_of_all_ranks(int(loaded), self._ranks):
             for load in loads:
                 self._allocator.loaded(load)
             return table
         self._allocator.release(table)
         return None
-
-    def _least(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
-        if self._ranks == 1:
-            return number
-        least = torch.tensor(number)
-        distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
-        return int(least)
 
     def _save(self, key: bytes, block: BlockId) -> None:
         if self._tiers is not None:

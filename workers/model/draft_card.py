@@ -82,8 +82,17 @@ def read_card(directory: Path) -> DraftCard:
     if version == 1:
         return DraftCard(target, whole, hidden, layers, reduced)
     kind, shape = _kind(file, card)
-    taps, tree = _numbers(file, card, "taps"), _tree(file, card)
-    return DraftCard(target, whole, hidden, layers, reduced, kind, taps, shape, tree)
+    return DraftCard(
+        target,
+        whole,
+        hidden,
+        layers,
+        reduced,
+        kind=kind,
+        taps=_numbers(file, card, "taps"),
+        shape=shape,
+        tree=_tree(file, card),
+    )
 
 
 def _tree(file: Path, card: dict[str, Any]) -> tuple[tuple[int, ...], ...]:

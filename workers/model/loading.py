@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -72,67 +71,88 @@ def load_model(
     `torch.distributed` must be initialized; all ranks call this together, and each holds its own heads and its own
     part of the vocabulary. Raises `ModelLoadError`, `ConfigurationError`.
     """
-    directory = Path(section.path)
-    device = choose_device(section.device, rank)
-    if section.quantization == "int8" and device.type == "cuda":
+    request = _Request(
+        section=section,
+        config=_load_config(Path(section.path)),
+        device=choose_device(section.device, rank),
+        share=Share(rank, tensor_parallel),
+        max_context_len=max_context_len,
+        target_directory=target_directory,
+    )
+    if section.quantization == "int8" and request.device.type == "cuda":
         raise ConfigurationError(
             "quantization: int8 is refused on CUDA; it is for CPU, where its kernels are. On CUDA it must be none"
         )
-    dtype, config = _DTYPES[section.dtype], _load_config(directory)
     if tensor_parallel > 1:
-        check_divisible(config, tensor_parallel)
+        check_divisible(request.config, tensor_parallel)
     keep_compiled_code(section.compile_directory)
     register()
-    # An encoder-decoder model is read whole, and each rank then keeps its share.
-    read_ranks = 1 if config.is_encoder_decoder else tensor_parallel
-    read = partial(_read, directory, config, dtype, device, read_ranks, target_directory)
-    if section.load_format == "dummy":
-        read = partial(_draw, config, dtype, device, tensor_parallel)
-    if config.is_encoder_decoder:
-        origin = target_directory or directory if is_distilled(directory) else directory
-        load = partial(_load_encoder_decoder, section, config, device, origin, max_context_len)
-        return _with_kernels_or_modules(load, Share(rank, tensor_parallel), read, section, device)
-    module, vocabulary = read()
+    may_be_packed = may_be_native(section, request.device, tensor_parallel)
+    if request.config.is_encoder_decoder:
+        try:
+            return _load_encoder_decoder(request, native=may_be_packed)
+        except KernelMismatch:
+            return _load_encoder_decoder(request, native=False)
+    return _load_decoder(request, native=may_be_packed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is loaded, and for whom."""
+
+    section: ModelSection
+    config: PreTrainedConfig
+    device: torch.device
+    share: Share
+    max_context_len: int | None
+    target_directory: Path | None
+    """Where a distilled draft reads its embedding and its head."""
+
+    @property
+    def directory(self) -> Path:
+        """The model's files."""
+        return Path(self.section.path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return _DTYPES[self.section.dtype]
+
+    def read(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
+        """The module, and the vocabulary of a reduced head, if any. Raises `ModelLoadError`, `ConfigurationError`."""
+        return _draw(self) if self.section.load_format == "dummy" else _read(self)
+
+
+def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
+    """Load a model without an encoder. With `native`, the CPU kernels compute its layers if they can."""
+    section, config, share = request.section, request.config, request.share
+    module, vocabulary = request.read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
         module=module,
-        name=directory.name,
-        layers=measure_layers(module, device),
+        name=request.directory.name,
+        layers=measure_layers(module, request.device),
         hidden_size=int(config.get_text_config().hidden_size),
         vocabulary_size=vocabulary_size,
-        vocabulary_offset=_first_token(vocabulary_size, rank, tensor_parallel),
-        max_context_len=_context_len(config, max_context_len),
-        eos_token_ids=end_of_sequence_ids(directory),
-        device=device,
-        dtype=dtype,
+        vocabulary_offset=share.tokens(vocabulary_size).start,
+        max_context_len=_context_len(config, request.max_context_len),
+        eos_token_ids=end_of_sequence_ids(request.directory),
+        device=request.device,
+        dtype=request.dtype,
         code_directory=section.compile_directory,
-        tensor_parallel=tensor_parallel,
-        uses_cuda_graphs=device.type == "cuda" and section.compile != "off",
+        tensor_parallel=share.ranks,
+        uses_cuda_graphs=request.device.type == "cuda" and section.compile != "off",
         vocabulary=vocabulary,
     )
-    if may_be_native(section, device, tensor_parallel):
+    if native:
         try:
-            native = try_native_kernels(model, section.quantization)
+            kernels = try_native_kernels(model, section.quantization)
         except KernelMismatch:
-            model = replace(model, module=read()[0])
+            model = replace(model, module=request.read()[0])
         else:
-            if native is not None:
-                return replace(model, native=native)
+            if kernels is not None:
+                return replace(model, native=kernels)
     return _optimized(model, section)
-
-
-def _with_kernels_or_modules(
-    load: Callable[..., LoadedModel],
-    share: Share,
-    read: Callable[[], tuple[PreTrainedModel, torch.Tensor | None]],
-    section: ModelSection,
-    device: torch.device,
-) -> LoadedModel:
-    """Make a model of what is read; read it again for the modules if the kernels compute other logits."""
-    try:
-        return load(share, read(), native=may_be_native(section, device, share.ranks))
-    except KernelMismatch:
-        return load(share, read(), native=False)
 
 
 def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
@@ -144,36 +164,30 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     return model
 
 
-def _load_encoder_decoder(
-    section: ModelSection,
-    config: PreTrainedConfig,
-    device: torch.device,
-    origin: Path,
-    max_context_len: int | None,
-    share: Share,
-    loaded: tuple[PreTrainedModel, torch.Tensor | None],
-    *,
-    native: bool,
-) -> LoadedModel:
-    """Make a model of a module's decoder. `origin` has its settings.
+def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:
+    """Load a model with an encoder. It is read whole, and each rank then keeps its share.
 
     With `native`, the CPU kernels compute its layers if they can. Raises `KernelMismatch` if they compute other logits
     than the module, `ModelLoadError`, `ConfigurationError`.
     """
-    module, vocabulary = loaded
+    section, config, share = request.section, request.config, request.share
+    origin = request.directory  # of the settings
+    if is_distilled(origin) and request.target_directory is not None:
+        origin = request.target_directory
+    module, vocabulary = request.read()
     split = split_encoder_decoder(module, origin, section.quantization, share if share.ranks > 1 else None)
     vocabulary_size = split.vocabulary_size if vocabulary is None else int(config.get_text_config().vocab_size)
     model = LoadedModel(
         module=split.decoder,
-        name=Path(section.path).name,
-        layers=measure_layers(split.decoder, device),
+        name=request.directory.name,
+        layers=measure_layers(split.decoder, request.device),
         hidden_size=int(config.get_text_config().hidden_size),
         vocabulary_size=vocabulary_size,
-        vocabulary_offset=_first_token(vocabulary_size, share.rank, share.ranks),
-        max_context_len=decoder_context_len(config.get_text_config(), max_context_len),
+        vocabulary_offset=share.tokens(vocabulary_size).start,
+        max_context_len=decoder_context_len(config.get_text_config(), request.max_context_len),
         eos_token_ids=end_of_sequence_ids(origin),
-        device=device,
-        dtype=_DTYPES[section.dtype],
+        device=request.device,
+        dtype=request.dtype,
         code_directory=section.compile_directory,
         tensor_parallel=share.ranks,
         vocabulary=vocabulary,
@@ -184,33 +198,29 @@ def _load_encoder_decoder(
     return _optimized(model, section) if kernels is None else replace(model, native=kernels)
 
 
-def _read(
-    directory: Path,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    tensor_parallel: int,
-    target_directory: Path | None,
-) -> tuple[PreTrainedModel, torch.Tensor | None]:
-    """Load this rank's weights with `transformers`. The second result is the vocabulary of a reduced head, if any.
-
-    Raises `ModelLoadError`, `ConfigurationError`.
-    """
+def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
+    """Load this rank's weights with `transformers`."""
+    directory, config = request.directory, request.config
+    tensor_parallel = 1 if config.is_encoder_decoder else request.share.ranks
     if is_distilled(directory):
         if tensor_parallel > 1:
             raise ConfigurationError(
                 f"tensor_parallel: {tensor_parallel} is refused; for a distilled draft it must be 1"
             )
-        draft = load_distilled_draft(directory, target_directory, config, dtype, device)
+        draft = load_distilled_draft(directory, request.target_directory, config, request.dtype, request.device)
         draft.module.eval().requires_grad_(False)
         return draft.module, draft.vocabulary
-    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
+    arguments: dict[str, Any] = {
+        "dtype": request.dtype,
+        "attn_implementation": ATTENTION_NAME,
+        "use_safetensors": True,
+    }
     if tensor_parallel > 1:
         arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_SHARDED_HEAD)
     else:
-        arguments["device_map"] = {"": device}
+        arguments["device_map"] = {"": request.device}
     try:
-        with _ranks_on(device):
+        with _ranks_on(request.device):
             module: PreTrainedModel = _auto_class(config).from_pretrained(directory, **arguments)
     except ImportError as error:
         raise ModelLoadError(_missing_library(directory, config, error)) from error
@@ -220,17 +230,16 @@ def _read(
     return module, None
 
 
-def _draw(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tensor_parallel: int
-) -> tuple[PreTrainedModel, torch.Tensor | None]:
+def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     """A model with random weights, the same at each start. Raises `ConfigurationError`."""
+    device, config, tensor_parallel = request.device, request.config, request.share.ranks
     if tensor_parallel > 1:
         raise ConfigurationError(
             f"tensor_parallel: {tensor_parallel} is refused; with target.load_format: dummy it must be 1"
         )
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        module = _auto_class(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        module = _auto_class(config).from_config(config, dtype=request.dtype, attn_implementation=ATTENTION_NAME)
     module.eval().requires_grad_(False)
     return module, None
 
@@ -304,11 +313,6 @@ def _load_config(directory: Path) -> PreTrainedConfig:
             f"model directory {str(directory)!r}: its configuration cannot be read: {error}"
         ) from error
     return config
-
-
-def _first_token(vocabulary_size: int, rank: int, ranks: int) -> int:
-    """First token of a rank's part of the vocabulary. The parts are equal, and the last one may be shorter."""
-    return min(rank * -(-vocabulary_size // ranks), vocabulary_size)
 
 
 def _context_len(config: PreTrainedConfig, wanted: int | None) -> int:

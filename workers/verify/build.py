@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import distributed
-
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
@@ -18,6 +15,7 @@ from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
 from workers.model.fingerprint import fingerprint
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
+from workers.ranks import least_of_all_ranks
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
@@ -48,7 +46,7 @@ def build_engine(
     blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()
     if section.tensor_parallel > 1:
-        blocks = _fewest_of_all_ranks(blocks)
+        blocks = least_of_all_ranks(blocks, section.tensor_parallel)  # block tables are equal on all of them
         decider = GroupDecider(model, rank)
     pool = KvPool(model.kv_spec, section.kv, blocks)
     attention = choose_attention(model, pool)
@@ -81,10 +79,3 @@ def _load(section: TargetSection, rank: int) -> LoadedModel:
     return load_model(
         section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
     )
-
-
-def _fewest_of_all_ranks(blocks: int) -> int:
-    """The least number of blocks that fit on any rank: block tables must be equal on all of them."""
-    fewest = torch.tensor(blocks)
-    distributed.all_reduce(fewest, op=distributed.ReduceOp.MIN)
-    return int(fewest)

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import distributed
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
@@ -33,6 +32,7 @@ from workers.forward.layout import RowShape
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore
+from workers.ranks import least_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ def choose_backend(
         if problem := plugin.capabilities.problem(setting, kind):
             logger.debug("attention backend %s is not used for %s: %s", plugin.name, kind.value, problem)
             continue
-        if plugin.name == REFERENCE or _all_ranks(_passes_trial(plugin, setting, kind), ranks):
+        # All ranks must run the same kernels.
+        if plugin.name == REFERENCE or least_of_all_ranks(int(_passes_trial(plugin, setting, kind)), ranks):
             logger.info("attention in %s is computed by the backend %s", kind.value, plugin.name)
             return ChosenBackend(plugin.name, plugin.open(setting), plugin.capabilities)
     raise BackendUnavailable(f"no attention backend computes {kind.value} for this model")
@@ -158,12 +159,3 @@ def _trial_step(backend: AttentionBackend[Any], setting: AttentionSetting, kind:
         backend.write(layer, keys, values, metadata)
         found.append(backend.attend(layer, queries, metadata, None)[:tokens].float())
     return found
-
-
-def _all_ranks(answer: bool, ranks: int) -> bool:
-    """Whether all ranks agree, since all must run the same kernels."""
-    if ranks == 1:
-        return answer
-    least = torch.tensor(int(answer))
-    distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
-    return bool(least)

@@ -18,8 +18,8 @@ from workers.forward.encoder_decoder.packing import (
     ACTIVATIONS,
     SourcedPacker,
     SourcedShape,
-    WorkBuffers,
     attention_matrices,
+    buffer_sizes,
     parts_with_weights,
     position_table,
     shape_of_layer,
@@ -36,7 +36,7 @@ from workers.forward.native.attention import (
 )
 from workers.forward.native.build import load_library
 from workers.forward.native.screen import MOST_LEADERS, HeadScreen
-from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass
+from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass, WorkBuffers
 from workers.forward.replace_linear import decoder_layers
 from workers.kv.groups import KvCacheGroups
 from workers.kv.pool import KvPool
@@ -83,7 +83,7 @@ class NativeSourcedDecoder:
         decoder.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
         self._kv_groups: KvCacheGroups | None = None
-        self._buffers = WorkBuffers(shape)
+        self._buffers = WorkBuffers()
 
     def bind(self, pool: KvPool) -> None:
         """Use this pool's blocks from now on."""
@@ -122,7 +122,7 @@ class NativeSourcedDecoder:
         hidden = torch.empty((len(ids), len(tapped) * self._shape.hidden), dtype=torch.bfloat16) if tapped else None
         work = SourcedPass(
             *(address(ids), address(indices), len(indices), logits.data_ptr()),
-            *self._buffers.addresses(max(len(ids), len(indices))),
+            *self._buffers.addresses(buffer_sizes(self._shape, max(len(ids), len(indices)))),
             *(options.partial.layers or len(self._layers), address(skip) if skip else None),
             *(address(tapped), len(tapped), None if hidden is None else hidden.data_ptr(), None),
         )

@@ -19,8 +19,8 @@ from workers.forward.encoder_decoder.packing import (
     ACTIVATIONS,
     SourcedPacker,
     SourcedShape,
-    WorkBuffers,
     attention_matrices,
+    buffer_sizes,
     parts_with_weights,
     position_table,
     shape_of_layer,
@@ -29,7 +29,7 @@ from workers.forward.loaded_model import EncodedSources
 from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import linear_function
-from workers.forward.native.structures import Matrix, Norm, SourcedDecoder, SourcedLayer, SourcedPass
+from workers.forward.native.structures import Matrix, Norm, SourcedDecoder, SourcedLayer, SourcedPass, WorkBuffers
 
 _PARTS = {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"}
 _OUTER_PARTS = {"embed_tokens", "embed_positions", "layers", "layernorm_embedding"}
@@ -71,7 +71,7 @@ class NativeSourceEncoder:
             packer.table(position_table(encoder)).data_ptr(),
             packer.norm(getattr(encoder, "layernorm_embedding", None)),
         )
-        self._buffers = WorkBuffers(shape)
+        self._buffers = WorkBuffers()
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Sequence[int]], device: torch.device) -> Iterator[EncodedSources]:  # noqa: ARG002 - part of the interface
@@ -108,7 +108,7 @@ class NativeSourceEncoder:
         tapped = np.array([layers], dtype=np.int64)
         projected = torch.empty((count, self._width))
         hidden = torch.empty((count, self._shape.hidden), dtype=torch.bfloat16)
-        buffers = self._buffers.addresses(count)
+        buffers = self._buffers.addresses(buffer_sizes(self._shape, count))
         for layer in self._layers:  # keys and values are stored where the kernel leaves them
             layer.keys, layer.values = buffers[-2:]
         step, _arrays = _step(lengths)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from workers.kv.huge_pages import CACHE_LINE, Arena
 
 ACTIVATIONS = {"swish": 0, "silu": 0, "relu": 1, "gelu": 2}
 """Activations of the kernels, by their names in `transformers`."""
-_LINE_FLOATS = CACHE_LINE // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +67,10 @@ class SourcedPacker:
         return values
 
 
-class WorkBuffers:
-    """The buffers of `SourcedPass` from `x` to `value`. The next pass reuses them."""
-
-    def __init__(self, shape: SourcedShape) -> None:
-        hidden, inner = shape.hidden, shape.inner
-        self._widths = (hidden, hidden, inner, inner, 3 * hidden, hidden, hidden)
-        self._scratch = torch.empty(0)
-
-    def addresses(self, tokens: int) -> list[int]:
-        """Addresses of the buffers for that many tokens."""
-        sizes = [tokens * width for width in self._widths]
-        offsets = [0, *accumulate(-(-size // _LINE_FLOATS) * _LINE_FLOATS for size in sizes)]
-        if offsets[-1] > len(self._scratch):
-            self._scratch = torch.empty(offsets[-1])
-        base = self._scratch.data_ptr()
-        return [base + 4 * offset for offset in offsets[:-1]]
+def buffer_sizes(shape: SourcedShape, tokens: int) -> list[int]:
+    """Numbers in each of the buffers of `SourcedPass` from `x` to `value`."""
+    hidden, inner = shape.hidden, shape.inner
+    return [tokens * width for width in (hidden, hidden, inner, inner, 3 * hidden, hidden, hidden)]
 
 
 def attention_matrices(packer: SourcedPacker, attention: Any) -> tuple[Any, Any]:

@@ -93,7 +93,8 @@ def build_native_source_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups)
     sources = [source_of(row, tables) for row in rows]
     used = [-(-source.length // size) for source in sources]
     most_blocks = max(used)
-    blocks, first_token, position = array("i"), array("i", [0]), array("i")
+    blocks, position = array("i"), array("i")
+    first_token = array("i", [0])
     for table in range(tables):
         for source, count in zip(sources, used, strict=True):
             blocks.extend(source.blocks[table][:count])

@@ -6,7 +6,6 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -14,12 +13,10 @@ from workers.forward.layout import RowShape
 from workers.forward.loaded_model import WHOLE_PASS, PassOptions, PassOutput
 from workers.forward.native.attention import KINDS, StepHeader, address, build_native_step
 from workers.forward.native.decoder_shape import DecoderShape
-from workers.forward.native.structures import Decoder, DecoderLayer, Matrix, Pass
+from workers.forward.native.structures import Decoder, DecoderLayer, Matrix, Pass, WorkBuffers
 from workers.kv.groups import KvCacheGroups
-from workers.kv.huge_pages import CACHE_LINE
 from workers.kv.pool import KvPool
 
-_LINE_FLOATS = CACHE_LINE // 4
 _LEAST_ANGLES = 1024
 
 
@@ -72,7 +69,7 @@ class NativeDecoder:
             self._decoder.embedding = self._embedding.data_ptr()
         self._kv_groups: KvCacheGroups | None = None
         self._angles: tuple[torch.Tensor, ...] = ()
-        self._scratch = torch.empty(0)
+        self._buffers = WorkBuffers()
 
     def bind(self, pool: KvPool) -> None:
         """Use this pool's blocks from now on."""
@@ -132,8 +129,4 @@ class NativeDecoder:
         widest = max(shape.hidden, queries)
         sizes = [tokens * shape.hidden, max(tokens, wanted) * widest, tokens * shape.inner]
         sizes += [tokens * (queries + 2 * stored), tokens * queries, tokens * stored, tokens * stored]
-        offsets = [0, *accumulate(-(-size // _LINE_FLOATS) * _LINE_FLOATS for size in sizes)]
-        if offsets[-1] > len(self._scratch):
-            self._scratch = torch.empty(offsets[-1])
-        base = self._scratch.data_ptr()
-        return [base + 4 * offset for offset in offsets[:-1]]
+        return self._buffers.addresses(sizes)

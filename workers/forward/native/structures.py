@@ -1,8 +1,17 @@
-"""The C structures of decoder.c as ctypes sees them. Field order and types must match the C source."""
+"""The C structures of decoder.c as ctypes sees them, and the buffers that they point to.
+
+Field order and types must match the C source.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from workers.kv.huge_pages import CACHE_LINE
 
 
 class Matrix(ctypes.Structure):
@@ -114,3 +123,19 @@ class SourcedPass(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("hidden", "places")),
         ("leading", ctypes.POINTER(Leading)),
     ]
+
+
+class WorkBuffers:
+    """The buffers of a pass, one behind another, each from a new cache line on. The next pass reuses them."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0)
+
+    def addresses(self, sizes: Sequence[int]) -> list[int]:
+        """Addresses of buffers of these numbers of float32 numbers."""
+        line = CACHE_LINE // 4
+        offsets = [0, *accumulate(-(-size // line) * line for size in sizes)]
+        if offsets[-1] > len(self._scratch):
+            self._scratch = torch.empty(offsets[-1])
+        base = self._scratch.data_ptr()
+        return [base + 4 * offset for offset in offsets[:-1]]

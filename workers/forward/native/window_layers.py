@@ -15,7 +15,7 @@ import torch
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedMatrix, block_columns, interleave, pack_matrix
-from workers.forward.native.structures import Decoder, DecoderLayer
+from workers.forward.native.structures import Decoder, DecoderLayer, WorkBuffers
 
 _LEAST_ANGLES = 1024
 
@@ -99,7 +99,7 @@ class WindowLayers:
             *(len(layers), *sizes, KINDS[torch.float32], shape.epsilon, shape.head_width**-0.5, self._layers)
         )
         self._angles: tuple[torch.Tensor, ...] = ()
-        self._scratch = torch.empty(0)
+        self._work = WorkBuffers()
         self._compute = library.pilotfish_window_layers
         self._compute.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(_Pass)]
         self._compute.restype = None
@@ -120,7 +120,9 @@ class WindowLayers:
             return residual
         found = residual.clone(memory_format=torch.contiguous_format)
         self._extend_angles(max(positions) + 1)
-        structures, masks, first = (_Piece * len(pieces))(), [], 0
+        structures = (_Piece * len(pieces))()
+        masks: list[torch.Tensor | None] = []
+        first = 0
         for index, piece in enumerate(pieces):
             mask = None if piece.is_seen is None else piece.is_seen.contiguous()
             masks.append(mask)
@@ -157,10 +159,7 @@ class WindowLayers:
         shape = self._shape
         queries, stored = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
         sizes = [tokens * width for width in (max(self._hidden, queries), self._inner, queries + 2 * stored, queries)]
-        if sum(sizes) > len(self._scratch):
-            self._scratch = torch.empty(sum(sizes))
-        base = self._scratch.data_ptr()
-        return [base + 4 * sum(sizes[:index]) for index in range(len(sizes))]
+        return self._work.addresses(sizes)
 
 
 def pack_window_layers(
