@@ -13,7 +13,7 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection, TargetSection
 from tests.support.engines.sourced import SOURCE, SourcedModel
 from tests.support.models import tiny
-from tests.unit.encoder_decoder.test_colocated_drafts import Colocated
+from tests.unit.forward.encoder_decoder.test_colocated_drafts import Colocated
 from workers.distill.export import export
 from workers.distill.seq2seq_data import decoder_start
 from workers.distill.seq2seq_student import load_seq2seq_target, make_seq2seq_student

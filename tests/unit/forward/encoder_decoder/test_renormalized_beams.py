@@ -11,7 +11,13 @@ from cluster.core.request import BeamParameters, EarlyStopping
 from tests.support.engines.engine_port import EngineTarget
 from tests.support.engines.sourced import SOURCE, SourcedModel
 from tests.support.fakes.fake_cluster import answers_of
-from tests.unit.encoder_decoder.test_sourced_requests import SOURCES, by_transformers, frequent, request, serving
+from tests.unit.forward.encoder_decoder.test_sourced_requests import (
+    SOURCES,
+    by_transformers,
+    frequent,
+    request,
+    serving,
+)
 
 
 @pytest.mark.parametrize("words", ["single tokens", "pairs"])

@@ -16,7 +16,13 @@ from tests.support.engines.engine_port import EngineTarget
 from tests.support.engines.engine_sequence import GREEDY, drafts_near
 from tests.support.engines.sourced import SOURCE, SourcedModel, greedy_answer, translate
 from tests.support.fakes.fake_cluster import answers_of
-from tests.unit.encoder_decoder.test_sourced_requests import SOURCES, by_transformers, frequent, request, serving
+from tests.unit.forward.encoder_decoder.test_sourced_requests import (
+    SOURCES,
+    by_transformers,
+    frequent,
+    request,
+    serving,
+)
 from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
 
 SIZE, COUNT = 2, 24
