@@ -129,7 +129,8 @@ class GraphBuffers:
         self._numbers = torch.zeros(sum(map(prod, self._shapes)), dtype=torch.int64, device=device)
         parts = torch.split(self._numbers, [prod(shape) for shape in self._shapes])
         self._parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        self.tokens, self.positions, self.selected = self._parts[0][None], self._parts[1][None], self._parts[2]
+        self.tokens, self.positions = self._parts[0][None], self._parts[1][None]
+        self.selected = self._parts[2]
         """`[1, tokens]`, `[1, tokens]`, `[selected]`."""
 
     def _plan(self) -> list[tuple[int, ...]]:

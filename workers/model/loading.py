@@ -125,7 +125,8 @@ class _Request:
 
 def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     """Load a model without an encoder. With `native`, the CPU kernels compute its layers if they can."""
-    section, config, share = request.section, request.config, request.share
+    section, config = request.section, request.config
+    share = request.share
     module, vocabulary = request.read()
     vocabulary_size = int(config.get_text_config().vocab_size)
     model = LoadedModel(
@@ -170,7 +171,8 @@ def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:
     With `native`, the CPU kernels compute its layers if they can. Raises `KernelMismatch` if they compute other logits
     than the module, `ModelLoadError`, `ConfigurationError`.
     """
-    section, config, share = request.section, request.config, request.share
+    section, config = request.section, request.config
+    share = request.share
     origin = request.directory  # of the settings
     if is_distilled(origin) and request.target_directory is not None:
         origin = request.target_directory
@@ -232,7 +234,8 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
 
 def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     """A model with random weights, the same at each start. Raises `ConfigurationError`."""
-    device, config, tensor_parallel = request.device, request.config, request.share.ranks
+    device, config = request.device, request.config
+    tensor_parallel = request.share.ranks
     if tensor_parallel > 1:
         raise ConfigurationError(
             f"tensor_parallel: {tensor_parallel} is refused; with target.load_format: dummy it must be 1"
