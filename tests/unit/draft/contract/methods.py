@@ -18,6 +18,7 @@ from workers.draft.registry import METHODS
 
 VOCABULARY = 320
 HIDDEN = 48
+EXAMPLE = Path(__file__).parents[4] / "deploy" / "docs" / "extending" / "drafting-method.md"
 EXAMPLE_LINES = 40
 
 
@@ -79,12 +80,12 @@ CASES = {
 
 @contextmanager
 def example_method() -> Iterator[None]:
-    """Inside, the method that CONTRIBUTING shows is registered, by running its code. Other tests do not know it."""
+    """Inside, the method that the page shows is registered by running its code. Other tests do not know it."""
     known = METHODS.names()  # the registry must know its own methods first
-    text = (Path(__file__).parents[4] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = EXAMPLE.read_text(encoding="utf-8")
     code = text.split("```python\n")[1].split("```")[0]
     if len(code.splitlines()) > EXAMPLE_LINES:
-        raise ValueError(f"the example in CONTRIBUTING.md has more than {EXAMPLE_LINES} lines")
+        raise ValueError(f"the example in {EXAMPLE.name} has more than {EXAMPLE_LINES} lines")
     with TemporaryDirectory() as directory:
         file = Path(directory) / "successor.py"
         file.write_text(code, encoding="utf-8")
