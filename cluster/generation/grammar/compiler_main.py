@@ -60,7 +60,8 @@ def _some_token(allowed: bytes, step: int) -> int:
     start = step * 7919 % len(allowed)
     place = next(index for index in (*range(start, len(allowed)), *range(start)) if allowed[index])
     bits = allowed[place]
-    return place * 8 + int.bit_length(bits & -bits) - 1
+    lowest: int = (bits & -bits).bit_length() - 1
+    return place * 8 + lowest
 
 
 def _in_a_child(request: dict[str, Any], vocabulary: LLTokenizer) -> dict[str, Any]:
