@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+from itertools import chain
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -58,10 +59,9 @@ def _follow(matcher: LLMatcher) -> None:
 def _some_token(allowed: bytes, step: int) -> int:
     """Return one of the tokens whose bit is set. Different steps begin to search at different places."""
     start = step * 7919 % len(allowed)
-    place = next(index for index in (*range(start, len(allowed)), *range(start)) if allowed[index])
+    place: int = next(index for index in chain(range(start, len(allowed)), range(start)) if allowed[index])
     bits = allowed[place]
-    lowest: int = (bits & -bits).bit_length() - 1
-    return place * 8 + lowest
+    return place * 8 + (bits & -bits).bit_length() - 1
 
 
 def _in_a_child(request: dict[str, Any], vocabulary: LLTokenizer) -> dict[str, Any]:
