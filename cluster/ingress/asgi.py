@@ -64,10 +64,12 @@ def _refusal(header: str, scope: Scope) -> ASGIApp:
 async def read_body(request: Request, limit: int) -> bytes:
     """Read a body of at most `limit` bytes. A longer body is never held in memory.
 
-    Raises `TooLarge`, `InvalidRequest` for another content type than JSON, `Aborted` if the client disconnects.
+    Raises `TooLarge`, `InvalidRequest` for another content type than JSON, `Aborted` if the client disconnects. A client
+    that is no browser, which would name an origin, may leave the content type out.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a browser sends it for a page of another origin only if CORS allows it
+    is_unnamed = "content-type" not in request.headers and "origin" not in request.headers
+    if kind != "application/json" and not is_unnamed:  # a browser sends JSON for other origins only if CORS allows it
         raise InvalidRequest("body", kind, "sent with content-type application/json")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

@@ -78,8 +78,8 @@ class ServerSection(Section):
     """Origins of web pages that may call the HTTP API from a browser, as `https://chat.example.com`, or `*` for all;
     unset: none."""
     allowed_hosts: Annotated[tuple[Host, ...], Field(max_length=64)] = ()
-    """Names under which the HTTP API answers where no API keys are demanded, besides `localhost` and its addresses:
-    `pilotfish.example.com`, `*.example.com`, or `*` for all. With API keys, it answers under any name."""
+    """Names under which the HTTP API answers where no API keys are demanded, besides its addresses and names without a
+    dot: `pilotfish.example.com`, `*.example.com`, or `*` for all. With API keys, it answers under any name."""
     ingress_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ingress processes. Each serves both APIs, and those on one node share the ports."""
     ingress_node_resource: str | None = None

@@ -72,6 +72,8 @@ class BrowserRules:
         address = str((scope.get("server") or ("",))[0]).lower()
         if name in ("localhost", address) or name.endswith(".localhost") or _is_loopback(name):
             return bool(name)
+        if name.isascii() and name and "." not in name and not _is_address(name):
+            return True  # a name of the local network or of Compose: no public server of names answers for it
         if _is_address(name) and _is_address(address) and not _is_loopback(address):
             return True  # the address of a machine or a load balancer in front; no name that an attacker controls
         return any(

@@ -69,7 +69,7 @@ async def test_a_foreign_host_reads_nothing(tmp_path: Path, method: str, path: s
         "attacker.example:8000",
         "localhost.attacker.example",
         "127.0.0.1.attacker.example",
-        "notlocalhost",
+        "notlocalhost.example",
         "10.0.0.7",
         "[2001:db8::1]:8000",
         "localhost@attacker.example",
@@ -83,17 +83,19 @@ async def test_other_names_are_foreign_on_a_loopback_address(tmp_path: Path, hos
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:8000", "localhost.:8000", "a.localhost", "127.0.0.1", "127.1.2.3:80", "[::1]:8000"]
+    "host",
+    ["localhost", "LOCALHOST:8000", "localhost.:8000", "a.localhost", "127.0.0.1", "127.1.2.3:80", "[::1]:8000"]
+    + ["pilotfish", "gpu-box:8000"],
 )
-async def test_loopback_names_are_served(tmp_path: Path, host: str) -> None:
+async def test_loopback_names_and_names_without_a_dot_are_served(tmp_path: Path, host: str) -> None:
     async with served(tmp_path) as http:
         assert await chat(http, host=host) == 200
 
 
 @pytest.mark.parametrize(("hosts", "host", "status"), [
-    (("gpu-box",), "gpu-box:8000", 200),
-    (("gpu-box",), "GPU-Box", 200),
-    (("gpu-box",), "other", 403),
+    (("gpu.lan",), "gpu.lan:8000", 200),
+    (("gpu.lan",), "GPU.Lan", 200),
+    (("gpu.lan",), "other.lan", 403),
     (("*.example.com",), "a.example.com", 200),
     (("*.example.com",), "a.b.example.com", 200),
     (("*.example.com",), "example.com", 403),
@@ -163,16 +165,25 @@ async def test_with_keys_any_name_and_page_is_served_to_who_has_one(tmp_path: Pa
         assert await chat(http, **foreign, authorization=f"Bearer {KEY}") == 200
 
 
-@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 @pytest.mark.parametrize(
     "path",
     ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/verify", "/tokenize", "/detokenize"],
 )
-async def test_a_body_must_say_that_it_is_json(tmp_path: Path, kind: str | None, path: str) -> None:
+async def test_a_body_must_say_that_it_is_json(tmp_path: Path, kind: str, path: str) -> None:
     async with served(tmp_path) as http:
-        response = await http.post(path, content=BODY, headers={} if kind is None else {"content-type": kind})
+        response = await http.post(path, content=BODY, headers={"content-type": kind})
         assert response.status_code == 400
         assert "content-type application/json" in error_of(response)["message"]
+
+
+async def test_only_a_client_without_an_origin_may_leave_the_content_type_out(tmp_path: Path) -> None:
+    async with served(tmp_path) as http:
+        assert (await http.post("/v1/chat/completions", content=BODY)).status_code == 200
+        own = str(http.base_url).rstrip("/")
+        refused = await http.post("/v1/chat/completions", content=BODY, headers={"origin": own})
+        assert refused.status_code == 400
+        assert "content-type application/json" in error_of(refused)["message"]
 
 
 async def test_the_client_of_openai_and_the_page_are_served(tmp_path: Path) -> None:
