@@ -64,8 +64,8 @@ def _refusal(header: str, scope: Scope) -> ASGIApp:
 async def read_body(request: Request, limit: int) -> bytes:
     """Read a body of at most `limit` bytes. A longer body is never held in memory.
 
-    Raises `TooLarge`, `InvalidRequest` for another content type than JSON, `Aborted` if the client disconnects. A client
-    that is no browser, which would name an origin, may leave the content type out.
+    Raises `TooLarge`, `InvalidRequest` for another content type than JSON, `Aborted` if the client disconnects. A
+    client that is no browser, which would name an origin, may leave the content type out.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_unnamed = "content-type" not in request.headers and "origin" not in request.headers

@@ -84,8 +84,17 @@ async def test_other_names_are_foreign_on_a_loopback_address(tmp_path: Path, hos
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "LOCALHOST:8000", "localhost.:8000", "a.localhost", "127.0.0.1", "127.1.2.3:80", "[::1]:8000"]
-    + ["pilotfish", "gpu-box:8000"],
+    [
+        "localhost",
+        "LOCALHOST:8000",
+        "localhost.:8000",
+        "a.localhost",
+        "127.0.0.1",
+        "127.1.2.3:80",
+        "[::1]:8000",
+        "pilotfish",
+        "gpu-box:8000",
+    ],
 )
 async def test_loopback_names_and_names_without_a_dot_are_served(tmp_path: Path, host: str) -> None:
     async with served(tmp_path) as http:
