@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.core.answer_format import TEXT_ONLY, AnswerFormat
 from cluster.core.ids import RequestId
-from cluster.core.request import Commit, FinishReason, TokenLogprobs, Usage
+from cluster.core.request import FinishReason, TokenLogprobs, Usage
 from cluster.core.tree import TokenTree
 
 
@@ -28,23 +28,6 @@ class Started:
     """How long the request waited before it ran, in seconds."""
     fingerprint: str = ""
     """See `TargetInfo.fingerprint`."""
-
-
-@dataclass(slots=True)
-class FirstReport:
-    """What the first event of a request reports of its first commits."""
-
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    queue_seconds: float | None = None
-
-    def note(self, commit: Commit) -> None:
-        """Take what a commit says."""
-        self.prompt_logprobs += commit.prompt_logprobs
-        self.queue_seconds = commit.queue_seconds if self.queue_seconds is None else self.queue_seconds
-
-    def added_to(self, started: Started) -> Started:
-        """Return the first event with what is known."""
-        return replace(started, prompt_logprobs=self.prompt_logprobs, queue_seconds=self.queue_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
-from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
+from cluster.core.errors import InvalidRequest, NotReady
 from cluster.core.ids import RequestId, check_request_id, scoped_request_id
 from cluster.core.request import GenerationRequest
 from cluster.core.verification import TargetInfo
 from cluster.generation import validate
 from cluster.generation.engine import Engine
-from cluster.generation.events import Delta, Event, Finished, FirstReport, ServedModel, Started
+from cluster.generation.events import Event, ServedModel, Started
 from cluster.generation.grammar.constraints import Constraints
-from cluster.generation.recent_answers import RecentAnswers, RequestKey, request_key
-from cluster.generation.resume import ReceivedPart
+from cluster.generation.recent_answers import RecentAnswers
+from cluster.generation.request_events import RequestEvents
 from cluster.generation.text.bad_words import without_bad_words
 from cluster.generation.text.prompts import (
     ChatPrompt,
@@ -29,7 +29,6 @@ from cluster.generation.text.prompts import (
     encode_prediction,
     encode_prompt,
 )
-from cluster.generation.text.request_processor import RequestProcessor, best_answers
 from cluster.generation.text.thinking import with_bounded_thinking
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.validate import ValidatedRequest
@@ -84,103 +83,45 @@ class GenerationService:
         ends = info.eos_token_ids or self._tokenizer.eos_token_ids
         valid = validate.validate(message, info, self._limits, ends, shares_between_keys=self._shares_between_keys)
         async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
-            self._engine.check_room(valid.client, valid.scoped_id, valid.answers.engine_n, valid.priority)
-            prompt = await encode_prompt(self._tokenizer, valid.prompt, valid.prompt_options, info)
-            prompt = valid.prompt_options.truncated(prompt, valid.max_tokens, info)
-            prediction = await encode_prediction(self._tokenizer, valid.prediction, self._limits)
-            longest = self._engine.longest_sequence(len(prompt) if info.is_encoder_decoder else 0)
-            request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, longest)
+            request, started = await self._tokenized(valid, info)
             request = replace(request, deadline=deadline)
-            request = without_bad_words(request, self._tokenizer, valid.bad_words)
-            reported = prompt if valid.prompt_options.report else ()
-            form, is_chat = answer_format(self._tokenizer, valid.prompt, prompt), isinstance(valid.prompt, ChatPrompt)
-            request = await self._constraints.apply(request, valid, form)
-            request = with_bounded_thinking(request, self._tokenizer, form if is_chat else None)
-            started = Started(valid.request_id, info.model, request.sampling.seed, len(prompt), reported, form)
-            started = replace(started, fingerprint=info.fingerprint)
-            if form.reasons:
-                request = replace(request, text=replace(request.text, begins_in_reasoning=form.begins_in_reasoning))
-            if form.needs_special_tokens:
-                request = replace(request, text=replace(request.text, skip_special_tokens=False))
-            first = FirstReport()
-            has_begun = False
-            async with aclosing(self._returned(request, valid, first)) as events:
-                async for event in events:
-                    if not has_begun:
-                        yield first.added_to(started)
-                        has_begun = True
-                    if isinstance(event, Finished) and request.stopping.max_tokens < (valid.max_tokens or 0):
-                        event = replace(event, reduced_max_tokens=request.stopping.max_tokens)
-                    yield event
-            if not has_begun:
-                yield started  # the caller of a resumed request has all answers
+            events = RequestEvents(valid, request, started, self._tokenizer, self._engine, self._recent)
+            if not events.done:
+                async with aclosing(self._engine.generate(events.request)) as commits:
+                    async for commit in commits:
+                        for event in events.take(commit):
+                            yield event
+                        if events.done:
+                            break  # close the engine's stream before the client reads the last event
+            for event in events.rest():
+                yield event
 
-    async def _returned(
-        self, request: GenerationRequest, valid: ValidatedRequest, first: FirstReport
-    ) -> AsyncGenerator[Delta | Finished, None]:
-        """Yield the events of the returned answers: all as they come, or the best once all are complete.
-
-        `first` is filled before the first event.
-        """
-        if not valid.answers.selects_best:
-            received = valid.received if request.beam is None else ()
-            async with aclosing(self._generated(request, received, first)) as events:
-                async for event in events:
-                    yield event
-            return
-        async with aclosing(self._generated(request, (), first)) as events:
-            candidates = [event async for event in events]
-        for event in best_answers(candidates, valid.answers.returned, logprobs=valid.sampling.logprobs is not None):
-            yield event
-
-    async def _generated(
-        self, request: GenerationRequest, received: Sequence[ReceivedPart], first: FirstReport
-    ) -> AsyncGenerator[Delta | Finished, None]:
-        """Yield the events of all `request.n` answers, after what the caller has received of them."""
-        key = request_key(request)
-        request, processor, before = self._resumed(request, received, key)
-        last: tuple[Delta | Finished, ...] = ()
-        if processor.running:
-            async with aclosing(self._engine.generate(request)) as commits:
-                async for commit in commits:
-                    self._recent.append(key, commit.index, commit.tokens)
-                    first.note(commit)
-                    events = processor.process(commit)
-                    self._engine.count_sent(sum(len(event.tokens) for event in events if isinstance(event, Delta)))
-                    if commit.finish is None and events and isinstance(events[-1], Finished):
-                        self._engine.conclude(request.request_id, commit.index)
-                    if processor.done:
-                        last = events
-                        break  # close the engine's stream before the client reads the last event
-                    for event in (*before, *events):
-                        yield event
-                    before = ()
-        if processor.running:
-            raise TargetUnavailable(f"the answer to {request.request_id} broke off")
-        for event in (*before, *last):
-            yield event
-
-    def _resumed(
-        self, request: GenerationRequest, received: Sequence[ReceivedPart], key: RequestKey
-    ) -> tuple[GenerationRequest, RequestProcessor, tuple[Finished, ...]]:
-        """Continue after what the caller has: with its tokens, else the stored ones, else from the start.
-
-        Returns the request to the engine, the processor of its commits, and the ends that the caller does not have.
-        """
-        parts = tuple(
-            part.generated(part.tokens or self._recent.tokens(key, index)) for index, part in enumerate(received)
+    async def _tokenized(self, valid: ValidatedRequest, info: TargetInfo) -> tuple[GenerationRequest, Started]:
+        """Return the request to the engine and its first event. Raises `InvalidRequest`, `Overloaded`."""
+        self._engine.check_room(valid.client, valid.scoped_id, valid.answers.engine_n, valid.priority)
+        prompt = await encode_prompt(self._tokenizer, valid.prompt, valid.prompt_options, info)
+        prompt = valid.prompt_options.truncated(prompt, valid.max_tokens, info)
+        prediction = await encode_prediction(self._tokenizer, valid.prediction, self._limits)
+        longest = self._engine.longest_sequence(len(prompt) if info.is_encoder_decoder else 0)
+        request = validate.fit_to_context(valid, prompt, prediction, info, self._limits, longest)
+        request = without_bad_words(request, self._tokenizer, valid.bad_words)
+        form, is_chat = answer_format(self._tokenizer, valid.prompt, prompt), isinstance(valid.prompt, ChatPrompt)
+        request = await self._constraints.apply(request, valid, form)
+        request = with_bounded_thinking(request, self._tokenizer, form if is_chat else None)
+        if form.reasons:
+            request = replace(request, text=replace(request.text, begins_in_reasoning=form.begins_in_reasoning))
+        if form.needs_special_tokens:
+            request = replace(request, text=replace(request.text, skip_special_tokens=False))
+        started = Started(
+            valid.request_id,
+            info.model,
+            request.sampling.seed,
+            prompt_tokens=len(prompt),
+            prompt=prompt if valid.prompt_options.report else (),
+            answer_format=form,
+            fingerprint=info.fingerprint,
         )
-        self._recent.begin(key, [part.tokens for part in parts] or [()] * request.n)
-        request = replace(request, resumed=parts)
-        skip = request.text.skip_special_tokens
-        starts_text = bool(request.source)  # an answer to a source does not continue a text
-        processor = RequestProcessor(
-            request, lambda: self._tokenizer.detokenizer(skip_special_tokens=skip, starts_text=starts_text)
-        )
-        ends = processor.resume(request, received)
-        left = processor.running
-        parts = tuple(replace(part, is_finished=index not in left) for index, part in enumerate(parts))
-        return replace(request, resumed=parts), processor, ends
+        return request, started
 
     def abort(self, request_id: str, client: str = "") -> bool:
         """End the answers of a running request of `client` with `ABORT`. Raises `InvalidRequest` (`request_id`)."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
@@ -33,15 +33,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._service = service
         self._traces = traces
 
-    async def Generate(
+    def Generate(
         self, request: generation_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Stream the answers. A cancelled call frees their memory."""
         if self._traces:
             request.traceparent = traceparent_of(context.invocation_metadata()) or request.traceparent
-        async with aclosing(self.responses(request, context.time_remaining())) as responses:
-            async for response in responses:
-                yield response
+        return self.responses(request, context.time_remaining())
 
     async def responses(
         self, request: generation_pb2.GenerateRequest, seconds_left: float | None
