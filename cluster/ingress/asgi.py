@@ -71,6 +71,9 @@ async def read_body(request: Request, limit: int) -> bytes:
     is_unnamed = "content-type" not in request.headers and "origin" not in request.headers
     if kind != "application/json" and not is_unnamed:  # a browser sends JSON for other origins only if CORS allows it
         raise InvalidRequest("body", kind, "sent with content-type application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise InvalidRequest("content-encoding", encoding, "left out: bodies are read as they are, not compressed")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         await _drain(request, limit)

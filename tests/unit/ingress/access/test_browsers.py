@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -193,6 +194,14 @@ async def test_only_a_client_without_an_origin_may_leave_the_content_type_out(tm
         refused = await http.post("/v1/chat/completions", content=BODY, headers={"origin": own})
         assert refused.status_code == 400
         assert "content-type application/json" in error_of(refused)["message"]
+
+
+async def test_a_compressed_body_is_refused_by_its_encoding(tmp_path: Path) -> None:
+    async with served(tmp_path) as http:
+        headers = JSON | {"content-encoding": "gzip"}
+        refused = await http.post("/v1/chat/completions", content=gzip.compress(BODY), headers=headers)
+        assert refused.status_code == 400
+        assert error_of(refused)["param"] == "content-encoding"
 
 
 async def test_the_client_of_openai_and_the_page_are_served(tmp_path: Path) -> None:
