@@ -84,11 +84,9 @@ class CoordinatorServer:
         return self._coordinator.load
 
     def add_drafter(self, name: str, drafter: Drafter) -> None:
-        """See `Coordinator.add_drafter`."""
         self._coordinator.add_drafter(name, drafter)
 
     async def remove_drafter(self, name: str) -> None:
-        """See `Coordinator.remove_drafter`."""
         await self._coordinator.remove_drafter(name)
 
     async def start(self) -> int:

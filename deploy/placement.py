@@ -138,7 +138,7 @@ class Placement:
 
 
 def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
-    """Place every role on nodes, of which there is at least one. Never fails: `preflight` reports what they lack.
+    """Place every role on at least one node. Never fails: `preflight` reports what they lack.
 
     A drafter whose method loads a model claims cores or a GPU; any other drafter claims `HELPER_CPUS`. On CPU, the
     target and the drafters each use all cores: drafting and verifying mostly alternate, and cores reserved for an idle

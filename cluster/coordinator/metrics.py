@@ -182,7 +182,7 @@ class Metrics(RequestMetrics):
             self._prefix_hits.current.inc(stored)
 
     def decided(self, commits: Iterable[Commit]) -> None:
-        """Count verdicts, each of which added a commit to a sequence."""
+        """Count verdicts that each added a commit to a sequence."""
         committed = self._committed.current
         for commit in commits:
             committed.observe(len(commit.tokens))

@@ -83,7 +83,7 @@ class Planner:
         yield from self._table.waiting(self._limits.max_sequences)
 
     def open_ids(self) -> list[SequenceId]:
-        """The live sequences of which the target may hold KV."""
+        """The running sequences whose KV the target may hold."""
         return [live.id for live in self._table.sequences() if live.is_open]
 
     def target_lost(self) -> None:

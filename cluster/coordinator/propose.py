@@ -107,7 +107,7 @@ class Proposer:
         if not ids <= self._deciding:
             self._probes.expect_new_sequences()
         self._deciding = ids
-        # Sequences that wait or prefill decide soon, so they count: trees that pay only until then are not started.
+        # Sequences that wait or prefill decide soon, so they count: trees must save time beside them too.
         self._expected_rows = max(1, len(deciding), min(len(unfinished), self._max_sequences))
         observation = Observation(
             present=frozenset([live.id for live in unfinished]),

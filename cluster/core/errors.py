@@ -120,7 +120,7 @@ class InvalidRequest(PilotfishError):
         super().__init__(f"{field}: {shorten(value)} is refused; it must be {bound}")
 
     def renamed(self, field: str) -> Self:
-        """Return the same error for a field that the client knows by another name."""
+        """Return the same error with the name that the field has in the client's API."""
         error = type(self)(field, self.value, self.bound)
         text = str(self)
         error.args = (field + text.removeprefix(self.field) if text.startswith(f"{self.field}:") else text,)
@@ -314,7 +314,7 @@ class Aborted(PilotfishError):
 
 
 class ModelChanged(PilotfishError):
-    """The stream began with a model or settings that are no longer served, so nobody can continue it."""
+    """The stream began with a model or settings that are no longer served, so it cannot be continued."""
 
     grpc_status = "ABORTED"
     http_status = 409

@@ -37,7 +37,7 @@ def scoped_salt(client: str, salt: str, *, shares_between_keys: bool) -> CacheSa
 
 
 def scoped_request_id(client: str, request_id: str) -> RequestId:
-    """Return the id by which the cluster knows a request: ids of different clients never meet.
+    """Return the request's id inside the cluster: ids of different clients never collide.
 
     `client` is the name of an API key, which contains no slash, or empty where no keys are demanded.
     """

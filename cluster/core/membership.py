@@ -56,7 +56,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The members that a directory knows."""
+    """The members in a directory."""
 
     members: tuple[Member, ...] = ()
     is_settled: bool = False

@@ -170,7 +170,7 @@ class ReadsSourceStates(Protocol):
 
 @runtime_checkable
 class ReadsHiddenStates(Protocol):
-    """A `DraftMethod` that knows when it reads the target's hidden states. Others may read them at any time."""
+    """A `DraftMethod` that says when it reads the target's hidden states. Others may read them at any time."""
 
     @property
     def reads_hidden(self) -> bool:

@@ -168,7 +168,7 @@ class BeamScoring:
 
 
 USUAL_SCORING = BeamScoring()
-"""That of a beam search of which neither its request nor the model says anything."""
+"""The length penalty of a beam search that neither its request nor the model sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class GenerationRequest:
     deadline: float | None = None
     """Time on the coordinator's monotonic clock, in seconds; `None` means no deadline."""
     cache_salt: CacheSalt = NO_SALT
-    """See `SequenceStart`."""
+    """Only sequences with the same salt share KV blocks and drafts."""
     n: int = 1
     """Number of answers. The seed of answer `i` is the seed of the request plus `i`, modulo 2**64."""
     beam: BeamParameters | None = None
@@ -218,9 +218,9 @@ class GenerationRequest:
     max_draft_tokens: int | None = None
     """Most nodes of a draft tree; 0 turns speculation off for this request, `None` takes the server's bound."""
     prediction: tuple[int, ...] = ()
-    """See `SequenceStart`."""
+    """The answer that the client expects. Drafts may be taken from it; the answer does not depend on it."""
     source: tuple[int, ...] = ()
-    """See `SequenceStart`."""
+    """Tokens that the encoder of an encoder-decoder model reads; empty for a decoder-only model."""
     resumed: tuple[GeneratedPart, ...] = ()
     """What was generated before: one entry per answer, or none for a new request. Not for beam search."""
     client: str = ""
@@ -306,7 +306,7 @@ class Commit:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """If requested, one entry per token of the prompt apart from the first, in the first commit of one answer."""
     cached_tokens: int = 0
-    """See `Usage`. The usage of an answer that a stop string ends has it from here."""
+    """Tokens of the prompt whose KV was stored when the sequence began. Needed when a stop string ends the answer."""
     queue_seconds: float | None = field(default=None, compare=False)
     """How long the request waited before it ran, in seconds; set in the first commit of a request."""
     tree: TokenTree = EMPTY_TREE

@@ -27,7 +27,7 @@ class Started:
     queue_seconds: float | None = None
     """How long the request waited before it ran, in seconds."""
     fingerprint: str = ""
-    """See `TargetInfo.fingerprint`."""
+    """A name of what answers depend on: weights, number format, kernels, ranks and lossy settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ class ServedModel:
     vocabulary_size: int
     draft_method: str
     is_lossless: bool
-    """See `TargetInfo.is_lossless`."""
+    """Whether answers are exactly those of the model alone."""
     max_source_len: int = 0
     """Longest source of an encoder-decoder model, in tokens; 0 for other models."""
     shares_between_keys: bool = False
-    """See `ServerSection.sharing_between_keys`."""
+    """Whether requests with different API keys share the prefix cache, and drafts from earlier texts."""
     dequantized_from: str = ""
-    """See `TargetInfo.dequantized_from`."""
+    """What the weights were before they were de-quantized, as `GGUF Q4_1`; empty if they are as published."""

@@ -194,7 +194,7 @@ class GenerationService:
 
     @property
     def is_lossless(self) -> bool:
-        """See `TargetInfo.is_lossless`. Available once the engine is ready."""
+        """Whether answers are exactly those of the model alone. Available once the engine is ready."""
         return self._engine.info.is_lossless
 
     def _info(self) -> TargetInfo:

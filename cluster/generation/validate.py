@@ -36,7 +36,7 @@ class ValidatedRequest:
     """A request whose values are checked and whose prompt is not yet tokenized."""
 
     request_id: RequestId
-    """As the client knows it."""
+    """The request's id, as the client gave or received it."""
     client: str
     """The name of the caller's API key; empty where no keys are demanded."""
     prompt: Prompt
@@ -62,13 +62,13 @@ class ValidatedRequest:
     takes_min_tokens: bool = False
     """Whether the model's `min_tokens` holds, because the request gives none."""
     traceparent: str = ""
-    """See `GenerationRequest.traceparent`."""
+    """The span that the request belongs to, in W3C's form; empty if there is none."""
     priority: int = 0
-    """See `GenerationRequest.priority`."""
+    """Requests with a lower priority start earlier."""
 
     @property
     def scoped_id(self) -> RequestId:
-        """The id by which the coordinator knows the request."""
+        """The request's id in the coordinator."""
         return scoped_request_id(self.client, self.request_id)
 
 

@@ -1,4 +1,4 @@
-"""Every constant of speculation: what the models remember and how the controller decides.
+"""Every constant of speculation: what the models store and how the controller decides.
 
 Times are in seconds, lengths in tokens, and rates and factors have no unit. The tests of speculation in simulated time
 hold the constants to two goals: useless drafts cost at most 3%, and good ones come close to the best fixed tree.
@@ -70,7 +70,7 @@ FIRST_PAUSE = 64
 MAX_PAUSE = 2048
 """Bound of the doubling pause, in rounds. A pause that makes up for lost time may be longer."""
 LOSS_SHARE = 0.02
-"""Largest share of the time that is lost by rounds with drafts that do not pay."""
+"""Largest share of the time that may be lost by rounds with drafts that are slower than rounds without."""
 ROUND_DECAY = 1 - 1 / 32
 """Factor on the sums with each further round."""
 MIN_SPEEDUP = 1.05
@@ -113,7 +113,7 @@ PATIENCE = 4.0
 MIN_PATIENCE_SECONDS = 0.01
 """Shortest bound on the wait for proposals, in seconds."""
 EVIDENCE_ROUNDS = 16
-"""Rounds before a first draft in which a drafter on the target is shown the steps, so that it knows a context."""
+"""Rounds before a first draft in which a drafter on the target reads the steps, so that it has a context."""
 TRIAL_SIZINGS = 2
 """How often a sequence that begins alone gets first drafts although those before it had no gain from drafts."""
 LEARNED_TREES = 8
@@ -124,7 +124,7 @@ LEARNED_TREES = 8
 CATCH_UP_RATE = 0.25
 """Share of a first draft's deviation that goes into the mean extra time of first drafts."""
 
-# --- Probes: background drafts while speculation does not pay ---
+# --- Probes: background drafts while speculation is suspended ---
 
 PROBE_TIME_SHARE = 0.01
 """Largest share of the time that drafters spend on probes; prefills for probes get the same share."""
@@ -137,9 +137,9 @@ FIRST_PROBE_PAUSE = 1 / 16
 FIRST_PROBE_PAUSE_ON_TARGET = 1 / 2
 """Factor on the pause between the first probes of drafts on the target: a step waits for a probe there."""
 NEW_SEQUENCE_PAUSE, NEW_SEQUENCE_PAUSE_ON_TARGET = 1.0, 2.0
-"""Largest factor on the pause once there are sequences of which nothing is known."""
+"""Largest factor on the pause once there are sequences without measurements."""
 MAX_PROBE_PAUSE = 8.0
-"""Largest factor on the pause, which doubles while speculation does not pay."""
+"""Largest factor on the pause, which doubles while speculation costs time."""
 OVERDUE_ROUNDS = 64
 """Rounds after which a probe that is due takes any sequence, because all answers are short."""
 ROUND_RATE = 0.2

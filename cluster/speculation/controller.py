@@ -1,4 +1,4 @@
-"""The speculation controller: how large trees should be, which nodes to verify, and whether drafts pay at all.
+"""The speculation controller: how large trees should be, which nodes to verify, and whether drafts save time at all.
 
 The controller has no clock and calls no worker: what it decides depends on its observations alone.
 """
@@ -114,7 +114,7 @@ class SpeculationController:
         return WantedDrafts(self._next_budgets(len(deciding)), NO_DRAFT)
 
     def _observe_round(self, record: RoundRecord) -> None:
-        """Learn how long the round and its drafts took, and whether drafts pay."""
+        """Record how long the round and its drafts took, and whether drafts save time."""
         for sample in (record.drafts.sample, record.drafting.sample):
             if sample is not None:
                 self._propose_latency.observe(sample.rows, sample.depth, sample.seconds)
@@ -144,9 +144,9 @@ class SpeculationController:
         self._sizing_rounds_left = min(self._sizing_rounds_left, PROBED_SIZING_ROUNDS)
 
     def _meet(self, present: frozenset[SequenceId]) -> None:
-        """Let a sequence that begins alone have drafts again, unless earlier tries owe time.
+        """Let a sequence that begins alone have drafts again, unless earlier tries lost time.
 
-        Texts differ: drafts that did not pay for the last answer may pay for this one.
+        Texts differ: drafts that cost time for the last answer may save time for this one.
         """
         before, self._present = self._present, present
         begins_alone = len(present) == 1 and present.isdisjoint(before)
@@ -213,7 +213,7 @@ class SpeculationController:
         if self._expects_no_gain:
             return {}
         if rows == 1 and self._speedup.pays(rows):
-            # The drafter knows from the tree itself what one more pass is worth. The forecast is a mean of many trees.
+            # The drafter computes the gain of one more pass from the tree itself. The forecast is a mean of many trees.
             return dict.fromkeys(ids, self.max_draft)
         return {
             sequence_id: budget_for(nodes, forecast.depths[nodes - 1])
@@ -225,7 +225,7 @@ class SpeculationController:
 
     @property
     def is_idle(self) -> bool:
-        """Whether speculation does not pay at present, or nothing is known of it yet."""
+        """Whether speculation costs time at present, or was not measured yet."""
         return self._expects_no_gain or self._is_suspended
 
     def resumes_soon(self, rows: int) -> bool:
@@ -313,7 +313,7 @@ class LargestTrees:
         """Ignore the profile."""
 
     def forget(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Forget nothing."""
+        """Nothing is stored."""
 
     def decide(self, observation: Observation) -> WantedDrafts:  # noqa: ARG002 - the controller's signature
         """The largest trees, for every sequence."""

@@ -45,7 +45,7 @@ class _RoundSums:
     """Rounds for which speculation stays suspended."""
     next_pause: int = FIRST_PAUSE
     """How many rounds the next suspension lasts."""
-    owed: float = 0.0
+    plain_rounds_due: float = 0.0
     """Rounds without drafts after which the time lost by rounds with drafts is at most `LOSS_SHARE` of all time."""
 
     @property
@@ -65,20 +65,20 @@ class _RoundSums:
         """Number of rounds with drafts as the decayed sums count them."""
         return (1 - ROUND_DECAY**self.rounds) / (1 - ROUND_DECAY)
 
-    def owe(self, seconds: float, rounds: float) -> None:
-        """Add `seconds` of work with drafts, for which plain decoding would have needed `rounds` rounds, to `owed`."""
+    def add_loss(self, seconds: float, rounds: float) -> None:
+        """Add `seconds` of work with drafts, for which plain decoding would have needed `rounds` rounds."""
         if self.plain_seconds > 0.0:
             lost = seconds * self.plain_rounds / self.plain_seconds - rounds
-            self.owed = max(0.0, self.owed + lost / LOSS_SHARE)
+            self.plain_rounds_due = max(0.0, self.plain_rounds_due + lost / LOSS_SHARE)
 
-    def forget_drafted(self) -> None:
-        """Forget the rounds with drafts."""
+    def clear_drafted(self) -> None:
+        """Drop the rounds with drafts."""
         self.seconds = self.tokens = self.rows = 0.0
         self.rounds = 0
 
 
 class SpeedupTracker:
-    """Measures whether speculation pays, per batch size."""
+    """Measures whether rounds with drafts are faster than rounds without, per batch size."""
 
     def __init__(self) -> None:
         self._sums: dict[int, _RoundSums] = {}
@@ -88,7 +88,7 @@ class SpeedupTracker:
         sums = self._of(rows)
         if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return True
-        # A drafted token costs more with more rows: speculation that does not pay for few rows does not pay for more.
+        # A drafted token costs more with more rows: if it costs time for few rows, it costs time for more.
         paused = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows) and other.pause]
         for other in paused:
             other.pause -= 1
@@ -99,22 +99,22 @@ class SpeedupTracker:
         return max((other.pause for bucket, other in self._sums.items() if bucket <= bucket_of(rows)), default=0)
 
     def renew(self, rows: int) -> bool:
-        """End a suspension for `rows` rows and forget earlier rounds with drafts, if no time is owed.
+        """End a suspension for `rows` rows and drop earlier rounds with drafts, unless lost time is left to make up.
 
-        Call it when other sequences begin, because drafts may pay for them. Returns whether no time is owed.
+        Call it when other sequences begin, because drafts may save time for them. Returns whether it was done.
         """
         covered = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows)]
-        if any(other.owed > 0.0 for other in covered):
+        if any(other.plain_rounds_due > 0.0 for other in covered):
             return False
         for other in covered:
             if other.pause or not self.pays(rows):
                 other.pause = 0
-                other.forget_drafted()
+                other.clear_drafted()
         return True
 
     def observe_lost(self, rows: int, seconds: float) -> None:
         """Add time that drafts took outside of the rounds that are compared, in seconds."""
-        self._of(rows).owe(seconds, 0.0)
+        self._of(rows).add_loss(seconds, 0.0)
 
     def pays(self, rows: int) -> bool:
         """Whether recent rounds with drafts were faster than rounds without."""
@@ -127,7 +127,7 @@ class SpeedupTracker:
         sums = self._of(rows)
         sums.plain_seconds = sums.plain_seconds * ROUND_DECAY + seconds
         sums.plain_rounds = sums.plain_rounds * ROUND_DECAY + 1
-        sums.owed = max(0.0, sums.owed - 1)
+        sums.plain_rounds_due = max(0.0, sums.plain_rounds_due - 1)
 
     def observe_drafted(self, rows: int, seconds: float, tokens: int) -> None:
         """Add a round with drafts and without prompts.
@@ -141,13 +141,13 @@ class SpeedupTracker:
         sums.rounds += 1
         if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return
-        sums.owe(seconds, tokens / rows)
+        sums.add_loss(seconds, tokens / rows)
         speedup = sums.speedup
         least = MIN_SPEEDUP if rows > 1 else MIN_SPEEDUP_ALONE
         if (sums.rounds >= SURE_ROUNDS and speedup < least) or (sums.rounds >= CLEAR_ROUNDS and speedup < CLEAR_LOSS):
             sums.pause = max(sums.next_pause, math.ceil(sums.lost_rounds / LOSS_SHARE))
             sums.next_pause = min(2 * sums.next_pause, MAX_PAUSE)
-            sums.forget_drafted()
+            sums.clear_drafted()
         elif sums.rounds >= SURE_ROUNDS:
             sums.next_pause = FIRST_PAUSE
 

@@ -33,7 +33,6 @@ class CoordinatorClient(GenerationClient):
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """See `GenerationClient.generate`."""
         if self._stream is None or self._stream.is_lost:
             channel = await self._connection.channel()
             if self._stream is None or self._stream.is_lost:
@@ -47,7 +46,7 @@ class CoordinatorClient(GenerationClient):
             stream.end(call)
 
     async def close(self) -> None:
-        """See `GenerationClient.close`. Running calls raise `NotReady`."""
+        """Close the channel. Running calls raise `NotReady`."""
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.close()

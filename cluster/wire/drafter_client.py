@@ -30,7 +30,7 @@ class GrpcDrafter:
         )
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """See `Drafter.propose`. Raises `DrafterUnavailable`, also after `timeout_seconds`."""
+        """Ask for one proposal per row. Raises `DrafterUnavailable`, also after `timeout_seconds`."""
         answer = await self._call(self._propose, encode_draft_rows(rows, self._lease.client), timeout_seconds)
         try:
             return decode_proposals(answer)
@@ -38,7 +38,6 @@ class GrpcDrafter:
             raise DrafterUnavailable(f"the drafter's answer is invalid: {error}") from error
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `Drafter.release`."""
         stub = draft_pb2_grpc.DraftServiceStub(await self._connection.channel())
         request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids, client=self._lease.client)
         await self._call(stub.Release, request, SHORT_CALL_SECONDS)

@@ -39,7 +39,6 @@ class GrpcTarget:
         self._step_timeout_seconds = step_timeout_seconds
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See `Target.open`."""
         stub = await self._stub()
         answer = await self._call(stub.Open, encode_open_rows(rows, self._lease.client), self._step_timeout_seconds)
         try:
@@ -48,7 +47,6 @@ class GrpcTarget:
             raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """See `Target.step`."""
         answer = await self._call(self._step, encode_step_batch(batch, self._lease.client), self._step_timeout_seconds)
         try:
             return decode_step_result(answer)
@@ -56,19 +54,16 @@ class GrpcTarget:
             raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `Target.release`."""
         stub = await self._stub()
         request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids, client=self._lease.client)
         await self._call(stub.Release, request, self._step_timeout_seconds)
 
     async def release_all(self) -> None:
-        """See `Target.release_all`."""
         stub = await self._stub()
         request = target_pb2.TargetServiceReleaseRequest(all=True, client=self._lease.client)
         await self._call(stub.Release, request, self._step_timeout_seconds)
 
     async def info(self) -> TargetInfo:
-        """See `Target.info`."""
         stub = await self._stub()
         answer = await self._call(stub.GetInfo, target_pb2.TargetServiceGetInfoRequest(), SHORT_CALL_SECONDS)
         try:

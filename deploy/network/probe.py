@@ -31,7 +31,7 @@ class Demand(StrEnum):
 
 
 def speaks_grpc(host: str, port: int) -> bool:
-    """Whether the server speaks HTTP/2 without TLS. Such a server speaks first, so nothing is sent to it.
+    """Whether the server accepts HTTP/2 without TLS. Such a server sends first, so nothing is sent to it.
 
     Other servers, such as the ranks' store, may take offence at bytes that they do not expect.
     """

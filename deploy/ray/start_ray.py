@@ -74,7 +74,7 @@ def start_local_ray(resources: Resources) -> None:
 
 @contextmanager
 def _without_reports() -> Iterator[None]:
-    """Inside, Ray starts without the processes that nobody uses on a single machine.
+    """Inside, Ray starts without the processes that a single machine does not need.
 
     One publishes worker logs to drivers (`ray start` has an option for it; `ray.init` has none), one starts further
     nodes, and one is the API server, which `ray.init` starts and waits for even without a dashboard, for usage reports.

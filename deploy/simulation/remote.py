@@ -32,7 +32,6 @@ class RemoteTarget:
         self._ledger = ledger
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See `Target`."""
         request = encode_open_rows(rows).SerializeToString()
         answer = await self._call("Open", request, self._step_timeout)
         try:
@@ -41,7 +40,6 @@ class RemoteTarget:
             raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """See `Target`."""
         self._ledger.check_rows(batch.rows)
         answer = await self._call("Step", encode_step_batch(batch).SerializeToString(), self._step_timeout)
         try:
@@ -54,17 +52,14 @@ class RemoteTarget:
         return result
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `Target`."""
         request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids)
         await self._call("Release", request.SerializeToString(), self._step_timeout)
 
     async def release_all(self) -> None:
-        """See `Target`."""
         request = target_pb2.TargetServiceReleaseRequest(all=True)
         await self._call("Release", request.SerializeToString(), self._step_timeout)
 
     async def info(self) -> TargetInfo:
-        """See `Target`."""
         answer = await self._call("GetInfo", b"", SHORT_CALL_SECONDS)
         return decode_target_info(target_pb2.TargetServiceGetInfoResponse.FromString(answer))
 
@@ -89,7 +84,6 @@ class RemoteDrafter:
         self._ledger = ledger
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """See `Drafter`."""
         request = encode_draft_rows(rows, self._client).SerializeToString()
         answer = await self._call("Propose", request, timeout_seconds)
         try:
@@ -101,7 +95,6 @@ class RemoteDrafter:
         return proposals
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `Drafter`."""
         request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids, client=self._client)
         await self._call("Release", request.SerializeToString(), SHORT_CALL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""An ingress in the simulated cluster: the real router over coordinators that a simulated directory knows."""
+"""An ingress in the simulated cluster: the real router over the coordinators in a simulated directory."""
 
 from __future__ import annotations
 

@@ -65,7 +65,6 @@ class FaultyWeather(Weather):
         """Number of messages by fault."""
 
     def fate(self, source: str, destination: str) -> Fate:
-        """See `Weather`."""
         at, rng = now(), self._rng
         delay = self._seconds * (0.5 + rng.random())
         for window in self._windows:

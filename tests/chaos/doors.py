@@ -64,7 +64,6 @@ class GrpcDoor:
         self.client = client
 
     async def read(self, name: str, request: SoakRequest, received: Received, seconds: float) -> None:
-        """See `Door`."""
         received.door = "gRPC"
         message = request.message(name)
         if received.has_begun:
@@ -89,7 +88,6 @@ class HttpDoor:
         self._model = model
 
     async def read(self, name: str, request: SoakRequest, received: Received, seconds: float) -> None:
-        """See `Door`."""
         received.door = "HTTP"
         url, headers = self._url(), {"x-request-id": name}
         if not url:

@@ -49,7 +49,7 @@ def distillation_loss(logits: Tensor, leading: Tensor, log_probabilities: Tensor
 
 
 def divergences(logits: Tensor, leading: Tensor, log_probabilities: Tensor, divergence: Divergence) -> Tensor:
-    """The divergence at each position, [positions]; 0 where the student knows none of the target's tokens.
+    """The divergence at each position, [positions]; 0 where the student has none of the target's tokens.
 
     `logits` [positions, draft vocabulary] are the student's. `leading` [positions, alternatives] are the target's most
     probable tokens as rows of the student's head; -1 for a token that is unknown or that the student cannot propose.

@@ -2,7 +2,7 @@
 
 Each step of the target verifies candidates from a pool of n-grams, and computes one Jacobi iteration of a window of
 provisional tokens. Both are branches of one token tree. The decisions at the window's nodes complete new n-grams, which
-the pool stores. The window adds tokens to a step, but no pass. It pays where more tokens hardly make a step longer.
+the pool stores. The window adds tokens to a step, but no pass: it saves time where tokens hardly make a step longer.
 """
 
 from __future__ import annotations

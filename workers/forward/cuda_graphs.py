@@ -183,7 +183,7 @@ class CudaGraphCapture:
         self._is_proven = False
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """See `GraphCapture`. Raises `RuntimeError`, usually before anything is captured."""
+        """Capture the function as a CUDA graph. Raises `RuntimeError`, usually before anything is captured."""
         current = torch.cuda.current_stream(self._device)
         # The outer context restores the stream even if the capture fails.
         with torch.cuda.device(self._device), torch.cuda.stream(current):

@@ -201,7 +201,7 @@ class MergedLinear(nn.Module):
     """Replaces one of several `nn.Linear` layers that are applied to the same input."""
 
     weight = None
-    """See `FastLinear`."""
+    """The parts are packed. Code that asks for the dtype of the weights accepts `None`."""
 
     def __init__(self, merged: _MergedProjection, part: int, handle: torch.Tensor) -> None:
         super().__init__()

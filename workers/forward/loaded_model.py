@@ -86,7 +86,7 @@ class SourceReader(Protocol):
         ...
 
     def project(self, hidden: torch.Tensor) -> EncodedSources:
-        """The keys and values of one source of which this encoder's output `[tokens, hidden]` is known."""
+        """The keys and values of one source, from this encoder's output `[tokens, hidden]`."""
         ...
 
 

@@ -66,6 +66,6 @@ class TapRecorder:
             yield
 
     def hidden(self) -> torch.Tensor | None:
-        """What the last pass showed, bfloat16 `[tokens, taps * hidden]`; `None` without taps. Forgets it."""
+        """What the last pass showed, bfloat16 `[tokens, taps * hidden]`; `None` without taps. Call it once a pass."""
         found, self._found = self._found, {}
         return torch.cat([found[tap] for tap in self._taps], dim=1) if self._taps else None

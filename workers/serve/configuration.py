@@ -16,5 +16,8 @@ PLUGINS: tuple[Registry[Plugin], ...] = (METHODS, RULES)
 
 
 def load_configuration(values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Configuration:
-    """See `cluster.core.config.load.load`. Plug-ins have their sections and are checked when selected."""
+    """Build the configuration from nested values and dotted overrides (`{"target.dtype": "bfloat16"}`).
+
+    Plug-ins have their sections, and are checked when selected. Raises `ConfigurationError`.
+    """
     return load(values, overrides, PLUGINS)

@@ -21,7 +21,7 @@ def set_threads(threads: int) -> None:
 
 
 def compute_without_interruption() -> None:
-    """Let no process of the background (see `in_background`) take a core from a thread of this process as it wakes.
+    """Keep background processes (see `in_background`) from preempting threads of this process when they become ready.
 
     Where the system permits it, this process also gets the niceness of the process that started it: Ray starts its
     workers with a niceness of 15. Threads that start later inherit both.
@@ -37,7 +37,7 @@ def compute_without_interruption() -> None:
 
 @contextmanager
 def in_background() -> Iterator[None]:
-    """Processes that this thread starts inside, and all that they start, do not preempt others when they wake.
+    """Processes started inside, and all that they start, do not preempt others when they become ready.
 
     They run when a core is free or when it is their turn (Linux's policy `SCHED_BATCH`).
     """

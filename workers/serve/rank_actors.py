@@ -287,7 +287,7 @@ def _future(reference: Any) -> asyncio.Future[Any]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error that the actor itself raised, if it raised one; else Ray's error, which tells how the actor died."""
+    """The error that the actor itself raised, if it raised one; else Ray's error, which says how the actor ended."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
 

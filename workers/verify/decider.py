@@ -66,22 +66,17 @@ class LocalDecider:
     """Decides on a rank whose logits cover the whole vocabulary."""
 
     def largest(self, logits: torch.Tensor) -> list[int] | None:
-        """See `Decider`."""
         return largest(logits)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """See `Decider`."""
         return logits
 
     def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
-        """See `Decider`."""
         return most_probable(logits, min(count, logits.shape[1]))
 
     def decide(
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
     ) -> Decisions:
-        """See `Decider`."""
-
         def choose(rows: list[int]) -> list[int]:
             return decide(logits if len(rows) == len(contexts) else logits[rows], [contexts[row] for row in rows])
 
@@ -103,21 +98,17 @@ class RenormalizingDecider:
         self._decider = decider
 
     def largest(self, logits: torch.Tensor) -> list[int] | None:
-        """See `Decider`."""
         return self._decider.largest(logits)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """See `Decider`."""
         return self._decider.whole(logits)
 
     def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
-        """See `Decider`."""
         return self._decider.most_probable(logits, count)
 
     def decide(
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
     ) -> Decisions:
-        """See `Decider`."""
         found = self._decider.decide(logits, contexts, with_distribution)
         masked = {index: _without(row, contexts[index].excluded_tokens) for index, row in found.logits.items()}
         return replace(found, logits=masked)

@@ -36,7 +36,6 @@ class EngineSources:
         sources.keeps_hidden = True
 
     def of(self, source: Sequence[int], salt: str) -> HiddenStates | None:
-        """See `SourceStates`."""
         stored = self._sources.stored(source, salt)
         if stored is None or stored.hidden is None:
             return None
@@ -63,11 +62,9 @@ class PartialEngine:
 
     @property
     def layers(self) -> int:
-        """See `DraftingTarget`."""
         return len(self.model.layers)
 
     def passes(self, part: TargetPart) -> EngineDraftPasses:
-        """See `DraftingTarget`."""
         model = self.model
         norm = torch.tensor(part.exit_norm, dtype=torch.float32, device=model.device) if part.exit_norm else None
         partial = PartialPass(part.layers, part.skip_attention, part.skip_mlp, norm)
@@ -94,17 +91,14 @@ class EngineDraftPasses:
 
     @property
     def has_probabilities(self) -> bool:
-        """See `DraftPasses`."""
         return self._engine.model.tensor_parallel == 1
 
     def sampling(self, sequence_id: SequenceId) -> SamplingParameters | None:
-        """See `DraftPasses`."""
         sequence = self._engine.sequences.get(sequence_id)
         return None if sequence is None else sequence.start.sampling
 
     @contextmanager
     def reserved(self, lengths: Mapping[SequenceId, int]) -> Iterator[frozenset[SequenceId]]:
-        """See `DraftPasses`."""
         pool, longest = self._engine.pool, self._engine.model.max_context_len
         ready: dict[SequenceId, SequenceState] = {}
         try:
@@ -123,7 +117,6 @@ class EngineDraftPasses:
                 pool.truncate(sequence.table, len(sequence.tokens))
 
     def next_tokens(self, paths: Sequence[DraftedPath], count: int) -> list[tuple[tuple[int, float], ...]]:
-        """See `DraftPasses`."""
         engine = self._engine
         rows: list[ForwardRow] = []
         contexts: list[DecisionContext] = []

@@ -112,7 +112,7 @@ class EvidenceCollector:
                 verdicts[sequence_id] = replace(verdict, evidence=replace(verdict.evidence, top=top))
 
     def discard(self) -> None:
-        """Forget a pass that failed."""
+        """Drop the data of a pass that failed."""
         self._paths = {}
 
     def _needs(self, row: VerifyRow) -> bool:

@@ -99,23 +99,23 @@ class DriverRank:
         return self._engine.info()
 
     def step(self, batch: StepBatch) -> StepResult:
-        """See `TargetEngine.step`. Raises `TargetUnavailable` once the group has failed."""
+        """Compute one step on all ranks. Raises `TargetUnavailable` once the group has failed."""
         self._broadcast(_Command.STEP, step_batch_to_bytes(batch))
         with self._failing_together():
             return self._engine.step(batch)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
-        """See `TargetEngine.release`. Raises `TargetUnavailable` once the group has failed."""
+        """Free sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
         self._broadcast(_Command.RELEASE, json.dumps(list(sequence_ids)).encode())
         return self._engine.release(sequence_ids)
 
     def release_all(self) -> KvOccupancy:
-        """See `TargetEngine.release_all`. Raises `TargetUnavailable` once the group has failed."""
+        """Free all sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
         self._broadcast(_Command.RELEASE_ALL, b"")
         return self._engine.release_all()
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See `TargetEngine.open`. Raises `TargetUnavailable` once the group has failed."""
+        """Begin sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
         self._broadcast(_Command.OPEN, open_rows_to_bytes(rows))
         with self._failing_together():
             return self._engine.open(rows)

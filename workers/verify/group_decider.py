@@ -32,7 +32,7 @@ class GroupDecider:
     def decide(
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
     ) -> Decisions:
-        """See `Decider`. `logits` `[decisions, this rank's part of the vocabulary]`."""
+        """Decide with all ranks. `logits` `[decisions, this rank's part of the vocabulary]`."""
         if with_distribution:
             raise ValueError("no rank of a tensor-parallel group has the whole distribution")
         if not contexts:
@@ -54,16 +54,15 @@ class GroupDecider:
         return Decisions(tokens, requested)
 
     def largest(self, logits: torch.Tensor) -> list[int] | None:  # noqa: ARG002 - part of the interface
-        """See `Decider`. The ranks compare their largest logits in `decide`."""
+        """No answer: the ranks compare their largest logits in `decide`."""
         return None
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """See `Decider`."""
         gathered = self._gather(self._padded(logits))
         return None if gathered is None else torch.cat(gathered, dim=1)[:, : self._model.vocabulary_size]
 
     def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
-        """See `Decider`. Each rank sends the largest logits of its part."""
+        """The most probable tokens; each rank sends the largest logits of its part."""
         count = min(count, self._model.vocabulary_size)
         own = most_probable(logits, min(count, logits.shape[1]))
         least = torch.finfo(logits.dtype).min  # above what fills the rows of a part with less than `count` tokens

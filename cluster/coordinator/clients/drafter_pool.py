@@ -190,7 +190,7 @@ class DrafterPool:
         return client is not None and client.unsynced(sequence) <= PREFILL_TOKENS
 
     def prefill(self, sequences: Iterable[Sequence]) -> ProposeCalls:
-        """Let drafters prefill, in the background, the sequences of which they lack too many tokens."""
+        """Let drafters prefill, in the background, sequences that are too many tokens ahead of them."""
         requests = {sequence.id: DraftRequest(sequence, NO_DRAFT) for sequence in sequences}
         self._try_failed(requests.values())
         self._prefilling = {client: call for client, call in self._prefilling.items() if not call.done()}

@@ -212,7 +212,7 @@ class _CatchUp:
         self._done.update(sequence_ids)
 
     def forget(self, sequence_id: SequenceId) -> None:
-        """Forget a sequence that has ended."""
+        """Drop the state of a sequence that has ended."""
         self._done.discard(sequence_id)
 
     def _is_done(self, sequence_id: SequenceId) -> bool:

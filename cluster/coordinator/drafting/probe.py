@@ -1,7 +1,7 @@
-"""Probes: while speculation does not pay, draft for a few sequences in the background and compare with the target.
+"""Probes: while speculation is suspended, draft for a few sequences in the background and compare with the target.
 
 The drafts of a probe are not verified, and no round waits for a drafter in another process. The tokens that the target
-decides without drafts are compared with the probe. The comparison shows when speculation pays again.
+decides without drafts are compared with the probe. The comparison shows when speculation saves time again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class BackgroundProbes:
 
     @property
     def is_near(self) -> bool:
-        """Whether a probe may start within `EVIDENCE_ROUNDS` rounds, so that the drafter should know those."""
+        """Whether a probe may start within `EVIDENCE_ROUNDS` rounds, so that the drafter should read those."""
         return self._probes.allows(self._clock() + EVIDENCE_ROUNDS * self._round_seconds)
 
     def expect_new_sequences(self) -> None:
@@ -87,7 +87,7 @@ class BackgroundProbes:
     def take(self, record: RoundRecord | None, *, is_idle: bool) -> Probe | None:
         """The probe, once after it has ended. A pause in proportion to its time begins.
 
-        The pause doubles each time while speculation does not pay (`is_idle`). `record` is of the round before.
+        The pause doubles each time while speculation costs time (`is_idle`). `record` is of the round before.
         """
         now = self._clock()
         if record is not None:

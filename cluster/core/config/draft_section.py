@@ -86,7 +86,6 @@ class DraftSection(PluginHost):
         return "+".join(self.selected("method"))
 
     def selected(self, key: str) -> tuple[str, ...]:  # noqa: ARG002 - the section has plug-ins of one kind
-        """See `PluginHost`."""
         return self.methods or (self.method or DEFAULT_METHOD,)
 
     def disabled(self) -> DraftSection:

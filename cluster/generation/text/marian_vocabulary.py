@@ -24,7 +24,7 @@ def is_marian(directory: Path) -> bool:
 
 
 class MarianVocabulary:
-    """See `Vocabulary`. The model reads with the source's SentencePiece model, and writes with the target's."""
+    """The tokens of a Marian model: it reads with the source's SentencePiece model, and writes with the target's."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `ConfigurationError` if a file is missing, unreadable or of an unknown kind."""
@@ -41,20 +41,16 @@ class MarianVocabulary:
         self.longest_piece = max(map(len, self._ids))
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        """See `Vocabulary`."""
         tokens = self._encode(text, self._source)
         return (*tokens, self._end) if add_special_tokens else tokens
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """See `Vocabulary`."""
         return self._encode(text, self._target)
 
     def piece(self, token: int) -> str | None:
-        """See `Vocabulary`."""
         return self._pieces.get(token)
 
     def token(self, piece: str) -> int | None:
-        """See `Vocabulary`."""
         return self._ids.get(piece)
 
     def _encode(self, text: str, model: _Pieces) -> tuple[int, ...]:
@@ -88,7 +84,7 @@ class _Pieces:
             raise ConfigurationError(f"{path}: needed a SentencePiece model, found: {error}") from None
 
     def split(self, text: str) -> list[str]:
-        """Return the pieces of a text. What the model does not know is a piece of its own."""
+        """Return the pieces of a text. Unknown text is one piece of its own."""
         pieces: list[str] = self._model.encode(text, out_type=str)
         return pieces
 

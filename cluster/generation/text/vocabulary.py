@@ -43,21 +43,17 @@ class JsonVocabulary:
         self.longest_piece = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        """See `Vocabulary`."""
         # A batch, because the library then computes without Python's lock, and no offsets, which nobody reads.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """See `Vocabulary`."""
         return self.encode(text, add_special_tokens=False)
 
     def piece(self, token: int) -> str | None:
-        """See `Vocabulary`."""
         found: str | None = self._tokenizer.id_to_token(token)
         return found
 
     def token(self, piece: str) -> int | None:
-        """See `Vocabulary`."""
         found: int | None = self._tokenizer.token_to_id(piece)
         return found

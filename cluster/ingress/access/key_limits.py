@@ -40,7 +40,7 @@ class Allowance:
         return self._left >= self._per_minute
 
     def changed(self, per_minute: int, now: float) -> Allowance:
-        """Return the allowance of another limit, of which as much is used as of this one."""
+        """Return the allowance of another limit, with as much used as of this one."""
         self._refill(now)
         new = Allowance(per_minute, now)
         new._left -= self._per_minute - self._left

@@ -55,45 +55,36 @@ class PublicClient:
     # --- calls without limits ---
 
     async def abort(self, request_id: str, client: str = "") -> bool:
-        """See `FullClient`."""
         with _public_errors(request_id):
             return await self._client.abort(request_id, client)
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
-        """See `ServiceClient`."""
         with _public_errors():
             return await self._client.tokenize(request)
 
     async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
-        """See `ServiceClient`."""
         with _public_errors():
             return await self._client.detokenize(request)
 
     async def list_models(self) -> Sequence[generation_pb2.Model]:
-        """See `ServiceClient`."""
         with _public_errors():
             return await self._client.list_models()
 
     async def get_model(self, name: str) -> generation_pb2.Model:
-        """See `ServiceClient`."""
         with _public_errors():
             return await self._client.get_model(name)
 
     async def metrics(self) -> tuple[bytes, str]:
-        """See `ServiceClient`."""
         with _public_errors():
             return await self._client.metrics()
 
     async def is_ready(self) -> bool:
-        """See `ServiceClient`."""
         return await self._client.is_ready()
 
     async def is_reachable(self) -> bool:
-        """See `ServiceClient`."""
         return await self._client.is_reachable()
 
     async def close(self) -> None:
-        """See `FullClient`."""
         await self._client.close()
 
 

@@ -66,7 +66,7 @@ class ChatAdapter(Protocol):
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Name the field of an error as the client of another API knows it.
+    """Name the field of an error as in the API of the client.
 
     `names` maps regular expressions to replacements. The first one that the beginning of the field matches is used.
     """

@@ -268,13 +268,11 @@ class _Message:
         self._receipt: Json = {}
 
     def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
-        """See `ChatAdapter`."""
         self._model = started.model
         self._usage = {"input_tokens": started.prompt_tokens, "output_tokens": 0}
         yield "message_start", {"type": "message_start", "message": self.whole()}
 
     def add(self, part: Part) -> Iterable[Event]:
-        """See `ChatAdapter`."""
         if part.kind is PartKind.CALL:
             call_id = f"toolu_{self._id[4:36]}_{len(self._blocks)}"
             yield from self._open({"type": "tool_use", "id": call_id, "name": part.text, "input": {}})
@@ -296,7 +294,6 @@ class _Message:
         """Do nothing: the API has no log-probabilities."""
 
     def end(self, finished: generation_pb2.GenerationFinished, receipt: Json, *, with_calls: bool) -> Iterable[Event]:
-        """See `ChatAdapter`."""
         yield from self._close()
         usage = finished.usage
         self._usage = {
@@ -317,7 +314,6 @@ class _Message:
         yield "message_stop", {"type": "message_stop"}
 
     def whole(self) -> Json:
-        """See `ChatAdapter`."""
         return {
             "id": self._id,
             "type": "message",
@@ -330,7 +326,6 @@ class _Message:
         }
 
     def error(self, error: ErrorResponse) -> Event:
-        """See `ChatAdapter`."""
         return "error", anthropics_error(error.status, error.message)
 
     def _open(self, block: Json) -> Iterable[Event]:

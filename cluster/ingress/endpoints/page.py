@@ -1,4 +1,4 @@
-"""The page at `/`: a chat that shows how drafts and target work together. Static files, and what they have to know."""
+"""The page at `/`: a chat that shows how drafts and target work together. Static files and their data."""
 
 from __future__ import annotations
 

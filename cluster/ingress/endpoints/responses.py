@@ -140,17 +140,14 @@ class _ResponseObject:
         self._sequence = -1
 
     def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
-        """See `ChatAdapter`."""
         self._model = started.model
         yield self._event("response.created", response=self.whole())
         yield self._event("response.in_progress", response=self.whole())
 
     def score(self, logprobs: Iterable[Json]) -> None:
-        """See `ChatAdapter`."""
         self._scored += logprobs
 
     def add(self, part: Part) -> Iterable[Event]:
-        """See `ChatAdapter`."""
         if part.kind is not PartKind.CONTENT:
             self._scored = []  # only texts have log-probabilities
         if part.kind is PartKind.CALL:
@@ -174,7 +171,6 @@ class _ResponseObject:
             yield self._in_item("response.reasoning_text.delta", content_index=0, delta=part.text)
 
     def end(self, finished: generation_pb2.GenerationFinished, receipt: Json, *, with_calls: bool) -> Iterable[Event]:
-        """See `ChatAdapter`."""
         if not self._items:
             yield from self._open_message()
         if self._items[-1]["type"] == "message":
@@ -198,7 +194,6 @@ class _ResponseObject:
         yield self._event(f"response.{self._status}", response=self.whole())
 
     def whole(self) -> Json:
-        """See `ChatAdapter`."""
         body = self._body
         return {
             "id": self.id,
@@ -226,7 +221,6 @@ class _ResponseObject:
         }
 
     def error(self, error: ErrorResponse) -> Event:
-        """See `ChatAdapter`."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _take_scored(self) -> list[Json]:

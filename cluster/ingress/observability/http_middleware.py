@@ -19,7 +19,7 @@ from pilotfish.v1 import generation_pb2
 UNLOGGED = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", "/version"})
 """Routes that probes and collectors ask for again and again. They are counted and not logged."""
 _UNKNOWN = "none"
-"""The route of a request for which there is none. Its path is the client's text, so nobody counts or logs it."""
+"""The label of a request that matches no route. Its path is the client's text, so it is neither counted nor logged."""
 
 
 class ObservabilityMiddleware:

@@ -35,11 +35,9 @@ class OtelCallSpan:
 
     @property
     def traceparent(self) -> str:
-        """See `CallSpan`."""
         return self._traceparent
 
     def end(self, name: str, status: int, error: str | None) -> None:
-        """See `CallSpan`."""
         self._span.update_name(name)
         self._span.set_attribute("http.response.status_code", status)
         if error is not None:

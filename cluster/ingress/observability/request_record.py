@@ -29,7 +29,7 @@ class RequestRecord:
     client: str = ""
     """The name of the caller's API key."""
     answer_id: str = ""
-    """The id that the generation service knows the request by."""
+    """The request's id in the generation service."""
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0

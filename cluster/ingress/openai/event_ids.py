@@ -42,7 +42,7 @@ class EventId:
     created: int
     """When the response began, in seconds since the epoch."""
     body: str
-    """See `body_digest`."""
+    """A hash of what the response depends on, apart from its id and seed."""
     coordinator: str = ""
     """The coordinator that began the response; empty if it is not known."""
     choices: tuple[str, ...] = ()

@@ -34,7 +34,7 @@ class ResponseMetadata:
     seed: int
     fingerprint: str
     is_lossless: bool
-    """See `TargetInfo.is_lossless`."""
+    """Whether answers are exactly those of the model alone."""
 
     def receipt(self, choice: Choice) -> Json:
         """Return the receipt of an answer as a field of its choice."""

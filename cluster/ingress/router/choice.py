@@ -1,4 +1,4 @@
-"""Routing: which coordinator a new request goes to. Pure functions of what one ingress knows.
+"""Routing: which coordinator a new request goes to. Pure functions of the state of one ingress.
 
 A coordinator that has seen the beginning of a prompt probably still stores its keys and values, so the request needs
 less computation there. Against that stands the load. Both are counted in blocks of prompt to compute, and the request
@@ -22,13 +22,13 @@ BLOCK_BYTES = 128
 MAX_BLOCKS = 512
 """Most blocks of one prompt that are compared; what follows does not matter for routing."""
 MEMORY_BLOCKS = 1 << 16
-"""Most blocks that one ingress remembers."""
+"""Most blocks in the memory of one ingress."""
 RUNNING_BLOCKS = 4
 """Load of a request that decodes, in blocks of prompt that could be computed in the time that it costs others."""
 STALLED_SECONDS = 3.0
 """A coordinator that ends no step for longer has probably lost its target, in seconds. Ordinary steps are shorter."""
 WAITING_BLOCKS = 16
-"""Load of a sequence in a coordinator's queue, whose prompt this ingress does not know, in blocks."""
+"""Load of a sequence in a coordinator's queue, whose prompt is another ingress's, in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class PrefixMemory:
         return len(hashes) - self.matches(hashes).get(coordinator, 0)
 
     def record(self, hashes: Sequence[bytes], coordinator: str, present: Collection[str]) -> None:
-        """Remember that a coordinator is sent these blocks. Coordinators that are not `present` are forgotten."""
+        """Record that a coordinator is sent these blocks. Removes coordinators that are not `present`."""
         for digest in reversed(hashes):  # the first block of a prompt is the one to drop last
             others = (name for name in self._seen.get(digest, ()) if name != coordinator and name in present)
             self._seen[digest] = (coordinator, *others)
@@ -135,10 +135,9 @@ def choose(
 ) -> CoordinatorView | None:
     """Return the coordinator with the least work to do before the first token; `None` if all are excluded or drain.
 
-    A resumed request goes to the `preferred` one, which may still hold its tokens, if that is there. None goes to one
-    that is stalled while there are others.
-    `in_flight` is the load of this ingress's own requests by coordinator, in blocks. Among equals, every ingress
-    prefers the same coordinator for the same first block, so that ingresses that do not know each other agree.
+    A resumed request goes to the `preferred` coordinator, if it is present: it may still hold the request's tokens.
+    A stalled coordinator is chosen only if all are stalled. `in_flight` is the load of this ingress's own requests by
+    coordinator, in blocks. Among equals, every ingress chooses the same coordinator for the same first block.
     """
     matches = memory.matches(hashes)
     first = hashes[0] if hashes else b""

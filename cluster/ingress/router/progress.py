@@ -133,7 +133,7 @@ class StreamProgress:
         return response
 
     def restart(self) -> None:
-        """Forget what was received of a request whose answers are held back, because its coordinator was lost."""
+        """Drop what was received of a request whose answers are held back, because its coordinator was lost."""
         self._answers.clear()
         self._started = None
 

@@ -31,7 +31,6 @@ class EndpointContestant:
         self._predicts = predicts
 
     async def answer(self, request: PassRequest) -> BenchPass:
-        """See `Contestant`."""
         slots = asyncio.Semaphore(request.batch)
 
         async def one(index: int, prompt: BenchPrompt) -> BenchAnswer:

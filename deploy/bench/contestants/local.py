@@ -80,7 +80,6 @@ class LocalContestant:
         )
 
     async def answer(self, request: PassRequest) -> BenchPass:
-        """See `Contestant`."""
         slots = asyncio.Semaphore(request.batch)
 
         async def one(index: int, prompt: BenchPrompt) -> BenchAnswer:

@@ -95,7 +95,7 @@ class TransformersPeer:
         model.register_forward_pre_hook(self._count)
 
     async def answer(self, request: PassRequest) -> BenchPass:
-        """See `Contestant`. Several requests run as one batch, padded on the left.
+        """Answer every prompt of the pass. Several requests run as one batch, padded on the left.
 
         Raises `WorkerUnavailable` for a batch that the method cannot run, and once the pass takes too long.
         """

@@ -62,7 +62,7 @@ class Judge:
     """How the answers of one contestant are compared."""
 
     bound: float
-    """See `ROUNDING`."""
+    """How far apart the logits of two tokens may be for rounding to swap them."""
     shares_noise: bool = True
     """Whether sampled answers come from the same random numbers as those of plain decoding."""
 

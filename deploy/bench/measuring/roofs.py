@@ -15,7 +15,7 @@ _CACHES = Path("/sys/devices/system/cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PASSES = 5
 _WIDTH, _GPU_WIDTH = 1024, 8192
-"""Rows and columns of the matrices of which the product is measured, on CPU and on a GPU."""
+"""Rows and columns of the matrices whose product is timed, on CPU and on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

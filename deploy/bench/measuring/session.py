@@ -88,7 +88,6 @@ class BenchSession:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """See `plan_cells`."""
         return plan_cells(self.tasks, self.options)
 
     async def measure(self, started: Sequence[Started], plain: Contestant | None) -> None:

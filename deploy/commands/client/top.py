@@ -1,4 +1,4 @@
-"""`pilotfish top`: what every replica of a running cluster does, live in the terminal."""
+"""`pilotfish top`: the load and speed of every replica of a running cluster, live in the terminal."""
 
 from __future__ import annotations
 

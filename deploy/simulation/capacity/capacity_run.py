@@ -81,7 +81,7 @@ def simulate_capacity(options: CapacityOptions, times: Times, report: Report, *,
 
 
 class CapacityCluster:
-    """Targets with their coordinators, and drafters, of which each coordinator uses its share."""
+    """Targets with their coordinators, and drafters. Each coordinator uses a share of the drafters."""
 
     def __init__(self, options: CapacityOptions, times: Times, *, drafts: bool) -> None:
         self._options = options

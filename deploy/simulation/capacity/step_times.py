@@ -49,7 +49,7 @@ class Times:
     step: StepTime
     drafter: DrafterSpeed
     round_seconds: float = 0.0
-    """See `MeasuredTimes.round_seconds`."""
+    """Time of a round outside of its step and of the wait for drafts: coordinator, codecs, transport."""
 
     def profile(self) -> tuple[StepSample, ...]:
         """What a target measures at warm-up: sequences of one stored token."""

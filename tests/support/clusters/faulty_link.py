@@ -154,7 +154,6 @@ class _Forwarding(grpc.GenericRpcHandler):
         self._forward = forward
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
-        """See `grpc.GenericRpcHandler`."""
         method = handler_call_details.method
 
         async def forward(requests: Any, context: Any) -> AsyncIterator[bytes]:  # gRPC wants a generator function

@@ -112,7 +112,6 @@ class MortalEngine:
         """Drafted tokens that it has accepted."""
 
     def step(self, batch: StepBatch) -> StepResult:
-        """See `StepEngine`."""
         if self._steps == 0:
             self._killed()
         if self._steps is not None:
@@ -124,19 +123,15 @@ class MortalEngine:
         return result
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See `StepEngine`."""
         return self._engine.open(rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
-        """See `StepEngine`."""
         return self._engine.release(sequence_ids)
 
     def info(self) -> TargetInfo:
-        """See `StepEngine`."""
         return self._engine.info()
 
     def close(self) -> None:
-        """See `StepEngine`."""
         self._engine.close()
 
 

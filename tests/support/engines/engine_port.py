@@ -32,11 +32,9 @@ class EngineTarget:
         return not self.engine._sequences and kv.blocks_free == kv.blocks_total
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See `Target`."""
         return self.engine.open(rows)
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """See `Target`."""
         await asyncio.sleep(0)
         self.steps += 1
         if self.steps in self._crashes:
@@ -49,15 +47,12 @@ class EngineTarget:
         return result
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `Target`."""
         self.engine.release(sequence_ids)
 
     async def release_all(self) -> None:
-        """See `Target`."""
         self.engine.release_all()
 
     async def info(self) -> TargetInfo:
-        """See `Target`."""
         return self.engine.info()
 
 
@@ -68,10 +63,8 @@ class MethodDrafter:
         self._method = method
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """See `Drafter`."""
         await asyncio.sleep(0)
         return self._method.propose(rows)
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `Drafter`."""
         self._method.release(sequence_ids)

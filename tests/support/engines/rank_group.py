@@ -42,21 +42,17 @@ class RankGroup:
         return self
 
     def step(self, batch: StepBatch) -> StepResult:
-        """See `StepEngine`."""
         return decode_step_result(TargetServiceStepResponse.FromString(self._ask("step", batch)))
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        """See `StepEngine`."""
         result: OpenResult = self._ask("open", rows)
         return result
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
-        """See `StepEngine`."""
         result: KvOccupancy = self._ask("release", sequence_ids)
         return result
 
     def info(self) -> TargetInfo:
-        """See `StepEngine`."""
         result: TargetInfo = self._ask("info")
         return result
 

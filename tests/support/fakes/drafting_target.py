@@ -24,7 +24,6 @@ class DraftingTarget(TimedTarget):
         self._known: set[SequenceId] = set()
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """See `Target`."""
         result = await super().step(batch)
         budgets = [row.next_budget for row in batch.rows if row.next_budget.max_nodes]
         self.asked.append(len(budgets))

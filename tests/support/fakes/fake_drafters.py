@@ -25,13 +25,11 @@ class FakeDrafter:
         """The rows of every call."""
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """See `Drafter`."""
         self.calls.append(tuple(rows))
         await self.before_answer()
         return tuple(self.answer(row) for row in rows)
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `Drafter`."""
         await asyncio.sleep(0)
         for sequence_id in sequence_ids:
             self.known.pop(sequence_id, None)

@@ -145,7 +145,6 @@ class FakeTarget:
         return not self.stored and self.blocks_free == self.blocks
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """See `Target`."""
         await self._answering()
         await asyncio.sleep(self.step_delay)
         self._check_alive()
@@ -155,13 +154,11 @@ class FakeTarget:
         return StepResult(verdicts, KvOccupancy(self.blocks, self.blocks_free))
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `Target`."""
         await self._answering()
         for sequence_id in sequence_ids:
             self.stored.pop(sequence_id, None)
 
     async def release_all(self) -> None:
-        """See `Target`."""
         await self._answering()
         self.stored.clear()
 
@@ -174,7 +171,6 @@ class FakeTarget:
         return OpenResult(lens, KvOccupancy(self.blocks, self.blocks_free))
 
     async def info(self) -> TargetInfo:
-        """See `Target`."""
         await self._answering()
         return TargetInfo(
             model="fake",

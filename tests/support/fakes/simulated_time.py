@@ -32,7 +32,6 @@ class _Selector(selectors.SelectSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See `selectors`."""
         if timeout is None:
             raise RuntimeError("all tasks wait and no timer is set")
         self.now += max(0.0, timeout)
@@ -90,12 +89,10 @@ class TimedTarget(FakeTarget):
         self.profiled = profiled
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """See `Target`."""
         await asyncio.sleep(self.step_time(len(batch.rows), sum(row.width for row in batch.rows)))
         return await super().step(batch)
 
     async def info(self) -> TargetInfo:
-        """See `Target`."""
         info = await super().info()
         sizes = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (8, 8), (8, 32), (32, 32))
         profile = tuple(StepSample(rows, tokens, self.step_time(rows, tokens)) for rows, tokens in sizes)
@@ -130,13 +127,11 @@ class TimedDrafter(FakeDrafter):
         self.model = model
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """See `Drafter`."""
         model, deepest = self.model, max((row.budget.max_depth for row in rows), default=0)
         await asyncio.sleep(model.call_seconds + model.row_seconds * len(rows) + model.depth_seconds * deepest)
         return await super().propose(rows, timeout_seconds)
 
     def answer(self, row: DraftRow) -> Proposal:
-        """See `FakeDrafter`."""
         proposal = super().answer(row)
         if not self.model.has_probabilities:
             return proposal
@@ -170,7 +165,6 @@ class DraftingTarget(TimedTarget):
         """Steps after which it has drafted."""
 
     async def step(self, batch: StepBatch) -> StepResult:
-        """See `Target`."""
         result, model = await super().step(batch), self.drafter.model
         verdicts = list(result.verdicts)
         asked = [index for index, row in enumerate(batch.rows) if row.next_budget.max_nodes and verdicts[index].tokens]
@@ -201,7 +195,6 @@ class PrefillingDrafter(TimedDrafter):
         """Number of calls that were cancelled."""
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
-        """See `Drafter`."""
         try:
             await asyncio.sleep(self.token_seconds * sum(len(row.new_tokens) for row in rows))
         except asyncio.CancelledError:

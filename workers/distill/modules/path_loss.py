@@ -75,7 +75,7 @@ def _predicted(paths: Paths, batch: TapBatch) -> tuple[Tensor, Tensor]:
 
 
 def _choice_loss(scores: Tensor, candidates: Tensor, leading: Tensor, log_probabilities: Tensor) -> Tensor:
-    """KL(target ‖ selector) [predictions] among the candidates; 0 where the target knows none of them."""
+    """KL(target ‖ selector) [predictions] among the candidates; 0 where none of them is among the target's tokens."""
     is_same = candidates.unsqueeze(2) == leading.unsqueeze(1)  # [predictions, candidates, alternatives]
     target = (is_same * log_probabilities.exp().unsqueeze(1)).sum(dim=-1)
     target = target / target.sum(dim=-1, keepdim=True).clamp(min=1e-9)

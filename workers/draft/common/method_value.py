@@ -15,17 +15,17 @@ from cluster.core.request import SequenceStart
 from workers.draft.common.sessions import MOST_SESSIONS
 
 LOSS_SHARE = 0.02
-"""Largest share of the time that is lost by trying a method that does not pay."""
+"""Largest share of the time that is lost by trying a method that costs time."""
 FREE_SHARE = 0.02
 """A method whose proposals take less than this share of the time is never suspended."""
 FREE_SECONDS = 0.0002
 """A method whose proposals take less time than this, in seconds, is never suspended."""
 FIRST_PAUSE_SECONDS = 1.0
-"""Shortest first suspension, in seconds. It doubles while the method does not pay."""
+"""Shortest first suspension, in seconds. It doubles while the method costs time."""
 MAX_PAUSE_SECONDS = 64.0
 """Bound of that doubling, in seconds."""
 LEAD_SECONDS = 0.25
-"""Time before a suspension ends from which on the method's evidence is kept, so that it knows a context, in seconds."""
+"""Time before a suspension ends from which on the method's evidence is kept, so that it has a context, in seconds."""
 _MOST_EVIDENCE = 64
 """Most steps of one sequence whose evidence is kept for a suspended method."""
 _DECAY = 1 - 1 / 64

@@ -92,7 +92,7 @@ class NativeBackend(AttentionBackend[NativeStep]):
         return output
 
     def _header(self, layer: int) -> LayerHeader:
-        """What both calls need to know of a layer."""
+        """The arguments of a layer that both calls share."""
         placement = self._store.kv_groups.placements[layer]
         keys, values = self._store.of(layer)
         return LayerHeader(

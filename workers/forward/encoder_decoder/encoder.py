@@ -48,7 +48,6 @@ class SourceEncoder:
 
     @torch.inference_mode()
     def project(self, hidden: torch.Tensor) -> EncodedSources:
-        """See `SourceReader`."""
         embedding: torch.Tensor = self.encoder.get_input_embeddings().weight
         return EncodedSources((0,), self._project(hidden.to(embedding.dtype)), hidden.bfloat16())
 

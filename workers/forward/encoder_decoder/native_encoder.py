@@ -75,7 +75,7 @@ class NativeSourceEncoder:
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Sequence[int]], device: torch.device) -> Iterator[EncodedSources]:  # noqa: ARG002 - part of the interface
-        """See `SourceReader`. Raises `IndexError` for a token that the encoder does not have."""
+        """Encode sources in batches. Raises `IndexError` for a token that the encoder does not have."""
         first = 0
         while first < len(sources):
             end, tokens = first + 1, len(sources[first])
@@ -87,7 +87,6 @@ class NativeSourceEncoder:
 
     @torch.inference_mode()
     def project(self, hidden: torch.Tensor) -> EncodedSources:
-        """See `SourceReader`."""
         x = hidden.float().contiguous()
         projected, narrow = torch.empty((len(x), self._width)), torch.empty(x.shape, dtype=torch.bfloat16)
         head = ctypes.addressof(self._head)

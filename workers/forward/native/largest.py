@@ -1,4 +1,4 @@
-"""The largest values of rows of logits in one call of the CPU kernels. See largest.c."""
+"""The largest values of rows of logits in one call of the CPU kernels. largest.c has the kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HIGHEST = 1e30  # as in largest.c
 
 
 def largest_by_torch(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `Largest`; for any device."""
+    """The `Largest` of a device without kernels of its own."""
     values = values.nan_to_num(nan=-torch.inf, posinf=_HIGHEST, neginf=-torch.inf)
     best, columns = values.topk(count)
     return best, columns, values.logsumexp(dim=1, keepdim=True)

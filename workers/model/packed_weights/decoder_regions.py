@@ -32,7 +32,6 @@ class RotaryAngles:
     """Factor of cosines and sines."""
 
     def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Rotary`."""
         angles = positions[..., None].float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling

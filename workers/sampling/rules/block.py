@@ -48,7 +48,10 @@ class Block:
         log_probabilities: Tensor | None,
         distributions: Sequence[DraftDistribution] = (),
     ) -> Accepted:
-        """See `AcceptanceRule`. The random numbers depend on (seed, position of the root, depth) alone."""
+        """Accept the longest block.
+
+        The random numbers depend on (seed, position of the root, depth) alone.
+        """
         from workers.sampling.residual import draft_probabilities, draw, residual
 
         if root.is_greedy:

@@ -53,12 +53,11 @@ class Blockwise:
 
     @property
     def is_lossless(self) -> bool:
-        """See `AcceptanceRule`. Strict criteria accept decisions only."""
+        """Whether the criteria are strict: they accept decisions only."""
         return (self.top_k, self.distance, self.minimum_block) == (1, 0, 1)
 
     @property
     def needs_distribution(self) -> bool:
-        """See `AcceptanceRule`."""
         return self.top_k > 1
 
     def accept(
@@ -69,7 +68,7 @@ class Blockwise:
         log_probabilities: Tensor | None = None,
         distributions: Sequence[DraftDistribution] = (),  # noqa: ARG002 - part of the interface
     ) -> Accepted:
-        """See `AcceptanceRule`. In a tree, forced tokens are first children below the longest accepted path."""
+        """Accept the longest path of close nodes, then the forced ones: first children below that path."""
         check_decisions(tree, decisions)
         close = self._most_probable(log_probabilities)
         is_close = [

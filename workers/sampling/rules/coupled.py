@@ -34,7 +34,6 @@ class Coupled:
         log_probabilities: Tensor | None = None,  # noqa: ARG002 - part of the interface
         distributions: Sequence[DraftDistribution] = (),  # noqa: ARG002 - part of the interface
     ) -> Accepted:
-        """See `AcceptanceRule` and `walk`."""
         return walk(tree, decisions)
 
 

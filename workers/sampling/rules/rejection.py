@@ -55,7 +55,10 @@ class Rejection:
         log_probabilities: Tensor | None,
         distributions: Sequence[DraftDistribution] = (),
     ) -> Accepted:
-        """See `AcceptanceRule`. The random numbers depend on (seed, position, rank among siblings) alone."""
+        """Accept or reject siblings in turn.
+
+        The random numbers depend on (seed, position, rank among siblings) alone.
+        """
         if root.is_greedy:
             return walk(tree, decisions)
         check_decisions(tree, decisions)

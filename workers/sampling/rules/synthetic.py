@@ -30,7 +30,6 @@ class SyntheticRuleSettings(PluginSettings):
     """Probability that a drafted token is accepted, by depth from 1; the last value holds for all deeper tokens."""
 
     def check_selected(self) -> None:
-        """See `PluginSettings`."""
         if not self.rates:
             raise ValueError("rates must hold at least one number")
 

@@ -56,7 +56,6 @@ class Typical:
         log_probabilities: Tensor | None,
         distributions: Sequence[DraftDistribution] = (),  # noqa: ARG002 - part of the interface
     ) -> Accepted:
-        """See `AcceptanceRule`."""
         if root.is_greedy:
             return walk(tree, decisions)
         check_decisions(tree, decisions)

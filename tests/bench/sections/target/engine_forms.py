@@ -110,7 +110,6 @@ class _Messages(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
         self.messages.append(record.getMessage())
 
     @contextmanager

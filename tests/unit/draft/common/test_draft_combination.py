@@ -149,7 +149,7 @@ class TargetMethod(FixedMethod):
     """A method that computes with the target."""
 
     def bind(self, target: DraftingTarget) -> None:
-        """See `DraftsByTarget`."""
+        """The target is not needed."""
 
 
 def test_beside_a_method_on_all_ranks_another_that_raises_is_left_out() -> None:

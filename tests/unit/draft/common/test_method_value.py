@@ -62,7 +62,7 @@ class BoundMethod(TimedMethod):
     """A method that computes with the target's layers."""
 
     def bind(self, target: object) -> None:
-        """See `DraftsByTarget`."""
+        """The target is not needed."""
 
 
 def decode(method: Combination, clock: Clock, rounds: int, name: SequenceId = ID) -> int:

@@ -33,7 +33,7 @@ class Unread:
         return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """See `DraftMethod`."""
+        """Nothing is held."""
 
 
 class Reader(Unread):

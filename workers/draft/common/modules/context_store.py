@@ -57,7 +57,7 @@ class SegmentKeys:
         self._keys: list[bytes] = []
 
     def cut(self, length: int) -> None:
-        """Forget the segments that depend on a token at or after position `length`."""
+        """Drop the segments that depend on a token at or after position `length`."""
         del self._keys[max(0, length - self._lead) // SEGMENT :]
 
     def of(self, tokens: Sequence[int]) -> list[bytes]:

@@ -75,7 +75,7 @@ class ContextWindow:
         return self._origin if self._known.any() else 0
 
     def truncate(self, length: int) -> None:
-        """Forget the positions from `length` on. Then there is room for the window of the last token again."""
+        """Drop the positions from `length` on. Then there is room for the window of the last token again."""
         self._known[max(0, length - self._origin) :] = False
         first = max(0, length - 1 - self._shape.window)
         if first < self._origin and self._known.any():
