@@ -39,7 +39,7 @@ _COMMANDS = {
 def main() -> NoReturn:
     """Run the command line. This is the `pilotfish` console script."""
     try:
-        command_line(sys.argv[1:])(standalone_mode=True)
+        command_line(sys.argv[1:])(standalone_mode=True, prog_name="pilotfish")
     except PilotfishError as error:
         for line in str(error).splitlines():
             notify(f"pilotfish: {line}")

@@ -14,6 +14,7 @@ import httpx
 
 from cluster.core.errors import ConfigurationError
 from deploy.batch.lines import BatchRequest, BatchResult, InvalidLine, parse_line, read_lines
+from deploy.network.https_client import server_root, why_silent
 
 Report = Callable[[float, str], None]
 """Called with the share of the lines that are done, and a description."""
@@ -30,25 +31,45 @@ _TIMEOUT_HEADROOM_SECONDS = 5.0
 class BatchCounts:
     """Lines of an output file by outcome."""
 
+    total: int = 0
+    """Lines of the input file that are not empty."""
     answered: int = 0
     failed: int = 0
+
+    def __str__(self) -> str:
+        """For people: `2 of 3 lines answered, 1 failed`."""
+        lines = "1 line" if self.total == 1 else f"{self.total} lines"
+        return f"{self.answered} of {lines} answered, {self.failed} failed"
 
 
 class BatchRun:
     """Answers the lines of one file through `client`, whose base address is the server's."""
 
-    def __init__(self, client: httpx.AsyncClient, concurrency: int, timeout_seconds: float, report: Report) -> None:
-        """`timeout_seconds` bounds a line, including the time in which the server refuses it because it is busy."""
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        concurrency: int,
+        timeout_seconds: float,
+        report: Report,
+        counts: BatchCounts | None = None,
+    ) -> None:
+        """`timeout_seconds` bounds a line, including the time in which the server refuses it because it is busy.
+
+        `counts` are filled while the lines end.
+        """
         self._client = client
         self._concurrency = concurrency
         self._timeout_seconds = timeout_seconds
         self._report = report
         self._seen: set[str] = set()
-        self.counts = BatchCounts()
+        self.counts = counts or BatchCounts()
 
     async def run(self, source: Path, out: Path) -> BatchCounts:
-        """Write one line per line of `source` into `out`, as they are done. Raises `ConfigurationError`."""
-        total = sum(1 for _ in read_lines(source))
+        """Write one line per line of `source` into `out`, in the order in which they end. Raises `ConfigurationError`.
+
+        A line is in the file as soon as it has ended, so that nothing is lost when the run is cancelled.
+        """
+        self.counts.total = total = sum(1 for _ in read_lines(source))
         if not total:
             raise ConfigurationError(f"--input-file {source}: needed at least one line, found none")
         lines = read_lines(source)
@@ -71,7 +92,7 @@ class BatchRun:
             file.write(f"{result.text()}\n")
             file.flush()
             done = self.counts.answered + self.counts.failed
-            self._report(done / total, f"{done} of {total} lines, {self.counts.failed} failed")
+            self._report(done / total, str(self.counts))
 
     async def _answer(self, number: int, text: str) -> BatchResult:
         try:
@@ -97,7 +118,7 @@ class BatchRun:
             except httpx.TransportError as error:
                 failures += 1
                 if failures >= _CONNECTION_ATTEMPTS:
-                    message = f"the server cannot be reached: {error!r}"
+                    message = f"the server cannot be reached: {why_silent(error)}"
                     return BatchResult(request.custom_id, number, code="connection_error", message=message)
             else:
                 if response.status_code not in _BUSY:
@@ -113,9 +134,8 @@ def open_client(
     """A client of the server at `url`, with or without the path `/v1`. `verify` is the TLS of the client."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    base = url.rstrip("/").removesuffix("/v1")
     timeout = timeout_seconds + _TIMEOUT_HEADROOM_SECONDS
-    return httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout, verify=verify)
+    return httpx.AsyncClient(base_url=server_root(url), headers=headers, limits=limits, timeout=timeout, verify=verify)
 
 
 def _result(request: BatchRequest, number: int, response: httpx.Response) -> BatchResult:

@@ -15,7 +15,7 @@ from cluster.core.errors import ConfigurationError
 from deploy.batch.lines import read_lines
 from deploy.batch.run import BatchCounts, BatchRun, Report, open_client
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.network.https_client import CacertOption, verification
+from deploy.network.https_client import CacertOption, UrlOption, check_reachable, verification
 from deploy.progress import ProgressReporter
 from deploy.settings import Settings, load_settings
 from deploy.terminal import notices, notify
@@ -28,14 +28,16 @@ def run_batch(
     output_file: Annotated[Path, typer.Option("--output-file", "-o", help="JSONL of the answers. It is replaced.")],
     config: ConfigOption = None,
     assignments: SetOption = None,
-    url: Annotated[
-        str | None, typer.Option(help="Ask this server. Unset: load the models in this process, without Ray.")
-    ] = None,
+    url: UrlOption = None,
     cacert: CacertOption = None,
     concurrency: Annotated[int, typer.Option(help="Most requests in flight.")] = 16,
     timeout: Annotated[float, typer.Option(help="Longest time of one line, in seconds.")] = 3600.0,
 ) -> None:
-    """Answer a batch file in OpenAI's format: chat completions, completions and responses, errors line by line."""
+    """Answer a batch file in OpenAI's format: chat completions, completions and responses, errors line by line.
+
+    Without --url, the models are loaded in this process. Answers are written in the order in which they end; their
+    custom_id tells them apart. Ctrl-C stops and keeps those that are written. Exits with 1 if a line failed.
+    """
     if concurrency < 1:
         raise ConfigurationError(f"--concurrency: {concurrency} is refused; it must be at least 1")
     if not 0 < timeout < float("inf"):
@@ -44,23 +46,21 @@ def run_batch(
         raise ConfigurationError("--output-file: needed another file than --input-file, found the same")
     next(read_lines(input_file), None)  # an unreadable file is reported before anything is loaded
     settings = load_settings(config, assignments or ())
+    counts = BatchCounts()
+
+    async def run(report: Report) -> None:
+        async with _client(settings, url, cacert, timeout) as client:
+            await BatchRun(client, concurrency, timeout, report, counts).run(input_file, output_file)
+
     with ProgressReporter(notices, "run-batch") as report:
-        counts = asyncio.run(_run(settings, url, cacert, input_file, output_file, concurrency, timeout, report))
-    notify(f"{counts.answered} lines answered, {counts.failed} failed: {output_file}")
-
-
-async def _run(
-    settings: Settings,
-    url: str | None,
-    cacert: str | None,
-    source: Path,
-    out: Path,
-    concurrency: int,
-    timeout_seconds: float,
-    report: Report,
-) -> BatchCounts:
-    async with _client(settings, url, cacert, timeout_seconds) as client:
-        return await BatchRun(client, concurrency, timeout_seconds, report).run(source, out)
+        try:
+            asyncio.run(run(report))
+        except KeyboardInterrupt:
+            notify(f"stopped; {output_file} has what ended: {counts}")
+            raise
+    notify(f"{counts}, in the order in which they ended: {output_file}")
+    if counts.failed:
+        raise typer.Exit(1)
 
 
 @asynccontextmanager
@@ -71,6 +71,7 @@ async def _client(
     if url is not None:
         verify = verification(settings.configuration.server.tls, cacert)
         async with open_client(url, settings.api_key, timeout_seconds, verify) as client:
+            await check_reachable(client)
             yield client
         return
     # Importing torch takes seconds, and a client of a running server does not need it.

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cluster.core.errors import WorkerUnavailable
 from cluster.generation.text.tokenizer import Tokenizer
+from deploy.network.https_client import why_silent
 
 _DONE = "[DONE]"
 _RETRY_SECONDS = 0.2
@@ -108,7 +109,7 @@ def stream_chat(
                     yield chunk
             reason = "the stream ended before the answer was complete"
         except httpx.TransportError as error:
-            reason = repr(error)
+            reason = why_silent(error)
         except _Unanswered as error:
             reason = str(error)
         if not last_event_id or time.monotonic() >= deadline:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Annotated, TextIO
 
-import httpx
 import typer
 
 from cluster.core.errors import InvalidRequest
-from cluster.wire.peer_access import PublicAccess
+from deploy.commands.client.connection import connected
 from deploy.commands.options import ConfigOption, SetOption
+from deploy.network.https_client import CacertOption, UrlOption
 from deploy.progress import ProgressReporter
-from deploy.settings import Settings, load_settings
+from deploy.settings import load_settings
 from deploy.terminal import notices, notify, write_text
 from deploy.translation.ordered import in_order
 from deploy.translation.sources import read_sources
@@ -33,47 +32,35 @@ def translate(
         str | None,
         typer.Option(metavar="NAME", help="The model: a packaged name, directory or hub id; with --url its name."),
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The HTTP address of a running server. Without it, load the model here."),
-    ] = None,
+    url: UrlOption = None,
+    cacert: CacertOption = None,
     beams: Annotated[int, typer.Option(help="Beams of a beam search; 1 decodes greedily.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of one translation.")] = 256,
     in_flight: Annotated[int, typer.Option(help="Most texts that are translated at once.")] = 8,
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Translate the lines of a file, in order: pilotfish translate FILE --model opus-mt-fr-en."""
+    """Translate the lines of a file, in order: pilotfish translate FILE --model opus-mt-fr-en.
+
+    Without --url, the model is loaded in this process.
+    """
     options = TranslateOptions(max_tokens, beams)
     if in_flight < 1:
         raise InvalidRequest("in_flight", in_flight, "at least 1")
     sources = read_sources(file, field)
     chosen = [] if model is None or url is not None else [f"target.path={model}"]
     settings = load_settings(config, [*(assignments or ()), *chosen])
-    asyncio.run(_translate(settings, sources, options, url, model, out, in_flight))
 
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(connected(settings, url, url is None, notify, cacert))
+            translator = Translator(client, str(client.base_url), options)
+            await translator.choose_model(model if url is not None else None)
+            file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
+            report = stack.enter_context(ProgressReporter(notices, "translating"))
+            await write_translations(translator, sources, in_flight, file, report)
 
-async def _translate(
-    settings: Settings,
-    sources: tuple[str, ...],
-    options: TranslateOptions,
-    url: str | None,
-    model: str | None,
-    out: Path | None,
-    in_flight: int,
-) -> None:
-    async with AsyncExitStack() as stack:
-        if url is None:
-            address, access = await stack.enter_async_context(_cluster_in_process(settings))
-        else:
-            address, access = url, PublicAccess(settings.api_key)
-        timeout = settings.configuration.limits.max_timeout_seconds
-        client = await stack.enter_async_context(httpx.AsyncClient(headers=dict(access.metadata()), timeout=timeout))
-        translator = Translator(client, address, options)
-        await translator.choose_model(model if url is not None else None)
-        file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
-        report = stack.enter_context(ProgressReporter(notices, "translating"))
-        await write_translations(translator, sources, in_flight, file, report)
+    asyncio.run(run())
 
 
 async def write_translations(
@@ -107,16 +94,3 @@ async def write_translations(
     notify(f"{done} texts, {tokens} tokens in {time.perf_counter() - begun:.1f} s")
     if cut:
         notify(f"{cut} of them end because they have the most tokens; --max-tokens raises the bound")
-
-
-@asynccontextmanager
-async def _cluster_in_process(settings: Settings) -> AsyncIterator[tuple[str, PublicAccess]]:
-    """Load the models in this process. Yields the address of the HTTP API and what opens it."""
-    # Importing torch takes seconds, and a client of a running server does not need it.
-    from deploy.local.local_cluster import LocalCluster
-    from deploy.models import resolve_models
-
-    models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
-    any_port = models.configuration.server.model_copy(update={"grpc_port": 0, "http_port": 0})
-    async with LocalCluster(models.configuration.model_copy(update={"server": any_port}), http=True) as cluster:
-        yield cluster.http_url, cluster.access

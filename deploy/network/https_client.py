@@ -1,15 +1,21 @@
-"""How commands that call the HTTP API of a server check its certificate."""
+"""What commands that call the HTTP API of a server have in common: its address, its certificate, why it is silent."""
 
 from __future__ import annotations
 
+import socket
 import ssl
 from typing import Annotated
 
+import httpx
 import typer
 
 from cluster.core.config.public_tls import PublicTlsSection
+from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.wire.tls import client_context
 
+UrlOption = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="The HTTP API of a running server, such as http://host:8000.")
+]
 CacertOption = Annotated[
     str | None,
     typer.Option(
@@ -18,6 +24,20 @@ CacertOption = Annotated[
         help="PEM file of certificates by which an https server is checked. Unset: server.tls.ca, or the system's.",
     ),
 ]
+
+_LONGEST_REASON = 200
+
+
+def server_root(url: str) -> str:
+    """Return the address of a server without `/v1` and without a slash at its end. Raises `ConfigurationError`."""
+    try:
+        parts = httpx.URL(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.host)
+    except httpx.InvalidURL:
+        is_address = False
+    if not is_address:
+        raise ConfigurationError(f"--url: needed http://HOST:PORT or https://HOST:PORT, found {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def verification(tls: PublicTlsSection | None, cacert: str | None = None, *, is_own: bool = False) -> ssl.SSLContext:
@@ -30,3 +50,65 @@ def verification(tls: PublicTlsSection | None, cacert: str | None = None, *, is_
     if cacert is not None:
         tls = tls.model_copy(update={"ca": cacert})
     return client_context(tls, checks_name=not is_own)
+
+
+def why_silent(error: httpx.TransportError) -> str:
+    """Return why a server gave no answer and what to do, in one line. Reads the chain of causes."""
+    causes = _causes(error)
+    for cause in causes:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return (
+                f"its certificate is not trusted ({cause.reason}: {cause.verify_message}); "
+                "name the certificates that signed it with --cacert"
+            )
+    texts = " ".join(str(cause) for cause in causes)
+    if "WRONG_VERSION_NUMBER" in texts or "RECORD_LAYER" in texts:
+        return "it does not speak TLS; use http:// instead of https://"
+    if any(isinstance(cause, ssl.SSLError) for cause in causes) or "alert" in texts:
+        return f"TLS failed ({texts[:_LONGEST_REASON]}); see server.tls.client_certificate if it demands certificates"
+    if any(isinstance(cause, socket.gaierror) for cause in causes):
+        return "its name is unknown; check the host in --url"
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+        return "the connection is refused, nothing listens there; start `pilotfish serve` or check --url"
+    if isinstance(error, httpx.TimeoutException):
+        return "it does not answer in time"
+    if isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
+        return "it closed the connection; does it expect https:// instead of http://?"
+    return str(error) or type(error).__name__
+
+
+def refusal_hint(status: int) -> str:
+    """Return what to do about a status that refuses a caller, or nothing for another one."""
+    if status == httpx.codes.UNAUTHORIZED:
+        return "; set PILOTFISH_API_KEY to a key of the server"
+    if status == httpx.codes.FORBIDDEN:
+        return "; set PILOTFISH_API_KEY to the key of an operator"
+    return ""
+
+
+async def check_reachable(client: httpx.AsyncClient) -> None:
+    """Ask an OpenAI-compatible server for its models, once, before long work.
+
+    Raises `WorkerUnavailable` if nothing answers, and if the server refuses the caller.
+    """
+    try:
+        response = await client.get("/v1/models")
+    except httpx.TransportError as error:
+        raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
+    if hint := refusal_hint(response.status_code):
+        raise WorkerUnavailable(f"{client.base_url} answered {response.status_code}{hint}")
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what caused it, with the members of groups."""
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or any(one is other for other in found):
+            continue
+        found.append(one)
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+    return found

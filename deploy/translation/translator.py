@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
+from deploy.network.https_client import check_reachable, refusal_hint, why_silent
 
 _TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
 """Status codes of a server that may answer later."""
@@ -77,6 +78,7 @@ class Translator:
 
         Raises `ConfigurationError` if the server says that it is no encoder-decoder model, and `WorkerUnavailable`.
         """
+        await check_reachable(self._client)
         cards = (await self._asked("GET", "/models", None)).get("data", [])
         found = next((card for card in cards if name in (None, card.get("id"))), None)
         if found is None:
@@ -107,11 +109,12 @@ class Translator:
             try:
                 response = await self._client.request(method, f"{self._url}{path}", json=body)
             except httpx.TransportError as error:
-                reason = f"{self._url}{path}: {error!r}"
+                reason = f"{self._url}{path}: {why_silent(error)}"
             else:
                 if response.status_code == httpx.codes.OK:
                     return response.json()
                 reason = f"{self._url}{path} answered {response.status_code}: {response.text[:500]}"
+                reason += refusal_hint(response.status_code)
                 if response.status_code not in _TEMPORARY:
                     raise _refusal(response, reason)
             if clock() >= deadline:

@@ -13,9 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
-from deploy.commands.generate import Prompt, answer_prompt
-from deploy.implied_settings import NOT_LOSSLESS
-from deploy.settings import load_settings
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
 from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
@@ -206,14 +203,8 @@ async def test_with_synthetic_acceptance_every_answer_says_that_it_is_not_lossle
     async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         answers = await cluster.answer_all(cases)
         exposition, _ = await cluster.client.metrics()
-        notices: list[str] = []
-        prompt = Prompt("hello", raw=True, max_tokens=4)
-        await answer_prompt(
-            load_settings(), prompt, cluster.address, in_process=False, write=lambda _: None, notice=notices.append
-        )
     assert all(answer.lossy for answer in answers)
     assert b'pilotfish:lossless{engine="0",model_name="tiny"} 0.0' in exposition
-    assert notices[0] == NOT_LOSSLESS
     for first in range(0, len(cases), 3):
         drafted, plain, short = answers[first : first + 3]
         assert drafted.tokens == plain.tokens == short.tokens != expected[first // 3]

@@ -19,7 +19,7 @@ class PublicTlsSection(Section):
     ca: str | None = None
     """File of certificates by which Pilotfish's own commands check servers; unset: `certificate`, else the system's."""
     server_name: str | None = None
-    """DNS name that `pilotfish generate` expects in the server's certificate; unset: the server's address."""
+    """DNS name that gRPC clients of Pilotfish expect in the certificate; unset: the address of the server."""
     client_certificate: str | None = None
     """File of the certificate that Pilotfish's own commands present; needed by them with `client_ca`."""
     client_key: str | None = None

@@ -13,7 +13,7 @@ import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import number_list
-from deploy.network.https_client import CacertOption
+from deploy.network.https_client import CacertOption, server_root
 
 _AT_LEAST_ONE = ("num_prompts", "max_tokens", "random_input_len")
 GOODPUT_FIGURES = ("ttft", "tpot", "itl", "e2el")
@@ -111,11 +111,12 @@ class LoadOptions:
         if not 0 <= self.seed < 1 << 63:
             _refuse("seed", self.seed, f"it must be within 0 and {(1 << 63) - 1}")
         parse_goodput(self.goodput)
+        server_root(self.url)
 
     @property
     def root(self) -> str:
         """The address of the server, without `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1")
+        return server_root(self.url)
 
 
 def parse_goodput(bounds: Sequence[str]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from deploy.bench.load_test.records import LoadRecord, Measurement
 from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.load_test.workload import LoadRequest, arrival_seconds, make_requests
 from deploy.bench.measuring.costs import describe_machine
-from deploy.network.https_client import verification
+from deploy.network.https_client import check_reachable, verification, why_silent
 
 Report = Callable[[float, str], None]
 """Called with the share of the test that is complete, and a description."""
@@ -90,7 +90,8 @@ class LoadTest:
         except TimeoutError:
             return LoadRecord(sent, error="timeout")
         except httpx.HTTPError as error:
-            return LoadRecord(sent, error=type(error).__name__)
+            reason = why_silent(error) if isinstance(error, httpx.TransportError) else type(error).__name__
+            return LoadRecord(sent, error=reason)
         except WorkerUnavailable:
             return LoadRecord(sent, error="error in the stream")
         return LoadRecord(sent, reader.answer(), reader.prompt_tokens)
@@ -102,7 +103,7 @@ class LoadTest:
             response.raise_for_status()
             return str(response.json()["data"][0]["id"])
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise WorkerUnavailable(f"{self._options.root}/v1/models names no model: {error!r}") from error
+            raise WorkerUnavailable(f"{self._options.root}/v1/models names no model: {error!r}") from None
 
 
 def run_load_test(
@@ -113,6 +114,7 @@ def run_load_test(
 
     async def run() -> None:
         async with open_client(options, api_key, tls) as client:
+            await check_reachable(client)
             test = LoadTest(options, client, report)
 
             def measured(measurement: Measurement) -> None:

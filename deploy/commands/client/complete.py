@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.commands.client.connection import InProcessOption, UrlOption, connected, post, stream
+from deploy.commands.client.connection import InProcessOption, connected, post, stream
 from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.network.https_client import CacertOption
+from deploy.network.https_client import CacertOption, UrlOption
 from deploy.settings import Settings, load_settings
 from deploy.terminal import notify, output
 

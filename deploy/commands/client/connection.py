@@ -16,12 +16,9 @@ import typer
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, NotReady, WorkerUnavailable
 from cluster.wire.address import http_url
-from deploy.network.https_client import verification
+from deploy.network.https_client import refusal_hint, server_root, verification, why_silent
 from deploy.settings import Settings
 
-UrlOption = Annotated[
-    str | None, typer.Option("--url", metavar="URL", help="The HTTP API of a running server, such as http://host:8000.")
-]
 InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="Load the models in this process, without Ray and without a server.")
 ]
@@ -50,7 +47,10 @@ async def connected(
         raise ConfigurationError("--url and --in-process: needed one of them, found both")
     timeout = settings.configuration.limits.max_timeout_seconds
     tls = settings.configuration.server.tls
-    found = url or (None if in_process else listening_url(settings.configuration))
+    if url is not None:
+        found: str | None = server_root(url)
+    else:
+        found = None if in_process else listening_url(settings.configuration)
     if found is not None:
         verify = verification(tls, cacert, is_own=url is None and cacert is None)
         async with _client(found, settings.api_key, timeout, verify) as client:
@@ -94,7 +94,7 @@ async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) ->
     try:
         response = await client.post(path, json=body)
     except httpx.TransportError as error:
-        raise WorkerUnavailable(f"{client.base_url}: {error!r}") from None
+        raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
     return _checked(response).json()
 
 
@@ -103,7 +103,7 @@ async def get(client: httpx.AsyncClient, path: str) -> Any:
     try:
         response = await client.get(path)
     except httpx.TransportError as error:
-        raise WorkerUnavailable(f"{client.base_url}: {error!r}") from None
+        raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
     return _checked(response).json()
 
 
@@ -129,8 +129,10 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
                     elif name == "data":
                         yield _chunk(value)
             reason = "the stream ended before the answer was complete"
-        except (httpx.TransportError, NotReady) as error:
-            reason = str(error) or repr(error)
+        except httpx.TransportError as error:
+            reason = why_silent(error)
+        except NotReady as error:
+            reason = str(error)
         attempts += 1
         if not last or attempts > _MOST_RETRIES:
             raise WorkerUnavailable(f"{client.base_url}: {reason}")
@@ -149,7 +151,7 @@ def _checked(response: httpx.Response) -> httpx.Response:
     text = response.text[:_LONGEST_REASON]
     with suppress(ValueError, KeyError, TypeError):
         text = response.json()["error"]["message"]
-    message = f"{response.request.url} answered {response.status_code}: {text}"
+    message = f"{response.request.url} answered {response.status_code}: {text}{refusal_hint(response.status_code)}"
     if response.status_code in _TEMPORARY:
         raise NotReady(message)
     raise WorkerUnavailable(message)

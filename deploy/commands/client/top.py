@@ -14,9 +14,9 @@ from rich.live import Live
 
 from cluster.core.errors import PilotfishError
 from deploy.commands.client.cluster_table import ReplicaStatus, status_table, statuses
-from deploy.commands.client.connection import UrlOption, configured_url, connected, get
+from deploy.commands.client.connection import configured_url, connected, get
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.network.https_client import CacertOption
+from deploy.network.https_client import CacertOption, UrlOption
 from deploy.settings import load_settings
 from deploy.terminal import notify, output
 

@@ -207,7 +207,7 @@ class TestCommands:
     def test_a_server_and_this_process_cannot_both_answer(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert run(monkeypatch, "generate", "hello", "--server", "localhost:9000", "--in-process") == 2
+        assert run(monkeypatch, "generate", "hello", "--url", "http://localhost:8000", "--in-process") == 2
         assert "needed one of them, found both" in capsys.readouterr().err
 
     def test_a_missing_model_is_exit_code_1(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.core.config.sections import LimitsSection
-from cluster.core.errors import NotReady, WorkerUnavailable
+from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.http import create_app
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.commands.streamed_answer import Chunk, stream_chat
@@ -69,9 +70,11 @@ async def test_the_client_of_the_demo_continues_after_every_cut(tmp_path: Path) 
 async def test_generate_continues_after_every_cut(tmp_path: Path) -> None:
     prompt = Prompt("hello", max_tokens=60, temperature=1.0, seed=3)
     async with fake_replicas(tmp_path, 1, step_delay=STEP_SECONDS, draft__method="none") as cluster:
-        texts, cuts = [], 0
+        texts, cuts, router = [], 0, cluster.router()
         for interval in (0, 8):
-            connections = CuttableConnections(cluster.replicas[0].server_port)
+            stack = AsyncExitStack()
+            http = await stack.enter_async_context(listening(create_app(router, LimitsSection())))
+            connections = CuttableConnections(int(http.rpartition(":")[2]))
             await connections.start()
             written: list[str] = []
             pending: list[asyncio.Task[None]] = []
@@ -88,11 +91,14 @@ async def test_generate_continues_after_every_cut(tmp_path: Path) -> None:
                     pending.append(asyncio.create_task(cut_and_listen_again(connections)))
 
             notices: list[str] = []
-            await answer_prompt(load_settings(), prompt, connections.address, False, write, notices.append)
+            url = f"http://{connections.address}"
+            await answer_prompt(load_settings(), prompt, write, notices.append, url=url)
             await asyncio.gather(*pending)
             await connections.close()
+            await stack.aclose()
             texts.append("".join(written))
             cuts += len(pending)
+        await router.close()
         assert texts[0] == texts[1]
         assert cuts > 1
         assert "60 tokens" in notices[-1]
@@ -102,8 +108,8 @@ async def test_a_server_that_was_never_reached_is_an_error_at_once(tmp_path: Pat
     connections = CuttableConnections(1)
     await connections.start()
     connections.cut()
-    with pytest.raises(NotReady):
-        await answer_prompt(load_settings(), Prompt("hello"), connections.address, False, print, print)
+    with pytest.raises(WorkerUnavailable, match="the connection is refused"):
+        await answer_prompt(load_settings(), Prompt("hello"), print, print, url=f"http://{connections.address}")
     failed = threading.Event()
 
     def read() -> None:

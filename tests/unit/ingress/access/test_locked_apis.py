@@ -195,8 +195,8 @@ async def test_the_command_line_takes_its_key_from_the_environment(locked: BothA
     command = (sys.executable, "-m", "deploy.cli", "generate", "hi", "--max-tokens", "32")
     process = await asyncio.create_subprocess_exec(
         *command,
-        "--server",
-        locked.grpc_address,
+        "--url",
+        str(locked.http.base_url),
         env=environment | ({} if key is None else {"PILOTFISH_API_KEY": key}),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -205,5 +205,6 @@ async def test_the_command_line_takes_its_key_from_the_environment(locked: BothA
     if key is None:
         assert process.returncode != 0
         assert b"an API key is needed" in notices
+        assert b"set PILOTFISH_API_KEY" in notices
     else:
         assert (process.returncode, written) == (0, b"hello the world\n"), notices

@@ -1,0 +1,140 @@
+"""Commands that speak to a server: one meaning of --url and --cacert, and one line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config.public_tls import PublicTlsSection
+from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import ConfigurationError, WorkerUnavailable
+from cluster.ingress.access.api_keys import parse_keys
+from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.http import create_app
+from deploy import cli
+from deploy.commands.generate import Prompt, answer_prompt
+from deploy.implied_settings import NOT_LOSSLESS
+from deploy.network.https_client import server_root
+from deploy.settings import load_settings
+from tests.support.certificates import Authority
+from tests.support.fakes.fake_engine import listening
+from tests.support.fakes.http_app import HttpApi
+
+NOWHERE = "http://127.0.0.1:1"
+BATCH_LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}\n'
+COMMANDS = {
+    "generate": ["hi"],
+    "complete": ["hi"],
+    "translate": ["in.jsonl"],
+    "run-batch": ["-i", "in.jsonl", "-o", "out.jsonl"],
+    "top": ["--once"],
+    "bench serve": ["--num-prompts", "1", "--random-input-len", "4", "--max-tokens", "8"],
+}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text(BATCH_LINE)
+
+
+Run = Callable[..., Awaitable[tuple[int, list[str]]]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in a thread. Returns its status and the lines of its errors."""
+    monkeypatch.delenv("PILOTFISH_API_KEY", raising=False)
+
+    async def run(command: str, *options: str) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["pilotfish", *command.split(), *COMMANDS[command], *options])
+
+        def main() -> int:
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            return int(ended.value.code or 0)
+
+        status = await asyncio.to_thread(main)
+        errors = capsys.readouterr().err
+        return status, [line for line in errors.splitlines() if line.startswith("pilotfish: ")]
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_server_that_is_away_is_one_line(run: Run, command: str) -> None:
+    status, lines = await run(command, "--url", NOWHERE)
+    assert status == 1
+    assert len(lines) == 1
+    assert lines[0].startswith(f"pilotfish: {NOWHERE}")
+    assert "the connection is refused, nothing listens there; start `pilotfish serve` or check --url" in lines[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_what_is_no_address_is_refused_before_anything_is_sent(run: Run, command: str) -> None:
+    status, lines = await run(command, "--url", "localhost:8000")
+    assert (status, lines) == (
+        2,
+        ["pilotfish: --url: needed http://HOST:PORT or https://HOST:PORT, found 'localhost:8000'"],
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_missing_key_names_the_variable(run: Run, command: str, tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "model")
+    app = create_app(api.client, LimitsSection(), keys=KeyRing(parse_keys("alice alice-key-0123456789", "here")))
+    async with api.http, listening(app) as url:
+        status, lines = await run(command, "--url", url)
+    assert status == 1
+    assert len(lines) == 1
+    assert "answered 401" in lines[0] and "set PILOTFISH_API_KEY" in lines[0]
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "top"])
+async def test_certificates_are_checked_by_cacert(run: Run, command: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    certificate, key = authority.issue("server")
+    api = HttpApi(tmp_path / "model", "hello the world")
+    api.engine.context = 400
+    tls = PublicTlsSection(certificate=certificate, key=key)
+    async with api.http, listening(create_app(api.client, LimitsSection()), tls) as url:
+        status, lines = await run(command, "--url", url)
+        assert status == 1
+        assert len(lines) == 1 and "its certificate is not trusted" in lines[0] and "--cacert" in lines[0]
+        status, lines = await run(command, "--url", url, "--cacert", str(authority.file))
+        refused = command == "translate"  # the model of this server continues texts
+        assert (status, "encoder-decoder" in "".join(lines)) == ((2, True) if refused else (0, False))
+
+
+async def test_a_server_without_tls_is_named_as_such(tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "model")
+    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        with pytest.raises(WorkerUnavailable, match="it does not speak TLS; use http:// instead"):
+            await answer_prompt(load_settings(), Prompt("hi"), print, print, url=url.replace("http:", "https:"))
+
+
+@pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
+def test_an_address_may_end_in_the_version_of_the_api(url: str) -> None:
+    assert server_root(url) == "http://a:1"
+
+
+@pytest.mark.parametrize("url", ["", "a", "a:80", "ftp://a", "http://", "http://a:port"])
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="--url: needed"):
+        server_root(url)
+
+
+async def test_generate_says_that_an_answer_is_not_lossless(tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "model", "hello the world")
+    api.engine.context = 400
+    api.engine.is_lossless = False
+    notices: list[str] = []
+    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        answer = await answer_prompt(load_settings(), Prompt("hi", raw=True), lambda _: None, notices.append, url=url)
+    assert (answer.text, answer.lossless, answer.completion_tokens) == ("hello the world", False, len(answer.token_ids))
+    assert notices[0] == NOT_LOSSLESS
+    assert "tokens/step" in notices[1]
