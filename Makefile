@@ -130,6 +130,7 @@ check: $(INSTALLED)  ## Check style, format, types, imports and gRPC stubs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.pages --check
+	$(BIN)/python -m tests.chart --check
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(MAKE) --no-print-directory stubs OUT="$$fresh" && \
 	for file in $$(cd "$$fresh" && find . -type f); do \
 		cmp "$$fresh/$$file" "protos/$$file" || { echo "make proto, then commit: $$file is out of date"; exit 1; }; \
@@ -139,7 +140,7 @@ proto: $(INSTALLED)  ## Regenerate the gRPC stubs
 	@$(MAKE) --no-print-directory stubs OUT=protos
 
 .PHONY: chart
-chart: $(INSTALLED)  ## Write the table of values into the Helm chart's README
+chart: $(INSTALLED)  ## Write the schema of settings and the README's table of values into the Helm chart
 	$(BIN)/python -m tests.chart
 
 .PHONY: stubs

@@ -18,6 +18,9 @@ PROMETHEUS = Pod({"app.kubernetes.io/name": "prometheus"}, "monitoring")
 GATEWAY = Pod({"app.kubernetes.io/name": "envoy"}, "envoy-gateway-system")
 
 
+NGINX = Pod({"app.kubernetes.io/name": "ingress-nginx"}, "ingress-nginx")
+
+
 @pytest.fixture(params=CI_VALUES)
 def rendered(request: pytest.FixtureRequest) -> Rendered:
     return render_ci(request.param)
@@ -53,6 +56,31 @@ def test_clients_reach_both_apis_and_nothing_else() -> None:
         for role in {"head", "target"}:
             assert not any(may(found, client, role, port) for port in ("http", "metrics", FREE_PORT))
     assert not may(render_ci("two-by-eight"), NEIGHBOUR, "ingress", "http")
+
+
+def test_the_controller_of_an_ingress_or_a_gateway_reaches_both_apis() -> None:
+    for name, controller in (("one-gpu", NGINX), ("two-by-eight", GATEWAY)):
+        found = render_ci(name)
+        assert may(found, controller, "ingress", "http") and may(found, controller, "ingress", "grpc")
+        assert not may(found, controller, "ingress", FREE_PORT) and not may(found, controller, "target", "http")
+    assert not may(render(), NGINX, "ingress", "http")
+    elsewhere = render({"ingress": {"enabled": True, "controllerNamespace": "traefik"}})
+    assert not may(elsewhere, NGINX, "ingress", "http") and may(elsewhere, Pod({}, "traefik"), "ingress", "grpc")
+
+
+def test_nginx_is_told_how_long_and_how_large_requests_are() -> None:
+    prefix = "nginx.ingress.kubernetes.io/"
+    values = {"enabled": True, "nginx": {"timeoutSeconds": 900, "bodySize": "8m"}}
+    expected = {f"{prefix}proxy-{one}-timeout": "900" for one in ("read", "send")}
+    expected |= {f"{prefix}proxy-body-size": "8m", f"{prefix}proxy-buffering": "off"}
+    for tls, protocols in (("", ("HTTP", "GRPC")), ("tls", ("HTTPS", "GRPCS"))):
+        found = render({"ingress": values, "tls": {"existingSecret": tls}})
+        for api, protocol in zip(("http", "grpc"), protocols, strict=True):
+            annotations = found.one("Ingress", f"-{api}")["metadata"]["annotations"]
+            assert annotations == expected | {f"{prefix}backend-protocol": protocol}
+    own = {"http": {"annotations": {f"{prefix}proxy-body-size": "1g"}}}
+    chosen = render({"ingress": values | own}).one("Ingress", "-http")["metadata"]["annotations"]
+    assert chosen[f"{prefix}proxy-body-size"] == "1g" and chosen[f"{prefix}proxy-read-timeout"] == "900"
 
 
 def test_the_test_pod_of_helm_reaches_both_apis(rendered: Rendered) -> None:

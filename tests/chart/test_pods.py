@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from math import ceil
+
+import helm_python
 import pytest
 
 from tests.support.chart.rendering import CI_VALUES, Object, Rendered, render, render_ci
+from tests.support.chart.schemas import check
 
 
 @pytest.fixture(params=CI_VALUES)
@@ -86,7 +90,7 @@ def test_selectors_tolerations_and_spread_belong_to_a_group() -> None:
     assert "tolerations" not in ingress and "nodeSelector" not in ingress
     (spread,) = ingress["topologySpreadConstraints"]
     assert spread["topologyKey"] == "topology.kubernetes.io/zone"
-    assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "ingress"
+    assert spread["labelSelector"]["matchLabels"]["pilotfish-group"] == "ingress"
 
 
 def test_rays_token_comes_from_the_secret_that_kuberay_reads(rendered: Rendered) -> None:
@@ -121,7 +125,7 @@ def test_drawn_tokens_differ_between_installations() -> None:
 
 def test_the_token_of_the_hub_is_given_only_where_a_secret_is_named() -> None:
     assert "HF_TOKEN" not in environment(containers(render())["target"])
-    entry = environment(containers(render_ci("one-gpu"))["target"])["HF_TOKEN"]
+    entry = environment(containers(render_ci("two-by-eight"))["target"])["HF_TOKEN"]
     assert entry["valueFrom"]["secretKeyRef"] == {"name": "hugging-face", "key": "token"}
 
 
@@ -155,7 +159,7 @@ def test_groups_scale_between_their_bounds_with_rays_autoscaler() -> None:
     cluster = render_ci("two-by-eight").cluster
     assert cluster["enableInTreeAutoscaling"] and cluster["autoscalerOptions"]["version"] == "v2"
     bounds = {one["groupName"]: (one["minReplicas"], one["maxReplicas"]) for one in cluster["workerGroupSpecs"]}
-    assert bounds == {"target": (1, 3), "draft": (2, 4), "ingress": (2, 6)}
+    assert bounds == {"target": (1, 2), "draft": (2, 2), "ingress": (2, 6)}
     fixed = render({"workers": {"target": {"replicas": 2, "minReplicas": 1, "maxReplicas": 5}}}).cluster
     assert {(one["minReplicas"], one["maxReplicas"]) for one in fixed["workerGroupSpecs"]} == {(2, 2), (1, 1)}
 
@@ -172,10 +176,92 @@ def test_disruptions_leave_all_but_one_pod_of_a_group() -> None:
 
 def test_the_control_store_may_outlive_the_head() -> None:
     assert "gcsFaultToleranceOptions" not in render().cluster
-    options = render_ci("two-by-eight").cluster["gcsFaultToleranceOptions"]
-    assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
+    assert render_ci("two-by-eight").cluster["gcsFaultToleranceOptions"] == {
+        "backend": "redis",
+        "redisAddress": "redis:6379",
+        "redisUsername": {"value": "ray"},
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}},
+    }
     volume = {"enabled": True, "backend": "rocksdb", "storage": {"size": "1Gi"}}
     assert render({"gcsFaultTolerance": volume}).cluster["gcsFaultToleranceOptions"] == {
         "backend": "rocksdb",
         "storage": {"size": "1Gi"},
     }
+
+
+def test_two_clusters_never_share_the_name_under_which_the_state_is_stored() -> None:
+    named = {"gcsFaultTolerance": {"enabled": True, "externalStorageNamespace": "pilotfish"}}
+    with pytest.raises(helm_python.HelmError, match="two clusters run at once and must not share it"):
+        render(named)
+    options = render(named | {"serve": {"upgrade": "None"}}).cluster["gcsFaultToleranceOptions"]
+    assert options["externalStorageNamespace"] == "pilotfish"
+
+
+def test_an_upgrade_of_two_by_eight_needs_no_second_set_of_gpus() -> None:
+    found = render_ci("two-by-eight")
+    strategy = found.one("RayService")["spec"]["upgradeStrategy"]
+    surge = strategy["clusterUpgradeOptions"]["maxSurgePercent"] / 100
+
+    def gpus(capacity: float) -> int:
+        """GPUs of a cluster at a share of its capacity. Serve rounds its replicas up."""
+        return sum(
+            ceil(group["maxReplicas"] * capacity) * int(container["resources"]["limits"].get("nvidia.com/gpu", 0))
+            for group in found.cluster["workerGroupSpecs"]
+            for container in group["template"]["spec"]["containers"]
+        )
+
+    assert strategy["type"] == "NewClusterWithIncrementalUpgrade"
+    assert gpus(1.0) + gpus(surge) <= 16
+    assert gpus(1.0) * 2 > 16, "a second cluster of the same size would not fit"
+    drafters = found.pod_templates["draft"]["spec"]["affinity"]["podAffinity"]  # GPUs of one node stay together
+    (term,) = drafters["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["labelSelector"]["matchLabels"].items() <= found.pod_templates["draft"]["metadata"]["labels"].items()
+
+
+def test_an_image_may_be_named_by_digest_and_per_group() -> None:
+    digest = f"sha256:{'ab' * 32}"
+    workers = {"target": {"image": {"tag": "1-cuda"}}, "ingress": {"image": {"repository": "edge", "tag": "2"}}}
+    found = render({"image": {"repository": "r/pilotfish", "digest": digest}, "workers": workers})
+    images = {role: container["image"] for role, container in containers(found).items()}
+    assert images == {"head": f"r/pilotfish@{digest}", "target": "r/pilotfish:1-cuda", "ingress": "edge:2"}
+    assert found.one("Pod")["spec"]["containers"][0]["image"] == f"r/pilotfish@{digest}"
+    one = render({"workers": {"target": {"image": {"digest": digest}}}})
+    assert containers(one)["target"]["image"] == f"pilotfish@{digest}"
+    with pytest.raises(helm_python.HelmError, match="image/digest"):
+        render({"image": {"digest": "sha256:ab"}})
+
+
+def test_a_group_has_containers_volumes_labels_and_annotations_of_its_own() -> None:
+    sidecar: Object = {"name": "logs", "image": "fluent-bit:4"}
+    first: Object = {"name": "fetch", "image": "fetch:1"}
+    own = {
+        "sidecars": [sidecar],
+        "initContainers": [first],
+        "labels": {"team": "a"},
+        "annotations": {"note": "own"},
+        "volumes": [{"name": "logs", "emptyDir": {}}],
+        "volumeMounts": [{"name": "logs", "mountPath": "/logs"}],
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+    }
+    shared = {"labels": {"team": "all", "app": "x"}, "annotations": {"note": "all"}}
+    found = render({"pods": shared, "head": own, "workers": {"target": own}})
+    for role in ("head", "target"):
+        template = found.pod_templates[role]
+        spec, (ray, beside) = template["spec"], template["spec"]["containers"]
+        assert (spec["initContainers"], beside, spec["tolerations"]) == ([first], sidecar, own["tolerations"])
+        assert template["metadata"]["labels"].items() >= {"team": "a", "app": "x"}.items()
+        assert template["metadata"]["annotations"] == {"note": "own"}
+        assert own["volumes"][0] in spec["volumes"] and own["volumeMounts"][0] in ray["volumeMounts"]
+    other = found.pod_templates["ingress"]
+    assert len(other["spec"]["containers"]) == 1 and "initContainers" not in other["spec"]
+    assert other["metadata"]["annotations"] == {"note": "all"} and other["metadata"]["labels"]["team"] == "all"
+    check(found.one("RayService"))
+
+
+def test_a_slow_start_gets_its_time_before_liveness_counts() -> None:
+    found = render({"probes": {"startup": {"periodSeconds": 10, "failureThreshold": 90}}})
+    for container in containers(found).values():
+        probe = container["startupProbe"]
+        assert (probe["periodSeconds"], probe["failureThreshold"]) == (10, 90)
+        assert probe["httpGet"] == container["livenessProbe"]["httpGet"]
+        assert "initialDelaySeconds" not in container["livenessProbe"]

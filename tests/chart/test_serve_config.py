@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import helm_python
+import jsonschema
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
-from deploy.settings import settings_from_arguments
+from deploy.settings import presets, read_values, settings_from_arguments
+from tests.chart.settings_schema import generated, settings_schemas
 from tests.support.chart.rendering import CI_VALUES, Object, Rendered, render, render_ci
+from workers.serve.configuration import load_configuration
+
+SETTINGS: Object = {"$ref": "#/$defs/settings", "$defs": settings_schemas()}
+GPU: Object = {
+    "preset": "gpu",
+    "image": {"tag": "0.1.0-cuda"},
+    "workers": {"target": {"gpus": 1, "memory": "32Gi"}},
+}
+"""The fewest values with which the preset `gpu` runs."""
 
 
 @pytest.fixture(params=CI_VALUES)
@@ -56,8 +68,8 @@ def test_a_drafting_method_in_the_values_replaces_that_of_the_preset() -> None:
         ({"method": "lookahead"}, "lookahead"),
         ({"methods": ["ngram", "prediction"]}, "ngram+prediction"),
     ):
-        for preset in ("cpu", "gpu"):
-            (found,) = checked(render({"preset": preset, "settings": {"draft": draft}}).serve_config)
+        for preset in ({"preset": "cpu"}, GPU):
+            (found,) = checked(render(preset | {"settings": {"draft": draft}}).serve_config)
             assert found.draft.name == name
     both = render({"settings": {"draft": {"method": "ngram", "methods": ["suffix", "prediction"]}}})
     with pytest.raises(ConfigurationError, match=r"method \(ngram\) and methods \(suffix, prediction\) must not both"):
@@ -84,7 +96,7 @@ def test_the_http_api_answers_under_the_names_of_services_and_routes() -> None:
 
 def test_each_pod_has_one_replica_of_its_role_by_default() -> None:
     (large,) = checked(render_ci("two-by-eight").serve_config)
-    assert (large.target.replicas, large.target.autoscaling.max_replicas) == (1, 3)
+    assert (large.target.replicas, large.target.autoscaling.max_replicas) == (1, 2)
     assert (large.draft.replicas, large.server.ingress_replicas) == (2, 2)
     groups = {"target": {"replicas": 2}, "ingress": {"replicas": 3}}
     (fixed,) = checked(render({"workers": groups}).serve_config)
@@ -110,32 +122,64 @@ def test_the_pods_of_a_role_have_the_gpus_that_it_claims(rendered: Rendered) -> 
             assert int(limits["nvidia.com/gpu"]) >= claims[role]
 
 
-def test_further_applications_and_deployment_options_reach_serve() -> None:
+def test_options_of_deployments_reach_serve() -> None:
     scaling = {"name": "Target", "autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}
-    other = {
-        "name": "small",
-        "route_prefix": "/small",
-        "import_path": "deploy.ray.application:build_app",
-        "args": {"config": "cpu", "server": {"grpc_port": 9001}},
-    }
-    found = render({"serve": {"deployments": [scaling], "extraApplications": [other]}})
-
-    first, second = checked(found.serve_config)
-
-    assert (first.server.grpc_port, second.server.grpc_port) == (9000, 9001)
-    applications = found.serve_config["applications"]
-    assert applications[0]["deployments"] == [scaling] and applications[1]["route_prefix"] == "/small"
+    found = render({"serve": {"deployments": [scaling]}})
+    assert found.serve_config["applications"][0]["deployments"] == [scaling]
+    with pytest.raises(ValueError, match="num_replica"):
+        checked(render({"serve": {"deployments": [{"name": "Target", "num_replica": 2}]}}).serve_config)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("settings", "message"),
     [
-        ({"settings": {"target": {"tensor_paralel": 2}}}, "target.tensor_paralel: unknown key"),
-        ({"settings": {"tarjet": {"path": "x"}}}, "tarjet.*unknown key"),
-        ({"settings": {"draft": {"method": "ngran"}}}, "ngran"),
-        ({"serve": {"deployments": [{"name": "Target", "num_replica": 2}]}}, "num_replica"),
+        ({"target": {"tensor_paralel": 2}}, "'/settings/target': additional properties 'tensor_paralel' not allowed"),
+        ({"tarjet": {"path": "x"}}, "'/settings': additional properties 'tarjet' not allowed"),
+        ({"draft": {"method": "ngran"}}, "'/settings/draft/method': value must be one of .*'ngram'"),
+        ({"draft": {"ngram": {"longest": 3}}}, "'/settings/draft/ngram': additional properties 'longest' not allowed"),
+        ({"target": {"kv": {"block_size": 0}}}, "'/settings/target/kv/block_size': minimum: got 0, want 1"),
+        ({"target": {"tensor_parallel": "two"}}, "'/settings/target/tensor_parallel': got string, want integer"),
+        ({"target": {"acceptance": "lucky"}}, "'/settings/target/acceptance': value must be one of"),
     ],
 )
-def test_a_planted_typo_in_the_serve_config_fails(values: Object, message: str) -> None:
-    with pytest.raises((ConfigurationError, ValueError), match=message):
-        checked(render(values).serve_config)
+def test_a_wrong_setting_is_refused_when_the_chart_is_rendered(settings: Object, message: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=message):
+        render({"settings": settings})
+    further = {"name": "small", "routePrefix": "/small", "settings": settings}
+    with pytest.raises(helm_python.HelmError, match=message.replace("/settings", "/applications/0/settings", 1)):
+        render({"applications": [further]})
+
+
+def test_every_setting_of_the_configuration_passes_the_schema() -> None:
+    for preset in presets():
+        values = load_configuration(read_values(preset)).model_dump(mode="json", exclude_none=True)
+        jsonschema.Draft7Validator(SETTINGS).validate(values)
+
+
+def test_what_is_generated_is_up_to_date() -> None:
+    for file, text in generated().items():
+        assert file.read_text("utf-8") == text, "run `make chart` and commit"
+
+
+@pytest.mark.parametrize(
+    ("values", "faults"),
+    [
+        ({}, ("image.tag: pilotfish:0.1.0 has no CUDA", "workers.target.gpus: is 0, and a target needs 1")),
+        ({"image": GPU["image"]}, ("workers.target.memory: is 6Gi, and Qwen/Qwen3-8B needs 24Gi",)),
+        (GPU | {"settings": {"target": {"tensor_parallel": 2}}}, ("workers.target.gpus: is 1, and a target needs 2",)),
+    ],
+)
+def test_a_model_on_gpus_is_refused_without_what_it_needs(values: Object, faults: tuple[str, ...]) -> None:
+    with pytest.raises(helm_python.HelmError) as refused:
+        render({"preset": "gpu"} | values)
+    for fault in faults:
+        assert fault in str(refused.value)
+
+
+def test_the_preset_for_gpus_runs_its_own_model_with_lookups() -> None:
+    for values in (GPU, GPU | {"image": {"digest": f"sha256:{'0' * 64}"}}):
+        (found,) = checked(render(values).serve_config)
+        assert (found.target.path, found.target.tensor_parallel) == ("Qwen/Qwen3-8B", 1)
+        assert found.draft.name == "suffix+recycling"
+    render({"preset": "gpu", "settings": {"target": {"device": "cpu"}}})
+    assert checked(render_ci("one-gpu").serve_config)[0].target.path == "Qwen/Qwen3-8B"

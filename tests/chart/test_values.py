@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.chart.values_table import README, VALUES, document, with_values_table
-from tests.support.chart.rendering import CHART, Object, render
+from tests.support.chart.rendering import CHART, Object, Rendered, render
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text("utf-8"))
 DEFAULTS = yaml.safe_load(VALUES.read_text("utf-8"))
@@ -23,9 +23,11 @@ def resolved(schema: Any) -> Any:
 
 def differences(values: Object, schema: Any, path: str = "") -> list[str]:
     """Values without a schema, and schemas without a value."""
+    if values == {}:
+        return []  # each key is the user's choice: Pilotfish's settings, parts of another image
     schema = resolved(schema)
     if schema.get("additionalProperties") is not False:
-        return []  # Kubernetes' own objects and Pilotfish's settings
+        return []  # Kubernetes' own objects
     properties = schema["properties"]
     found = [f"{path}{key}" for key in values.keys() ^ (properties.keys() - {"global"})]
     return found + [
@@ -70,10 +72,54 @@ def test_a_gateway_needs_a_class_or_an_existing_one() -> None:
     assert render({"gateway": gateway}).one("GRPCRoute")["spec"]["parentRefs"] == gateway["parentRefs"]
 
 
-def test_an_existing_claim_or_none_takes_the_place_of_the_chart_s() -> None:
-    assert render().one("PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
-    for cache in ({"existingClaim": "models"}, {"enabled": False}):
-        assert not render({"models": {"cache": cache}}).of_kind("PersistentVolumeClaim")
+def models_volume(found: Rendered) -> Object:
+    (volume,) = [one for one in found.pod_templates["target"]["spec"]["volumes"] if one["name"] == "models"]
+    return {key: value for key, value in volume.items() if key != "name"}
+
+
+def test_by_default_each_pod_keeps_models_on_its_node() -> None:
+    assert models_volume(render()) == {"emptyDir": {"sizeLimit": "100Gi"}}
+    assert not render().of_kind("PersistentVolumeClaim")
+
+
+def test_a_pod_may_keep_models_in_a_claim_of_its_own() -> None:
+    found = render({"models": {"cache": {"volume": "ephemeral", "storageClassName": "fast", "size": "40Gi"}}})
+    claim = models_volume(found)["ephemeral"]["volumeClaimTemplate"]["spec"]
+    resources = {"requests": {"storage": "40Gi"}}
+    assert claim == {"accessModes": ["ReadWriteOnce"], "storageClassName": "fast", "resources": resources}
+    assert not found.of_kind("PersistentVolumeClaim")
+
+
+def test_all_pods_may_share_a_claim_that_exists_or_is_made() -> None:
+    made = render({"models": {"cache": {"volume": "shared"}}})
+    assert made.one("PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+    name = made.one("PersistentVolumeClaim")["metadata"]["name"]
+    assert models_volume(made) == {"persistentVolumeClaim": {"claimName": name}}
+    existing = render({"models": {"cache": {"volume": "shared", "existingClaim": "models"}}})
+    assert models_volume(existing) == {"persistentVolumeClaim": {"claimName": "models"}}
+    assert not existing.of_kind("PersistentVolumeClaim")
+
+
+def test_an_upgrade_in_steps_needs_the_autoscaler_and_a_class_of_gateways() -> None:
+    upgrade = {"upgrade": "NewClusterWithIncrementalUpgrade"}
+    with pytest.raises(helm_python.HelmError, match=r"set autoscaling\.enabled to true"):
+        render({"serve": upgrade})
+    scaled = {"autoscaling": {"enabled": True}}
+    with pytest.raises(helm_python.HelmError, match="needs the class of a Gateway"):
+        render(scaled | {"serve": upgrade})
+    chosen = {"gatewayClassName": "envoy", "maxSurgePercent": 20}
+    found = render(scaled | {"serve": upgrade | {"incrementalUpgrade": chosen}}).one("RayService")["spec"]
+    options = chosen | {"stepSizePercent": 10, "intervalSeconds": 30}
+    assert found["upgradeStrategy"] == {"type": upgrade["upgrade"], "clusterUpgradeOptions": options}
+    with pytest.raises(helm_python.HelmError, match="stepSizePercent must be at most maxSurgePercent"):
+        render(scaled | {"serve": upgrade | {"incrementalUpgrade": chosen | {"maxSurgePercent": 5}}})
+
+
+@pytest.mark.parametrize("name", ["unhealthySeconds", "deploymentUnhealthySeconds"])
+def test_times_that_kuberay_ignores_are_no_values(name: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=name):
+        render({"serve": {name: 60}})
+    assert not any("Unhealthy" in key for key in render().one("RayService")["spec"])
 
 
 def test_the_notes_say_how_to_reach_the_apis_and_that_no_key_is_demanded() -> None:
@@ -89,7 +135,7 @@ def test_every_value_has_a_comment_or_a_clear_name() -> None:
         *("networkPolicy.enabled", "autoscaling.enabled", "ingress.enabled", "gateway.enabled"),
         *("serviceAccount.create", "serviceAccount.annotations"),
         *("service.http.type", "service.http.port", "service.http.annotations"),
-        *("ingress.className", "ingress.http.host", "ingress.http.annotations", "ingress.grpc.host"),
+        *("ingress.className", "ingress.http.host", "ingress.grpc.host"),
         *("gateway.http.host", "gateway.grpc.host"),
         *(f"metrics.{one}.{key}" for one in ("serviceMonitor", "podMonitor") for key in ("interval", "labels")),
         *("metrics.rules.labels", "metrics.dashboards.labels", "metrics.dashboards.annotations"),

@@ -57,7 +57,6 @@ def _comment(lines: list[str], line: int) -> str:
     return " ".join(found)
 
 
-def write() -> None:
-    """Bring the README up to date."""
-    text = with_values_table(README.read_text("utf-8"), VALUES.read_text("utf-8"))
-    README.write_text(text, "utf-8")
+def table_page() -> str:
+    """The README as it should be."""
+    return with_values_table(README.read_text("utf-8"), VALUES.read_text("utf-8"))

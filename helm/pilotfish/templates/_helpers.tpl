@@ -45,8 +45,18 @@ matchExpressions:
     values: [head, target, draft, ingress]
 {{- end -}}
 
+{{/* The image of a pod: call with (list . IMAGE), where IMAGE replaces parts of `image`. A digest takes the tag's place. */}}
 {{- define "pilotfish.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- $root := index . 0 -}}
+{{- $given := index . 1 -}}
+{{- $image := $root.Values.image -}}
+{{- $repository := $given.repository | default $image.repository -}}
+{{- $digest := $given.digest | default (ternary "" $image.digest (or $given.repository $given.tag | not | not)) -}}
+{{- if $digest -}}
+{{ $repository }}@{{ $digest }}
+{{- else -}}
+{{ $repository }}:{{ $given.tag | default $image.tag | default $root.Chart.AppVersion }}
+{{- end -}}
 {{- end -}}
 
 {{- define "pilotfish.serviceAccountName" -}}
@@ -65,49 +75,106 @@ matchExpressions:
 {{- .Values.secrets.cluster.existingSecret | default (printf "%s-cluster" (include "pilotfish.fullname" .)) -}}
 {{- end -}}
 
-{{/* Most pods of a group: call with (list . GROUP). */}}
-{{- define "pilotfish.mostPods" -}}
-{{- $group := index . 1 -}}
-{{- ternary $group.maxReplicas $group.replicas (and (index . 0).Values.autoscaling.enabled (not (kindIs "invalid" $group.maxReplicas))) -}}
+{{/*
+The worker groups by name, each with its role, the Ray resource that its pods offer, and `least` and `most`, the bounds of its pods.
+A further group takes what it does not name from the group of its role. It serves the first model unless one of `applications` names it.
+*/}}
+{{- define "pilotfish.groups" -}}
+{{- $roles := list "target" "draft" "ingress" -}}
+{{- $named := list -}}
+{{- range .Values.applications -}}
+{{- $named = concat $named (values (.groups | default dict)) -}}
+{{- end -}}
+{{- range $named -}}
+{{- if not (hasKey $.Values.workers .) -}}
+{{- fail (printf "applications: there is no group %s in workers" .) -}}
+{{- end -}}
+{{- end -}}
+{{- $groups := dict -}}
+{{- range $name, $given := .Values.workers -}}
+{{- $group := deepCopy $given -}}
+{{- $role := $name -}}
+{{- if not (has $name $roles) -}}
+{{- $role = required (printf "workers.%s.role: a further group needs the role target, draft or ingress" $name) $given.role -}}
+{{- $group = omit (deepCopy (get $.Values.workers $role)) "minReplicas" "maxReplicas" "minAvailable" -}}
+{{- range $key, $value := $given -}}
+{{- $_ := set $group $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- $least := $group.replicas | int -}}
+{{- $most := $group.replicas | int -}}
+{{- if $.Values.autoscaling.enabled -}}
+{{- $least = ternary $least ($group.minReplicas | int) (kindIs "invalid" $group.minReplicas) -}}
+{{- $most = ternary $most ($group.maxReplicas | int) (kindIs "invalid" $group.maxReplicas) -}}
+{{- end -}}
+{{- $resource := printf "pilotfish-%s" (ternary $name $role (has $name $named)) -}}
+{{- $_ := mergeOverwrite $group (dict "role" $role "resource" $resource "least" $least "most" $most) -}}
+{{- if gt $most 0 -}}
+{{- $_ := set $groups $name $group -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $groups -}}
 {{- end -}}
 
-{{/* Fewest pods of a group: call with (list . GROUP). */}}
-{{- define "pilotfish.leastPods" -}}
-{{- $group := index . 1 -}}
-{{- ternary $group.minReplicas $group.replicas (and (index . 0).Values.autoscaling.enabled (not (kindIs "invalid" $group.minReplicas))) -}}
+{{/* The models, that of the chart's own settings first: `{models: [{name, routePrefix, ingress, port, deployments, arguments}]}`. */}}
+{{- define "pilotfish.models" -}}
+{{- $first := dict "name" .Values.serve.application "routePrefix" .Values.serve.routePrefix "preset" .Values.preset -}}
+{{- $_ := mergeOverwrite $first (dict "settings" .Values.settings "deployments" .Values.serve.deployments) -}}
+{{- $models := list -}}
+{{- range $index, $model := prepend .Values.applications $first -}}
+{{- $arguments := include "pilotfish.arguments" (dict "root" $ "model" $model "index" $index) | fromYaml -}}
+{{- $entry := pick $model "name" "routePrefix" "deployments" -}}
+{{- $ingress := $arguments.server.ingress_node_resource -}}
+{{- $port := printf "grpc%s" (ternary "" (printf "-%d" $index) (eq $index 0)) -}}
+{{- $models = append $models (mergeOverwrite $entry (dict "arguments" $arguments "ingress" $ingress "port" $port)) -}}
+{{- end -}}
+{{- dict "models" $models | toYaml -}}
 {{- end -}}
 
-{{/* Pilotfish's settings: by default, each pod of a role has one replica of the role, and no replica runs elsewhere. */}}
-{{- define "pilotfish.settings" -}}
-{{- $workers := .Values.workers -}}
-{{- $least := include "pilotfish.leastPods" (list . $workers.target) | int -}}
-{{- $most := include "pilotfish.mostPods" (list . $workers.target) | int -}}
-{{- $target := dict "node_resource" "pilotfish-target" "replicas" (max 1 $least) -}}
-{{- if gt $most $least -}}
-{{- $_ := set $target "autoscaling" (dict "max_replicas" $most) -}}
+{{/*
+The arguments of a model's application: call with (dict "root" . "model" MODEL "index" INDEX). By default, each pod of the model's own
+groups has one replica of the group's role. A role without a group of the model's own runs in the first model's pods.
+*/}}
+{{- define "pilotfish.arguments" -}}
+{{- $root := .root -}}
+{{- $own := .model.groups | default dict -}}
+{{- $resources := dict -}}
+{{- $least := dict "target" 0 "draft" 0 "ingress" 0 -}}
+{{- $most := dict "target" 0 "draft" 0 "ingress" 0 -}}
+{{- range $role := keys $least -}}
+{{- $_ := set $resources $role (printf "pilotfish-%s" (get $own $role | default $role)) -}}
 {{- end -}}
-{{- $drafters := include "pilotfish.leastPods" (list . $workers.draft) | int -}}
-{{- $draft := dict "node_resource" "pilotfish-ingress" -}}
-{{- if $drafters -}}
-{{- $draft = dict "node_resource" "pilotfish-draft" "replicas" $drafters -}}
+{{- range $name, $group := include "pilotfish.groups" $root | fromYaml -}}
+{{- if and (eq $group.resource (get $resources $group.role)) (or (eq $.index 0) (hasKey $own $group.role)) -}}
+{{- $_ := set $least $group.role (add (get $least $group.role) $group.least) -}}
+{{- $_ := set $most $group.role (add (get $most $group.role) $group.most) -}}
 {{- end -}}
-{{- $server := dict "grpc_host" "0.0.0.0" "grpc_port" 9000 "drain_timeout_seconds" 30 -}}
-{{- $_ := set $server "ingress_node_resource" "pilotfish-ingress" -}}
-{{- $_ := set $server "allowed_hosts" (include "pilotfish.hosts" . | fromYamlArray) -}}
-{{- $_ := set $server "ingress_replicas" (max 1 (include "pilotfish.leastPods" (list . $workers.ingress) | int)) -}}
-{{- if .Values.apiKeys.existingSecret -}}
-{{- $_ := set $server "api_key_file" (include "pilotfish.apiKeysDirectory" .) -}}
 {{- end -}}
-{{- if .Values.tls.existingSecret -}}
-{{- $directory := include "pilotfish.tlsDirectory" . -}}
+{{- $target := dict "node_resource" $resources.target "replicas" (max 1 $least.target) -}}
+{{- if gt (int $most.target) (int $least.target) -}}
+{{- $_ := set $target "autoscaling" (dict "max_replicas" $most.target) -}}
+{{- end -}}
+{{- $draft := dict "node_resource" $resources.ingress -}}
+{{- if gt (int $least.draft) 0 -}}
+{{- $draft = dict "node_resource" $resources.draft "replicas" $least.draft -}}
+{{- end -}}
+{{- $server := dict "grpc_host" "0.0.0.0" "grpc_port" (add 9000 .index) "drain_timeout_seconds" 30 -}}
+{{- $_ := set $server "ingress_node_resource" $resources.ingress -}}
+{{- $_ := set $server "allowed_hosts" (include "pilotfish.hosts" $root | fromYamlArray) -}}
+{{- $_ := set $server "ingress_replicas" (max 1 $least.ingress) -}}
+{{- if $root.Values.apiKeys.existingSecret -}}
+{{- $_ := set $server "api_key_file" (include "pilotfish.apiKeysDirectory" $root) -}}
+{{- end -}}
+{{- if $root.Values.tls.existingSecret -}}
+{{- $directory := include "pilotfish.tlsDirectory" $root -}}
 {{- $tls := dict "certificate" (printf "%s/tls.crt" $directory) "key" (printf "%s/tls.key" $directory) -}}
-{{- if .Values.tls.clientCertificates -}}
+{{- if $root.Values.tls.clientCertificates -}}
 {{- $_ := set $tls "client_ca" (printf "%s/ca.crt" $directory) -}}
 {{- end -}}
 {{- $_ := set $server "tls" $tls -}}
 {{- end -}}
-{{- $chart := dict "config" .Values.preset "target" $target "draft" $draft "server" $server -}}
-{{- mergeOverwrite $chart (deepCopy .Values.settings) | toYaml -}}
+{{- $chart := dict "config" (.model.preset | default $root.Values.preset) "target" $target "draft" $draft "server" $server -}}
+{{- mergeOverwrite $chart (deepCopy (.model.settings | default dict)) | toYaml -}}
 {{- end -}}
 
 {{/* The names under which clients reach the HTTP API: those of its Services, of the Ingress and of the Gateway. */}}
@@ -138,17 +205,22 @@ matchExpressions:
 {{- ternary "https" "http" (hasKey (include "pilotfish.server" . | fromYaml) "tls") -}}
 {{- end -}}
 
-{{/* The settings in force of the section `server`. */}}
+{{/* The settings in force of the first model's section `server`. */}}
 {{- define "pilotfish.server" -}}
-{{- (include "pilotfish.settings" . | fromYaml).server | toYaml -}}
+{{- (first (include "pilotfish.models" . | fromYaml).models).arguments.server | toYaml -}}
 {{- end -}}
 
 {{- define "pilotfish.grpcPort" -}}
 {{- (include "pilotfish.server" . | fromYaml).grpc_port | int -}}
 {{- end -}}
 
+{{/* The longest drain of any model. */}}
 {{- define "pilotfish.drainSeconds" -}}
-{{- (include "pilotfish.server" . | fromYaml).drain_timeout_seconds | float64 | ceil | int -}}
+{{- $seconds := 0 -}}
+{{- range (include "pilotfish.models" . | fromYaml).models -}}
+{{- $seconds = max $seconds (.arguments.server.drain_timeout_seconds | float64 | ceil | int) -}}
+{{- end -}}
+{{- $seconds -}}
 {{- end -}}
 
 {{/* Seconds from a pod's first notice to its end: longer than the drain. */}}
@@ -163,11 +235,14 @@ matchExpressions:
 
 {{/* What Serve deploys: the whole configuration file of `serve deploy`. */}}
 {{- define "pilotfish.serveConfig" -}}
-{{- $application := dict "name" .Values.serve.application "route_prefix" .Values.serve.routePrefix -}}
+{{- $applications := list -}}
+{{- range (include "pilotfish.models" . | fromYaml).models -}}
+{{- $application := dict "name" .name "route_prefix" .routePrefix "args" .arguments -}}
 {{- $_ := set $application "import_path" "deploy.ray.application:build_app" -}}
-{{- $_ := set $application "args" (include "pilotfish.settings" . | fromYaml) -}}
-{{- with .Values.serve.deployments -}}
+{{- with .deployments -}}
 {{- $_ := set $application "deployments" . -}}
+{{- end -}}
+{{- $applications = append $applications $application -}}
 {{- end -}}
 {{- $http := dict "host" "0.0.0.0" "port" 8000 -}}
 {{- with (include "pilotfish.server" . | fromYaml).tls -}}
@@ -177,9 +252,5 @@ matchExpressions:
 {{- $_ := set $http "ssl_ca_certs" . -}}
 {{- end -}}
 {{- end -}}
-{{- dict
-  "proxy_location" "EveryNode"
-  "http_options" $http
-  "applications" (prepend .Values.serve.extraApplications $application)
-| toYaml -}}
+{{- dict "proxy_location" "EveryNode" "http_options" $http "applications" $applications | toYaml -}}
 {{- end -}}

@@ -1,4 +1,4 @@
-{{/* The pod template of a Ray node: call with (dict "root" . "role" ROLE "group" VALUES). */}}
+{{/* The pod template of a Ray node: call with (dict "root" . "role" ROLE "name" NAME "group" VALUES). */}}
 {{- define "pilotfish.pod" -}}
 {{- $root := .root -}}
 {{- $isHead := eq .role "head" -}}
@@ -7,10 +7,14 @@ metadata:
     {{- /* No version: a new version of the chart alone must not replace the pods. */}}
     {{- include "pilotfish.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .role }}
-    {{- with $root.Values.pods.labels }}
+    pilotfish-group: {{ .name }}
+    {{- with .group.resource }}
+    pilotfish-resource: {{ . }}
+    {{- end }}
+    {{- with merge (deepCopy .group.labels) $root.Values.pods.labels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with $root.Values.pods.annotations }}
+  {{- with merge (deepCopy .group.annotations) $root.Values.pods.annotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -52,7 +56,7 @@ spec:
       labelSelector:
         matchLabels:
           {{- include "pilotfish.selector" $root | nindent 10 }}
-          app.kubernetes.io/component: {{ $.role }}
+          pilotfish-group: {{ $.name }}
   {{- end }}
   {{- with .group.runtimeClassName }}
   runtimeClassName: {{ . }}
@@ -60,9 +64,13 @@ spec:
   {{- with .group.priorityClassName }}
   priorityClassName: {{ . }}
   {{- end }}
+  {{- with .group.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: ray
-      image: {{ include "pilotfish.image" $root }}
+      image: {{ include "pilotfish.image" (list $root .group.image) }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       securityContext:
         {{- include "pilotfish.containerSecurity" $root | nindent 8 }}
@@ -74,7 +82,11 @@ spec:
         - {name: metrics, containerPort: 8080}
         - {name: http, containerPort: 8000}
         {{- if eq .role "ingress" }}
-        - {name: grpc, containerPort: {{ include "pilotfish.grpcPort" $root }}}
+        {{- range (include "pilotfish.models" $root | fromYaml).models }}
+        {{- if eq .ingress $.group.resource }}
+        - {name: {{ .port }}, containerPort: {{ .arguments.server.grpc_port | int }}}
+        {{- end }}
+        {{- end }}
         {{- end }}
       resources:
         {{- range tuple "requests" "limits" }}
@@ -82,7 +94,7 @@ spec:
           cpu: {{ $.group.cpu | quote }}
           memory: {{ $.group.memory }}
           {{- if $.group.gpus }}
-          {{ $.group.gpuResource }}: {{ $.group.gpus | quote }}
+          {{ $.group.gpuResource }}: {{ $.group.gpus | int | quote }}
           {{- end }}
         {{- end }}
       env:
@@ -113,9 +125,12 @@ spec:
         {{- if $root.Values.tls.existingSecret }}
         - {name: tls, mountPath: {{ include "pilotfish.tlsDirectory" $root }}, readOnly: true}
         {{- end }}
-        {{- with $root.Values.pods.volumeMounts }}
+        {{- with concat $root.Values.pods.volumeMounts .group.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with .group.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: shared-memory
       emptyDir:
@@ -126,11 +141,19 @@ spec:
     - name: cache
       emptyDir: {}
     - name: models
-      {{- if $root.Values.models.cache.enabled }}
+      {{- with $root.Values.models.cache }}
+      {{- if eq .volume "shared" }}
       persistentVolumeClaim:
-        claimName: {{ $root.Values.models.cache.existingClaim | default (printf "%s-models" (include "pilotfish.fullname" $root)) }}
+        claimName: {{ .existingClaim | default (printf "%s-models" (include "pilotfish.fullname" $root)) }}
+      {{- else if eq .volume "ephemeral" }}
+      ephemeral:
+        volumeClaimTemplate:
+          spec:
+            {{- include "pilotfish.modelsClaim" (list . (list "ReadWriteOnce")) | nindent 12 }}
       {{- else }}
-      emptyDir: {}
+      emptyDir:
+        sizeLimit: {{ .size }}
+      {{- end }}
       {{- end }}
     {{- if eq .role "ingress" }}
     {{- with $root.Values.apiKeys.existingSecret }}
@@ -147,9 +170,21 @@ spec:
         secretName: {{ . }}
         defaultMode: 0440
     {{- end }}
-    {{- with $root.Values.pods.volumes }}
+    {{- with concat $root.Values.pods.volumes .group.volumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* The specification of a claim for models: call with (list CACHE ACCESS_MODES). */}}
+{{- define "pilotfish.modelsClaim" -}}
+accessModes:
+  {{- toYaml (index . 1) | nindent 2 }}
+{{- with (index . 0).storageClassName }}
+storageClassName: {{ . }}
+{{- end }}
+resources:
+  requests:
+    storage: {{ (index . 0).size }}
 {{- end -}}
 
 {{- define "pilotfish.containerSecurity" -}}
@@ -185,20 +220,31 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* Ray's node answers on port 52365, the ingress on 8000. */}}
+{{/* Ray's node answers on port 52365, the ingress on 8000 under the path of the first model that runs in the pod. */}}
 {{- define "pilotfish.probes" -}}
 {{- $probes := .root.Values.probes -}}
 {{- $node := dict "path" "/api/local_raylet_healthz" "port" 52365 -}}
+{{- $ready := dict "httpGet" $node -}}
+{{- if eq .role "ingress" -}}
 {{- $tls := (include "pilotfish.server" .root | fromYaml).tls | default dict -}}
-{{- $api := dict "path" "/ready" "port" "http" "scheme" (ternary "HTTPS" "HTTP" (hasKey $tls "certificate")) -}}
-{{- $ready := dict "httpGet" (ternary $api $node (eq .role "ingress")) -}}
-{{- if and (eq .role "ingress") (hasKey $tls "client_ca") -}}
+{{- range reverse (include "pilotfish.models" .root | fromYaml).models -}}
+{{- if eq .ingress $.group.resource -}}
+{{- $path := printf "%s/ready" (trimSuffix "/" .routePrefix) -}}
+{{- $ready = dict "httpGet" (dict "path" $path "port" "http" "scheme" (ternary "HTTPS" "HTTP" (hasKey $tls "certificate"))) -}}
+{{- end -}}
+{{- end -}}
+{{- if hasKey $tls "client_ca" -}}
 {{- /* Probes present no certificate. */}}
 {{- $ready = dict "tcpSocket" (dict "port" "http") -}}
 {{- end -}}
+{{- end -}}
+startupProbe:
+  httpGet: {{ toJson $node }}
+  periodSeconds: {{ $probes.startup.periodSeconds }}
+  timeoutSeconds: {{ $probes.timeoutSeconds }}
+  failureThreshold: {{ $probes.startup.failureThreshold }}
 livenessProbe:
   httpGet: {{ toJson $node }}
-  initialDelaySeconds: 30
   periodSeconds: {{ $probes.periodSeconds }}
   timeoutSeconds: {{ $probes.timeoutSeconds }}
   failureThreshold: {{ $probes.failureThreshold }}
