@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Annotated, NoReturn
 
 import typer
@@ -17,7 +19,18 @@ from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishErr
 from deploy.signals import Interrupted
 from deploy.terminal import notify, output
 
-_COMMANDS = {
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """A command of a distribution of its own, which an extra of `pilotfish` installs."""
+
+    module: str
+    attribute: str
+    extra: str
+    help: str
+
+
+_COMMANDS: dict[str, str | _Added] = {
     "plan": "plan:plan_command",
     "prepare": "prepare:prepare",
     "serve": "serve:serve",
@@ -28,12 +41,14 @@ _COMMANDS = {
     "run-batch": "run_batch:run_batch",
     "top": "client.top:top",
     "demo": "demo:demo",
-    "distill": "distill:distill",
+    "distill": _Added("deploy.distillation.command", "distill", "distill", "Train a draft."),
     "doctor": "doctor:doctor",
-    "bench": "bench:bench",
-    "simulate": "simulate:simulate",
+    "bench": _Added("deploy.bench.commands", "bench", "bench", "Measure drafting methods, or a server under load."),
+    "simulate": _Added(
+        "deploy.simulation.commands", "simulate", "simulate", "Run the control plane on a virtual clock."
+    ),
 }
-"""The commands, by name: the module in `deploy.commands`, and the function or the group of commands in it."""
+"""The commands, by name: the module in `deploy.commands` and what it has, or a command of another distribution."""
 
 
 def main() -> NoReturn:
@@ -76,13 +91,34 @@ def command_line(arguments: Sequence[str]) -> typer.Typer:
     )
     cli.callback()(common_options)
     for name in [one for one in arguments[:1] if one in _COMMANDS] or _COMMANDS:
-        module, _, attribute = _COMMANDS[name].partition(":")
-        command = getattr(import_module(f"deploy.commands.{module}"), attribute)
-        if isinstance(command, typer.Typer):
-            cli.add_typer(command, name=name)
-        else:
-            cli.command(name)(command)
+        _add(cli, name, _COMMANDS[name])
     return cli
+
+
+def _add(cli: typer.Typer, name: str, listed: str | _Added) -> None:
+    if isinstance(listed, str):
+        module, _, attribute = listed.partition(":")
+        command = getattr(import_module(f"deploy.commands.{module}"), attribute)
+    elif find_spec(listed.module.rpartition(".")[0]) is None:
+        _add_missing(cli, name, listed)
+        return
+    else:
+        command = getattr(import_module(listed.module), listed.attribute)
+    if isinstance(command, typer.Typer):
+        cli.add_typer(command, name=name)
+    else:
+        cli.command(name)(command)
+
+
+def _add_missing(cli: typer.Typer, name: str, listed: _Added) -> None:
+    """Add a command that says what to install, whatever its arguments are."""
+    install = f"pip install 'pilotfish[{listed.extra}]'"
+
+    def refuse() -> None:
+        raise ConfigurationError(f"{name}: not installed; run `{install}`")
+
+    whatever = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    cli.command(name, help=f"{listed.help} Not installed: {install}", context_settings=whatever)(refuse)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
-from deploy.packaged_drafts import packaged_drafts
+from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from deploy.settings import code_directory
 from workers.model.draft_card import is_distilled
 from workers.model.packaged.catalogue import converted_before
@@ -51,7 +51,7 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
 
 
 def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgress) -> Path:
-    packaged = packaged_drafts().get(section.path)
+    packaged = _packaged(section.path)
     if packaged is not None:
         return packaged
     converted = converted_before(section.path, cache_directory)
@@ -64,10 +64,18 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     return resolve_model_directory(section.path, cache_directory, section.revision)
 
 
+def _packaged(name: str) -> Path | None:
+    """The directory of a packaged draft; `None` for any other path. Raises `ModelLoadError` if it is not installed."""
+    directory = packaged_drafts().get(name)
+    if directory is not None and not is_installed(directory):
+        raise ModelLoadError(f"draft {name!r}: its weights are not installed; run `{INSTALL}`")
+    return directory
+
+
 def with_module_directories(draft: DraftSection) -> DraftSection:
     """The section with a directory for each drafting module. Raises `ModelLoadError`."""
     for method, section in draft.modules.items():
-        directory = packaged_drafts().get(section.path, Path(section.path).expanduser())
+        directory = _packaged(section.path) or Path(section.path).expanduser()
         if not is_distilled(directory):
             raise ModelLoadError(
                 f"draft.{method}.path: {section.path!r} holds no drafting module; packaged ones are "

@@ -10,9 +10,11 @@ from typing import Any
 from cluster.core.config.draft_section import DEFAULT_METHOD, NO_DRAFTS
 from cluster.core.config.target_section import TargetSection
 from workers.draft.registry import METHODS
-from workers.model.draft_card import is_distilled, read_card
+from workers.model.draft_card import WEIGHTS, is_distilled, read_card
 from workers.model.packaged.catalogue import PACKAGED_MODELS
 
+INSTALL = "pip install pilotfish-drafts"
+"""Installs the weights of the packaged drafts. Their cards come with Pilotfish itself."""
 _MODEL = "model"
 
 
@@ -23,27 +25,34 @@ def packaged_drafts() -> dict[str, Path]:
     return {directory.name: directory for directory in found if is_distilled(directory)}
 
 
+def is_installed(directory: Path) -> bool:
+    """Whether the weights of a packaged draft are beside its card."""
+    return (directory / WEIGHTS).is_file()
+
+
 def packaged_draft(method: str, target: str) -> str | None:
     """The name of the packaged draft that a drafting method loads for a target; `None` if there is none."""
     kind = METHODS.get(method).settings.draft_kind
+    return next((name for name, found in drafts_of(target).items() if read_card(found).kind == kind), None)
+
+
+def drafts_of(target: str) -> dict[str, Path]:
+    """The directories of a target's packaged drafts, by name."""
     name = Path(target.partition("@")[0]).name
-    for packaged, directory in packaged_drafts().items():
-        card = read_card(directory)
-        if (card.kind, card.target) == (kind, name):
-            return packaged
-    return None
+    return {packaged: found for packaged, found in packaged_drafts().items() if read_card(found).target == name}
 
 
 def translator_method(values: Mapping[str, Any]) -> str | None:
     """The drafting method for a translator for which nobody chose one; `None` for other targets.
 
-    It is `model` if the target has a packaged draft, else `none`: the words of a translation do not repeat those of its
-    source, so lookups find nothing. `values` are all settings, nested and unchecked.
+    It is `model` if the target has a packaged draft that is installed, else `none`: the words of a translation do not
+    repeat those of its source, so lookups find nothing. `values` are all settings, nested and unchecked.
     """
     target = _target(values)
     if not isinstance(target, str) or _given(values, f"draft.{_MODEL}.path") is not None or not _is_translator(target):
         return None
-    return NO_DRAFTS if packaged_draft(_MODEL, target) is None else _MODEL
+    name = packaged_draft(_MODEL, target)
+    return NO_DRAFTS if name is None or not is_installed(packaged_drafts()[name]) else _MODEL
 
 
 def _is_translator(target: str) -> bool:
@@ -61,7 +70,8 @@ def _is_translator(target: str) -> bool:
 def implied_paths(values: Mapping[str, Any]) -> dict[str, str]:
     """The paths of packaged drafts for the selected drafting methods whose path is not set, as dotted overrides.
 
-    `values` are all settings, nested and unchecked.
+    A method that drafts without a path gets none where the draft is not installed. `values` are all settings, nested
+    and unchecked.
     """
     target = _target(values)
     selected = _given(values, "draft.methods") or [_given(values, "draft.method") or DEFAULT_METHOD]
@@ -72,9 +82,18 @@ def implied_paths(values: Mapping[str, Any]) -> dict[str, str]:
         key = f"draft.{method}.path"
         if "path" in METHODS.get(method).settings.model_fields and _given(values, key) is None:
             name = packaged_draft(method, target)
-            if name is not None:
+            if name is not None and (needs_path(method) or is_installed(packaged_drafts()[name])):
                 paths[key] = name
     return paths
+
+
+def needs_path(method: str) -> bool:
+    """Whether a drafting method drafts nothing without a path."""
+    try:
+        METHODS.get(method).settings().check_selected()
+    except ValueError:
+        return True
+    return False
 
 
 def _target(values: Mapping[str, Any]) -> Any:

@@ -38,6 +38,8 @@ FAULTS = {
         {"pilotfish_client/fault.py": "import cluster.core"},
         "The client package stands alone",
     ),
+    "serving imports the benchmarks": ({"deploy/ray/fault.py": "import deploy.bench"}, "Serving imports no other"),
+    "serving imports training": ({"deploy/ray/fault.py": "import workers.distill"}, "Serving does not import training"),
     "two files import each other": (
         {
             "workers/kv/fault.py": "import workers.kv.fault_two",

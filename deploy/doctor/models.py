@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy.doctor.finding import Finding
-from deploy.packaged_drafts import packaged_drafts
+from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from workers.model.draft_card import is_distilled
 from workers.model.packaged.catalogue import PACKAGED_MODELS
 from workers.model.stretch import parse_stretch
@@ -22,9 +22,14 @@ def model_findings(configuration: Configuration, cache_directory: Path) -> Itera
     if weights is not None:
         yield model_finding(f"draft.{configuration.draft.weights_method}.path", weights.path, cache_directory)
     for method, section in configuration.draft.modules.items():
-        directory = packaged_drafts().get(section.path, Path(section.path).expanduser())
-        remedy = None if is_distilled(directory) else "give a directory that `pilotfish distill` wrote"
-        yield Finding(f"draft.{method}.path", section.path, remedy)
+        key = f"draft.{method}.path"
+        if section.path in packaged_drafts():
+            yield _packaged_draft(key, section.path)
+            continue
+        remedy = None
+        if not is_distilled(Path(section.path).expanduser()):
+            remedy = "give a directory that `pilotfish distill` wrote"
+        yield Finding(key, section.path, remedy)
 
 
 def model_finding(key: str, path: str, cache_directory: Path) -> Finding:
@@ -37,7 +42,7 @@ def model_finding(key: str, path: str, cache_directory: Path) -> Finding:
         return model_finding(key, stretch.path, cache_directory)
     directory = Path(path).expanduser()
     if path in packaged_drafts():
-        return Finding(key, f"{path}, packaged")
+        return _packaged_draft(key, path)
     if directory.is_dir():
         is_whole = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
         return Finding(key, path, None if is_whole else "a model directory needs config.json and .safetensors files")
@@ -48,6 +53,12 @@ def model_finding(key: str, path: str, cache_directory: Path) -> Finding:
     if directory.suffix == ".gguf":
         return Finding(key, path, None if directory.is_file() else "there is no such file")
     return _on_hub(key, path)
+
+
+def _packaged_draft(key: str, name: str) -> Finding:
+    if is_installed(packaged_drafts()[name]):
+        return Finding(key, f"{name}, packaged")
+    return Finding(key, f"{name}, not installed", f"run `{INSTALL}`")
 
 
 def _packaged(key: str, path: str) -> Finding:

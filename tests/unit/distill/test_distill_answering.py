@@ -14,8 +14,8 @@ from cluster.core.errors import ConfigurationError, InvalidRequest, NotReady, Pi
 from cluster.generation.text.chat_template import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.peer_access import OPEN
-from deploy import distillation_target
-from deploy.distillation_target import answer_all
+from deploy.distillation import target as distillation_target
+from deploy.distillation.target import answer_all
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.models import tiny_tokenizer
 from workers.distill.answers import Answer, AnswerFile, read_answers

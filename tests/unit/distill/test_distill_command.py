@@ -14,8 +14,9 @@ import pytest
 from safetensors.torch import load_file
 
 from cluster.core.errors import ConfigurationError
-from deploy import cli, distillation_target
-from deploy.commands.distill import distill
+from deploy import cli
+from deploy.distillation import target as distillation_target
+from deploy.distillation.command import distill
 from tests.support.models import tiny, tiny_tokenizer
 from workers.distill.answers import read_answers
 from workers.distill.options import DistillOptions

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy import cli, distillation_target
+from deploy import cli
+from deploy.distillation import target as distillation_target
 from tests.support.models import tiny, tiny_tokenizer
 from workers.distill.budget import Budget
 from workers.distill.modules import module_trainer

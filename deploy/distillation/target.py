@@ -20,8 +20,6 @@ from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishErr
 from cluster.generation.text.chat_template import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
-from deploy.bench.contestants.answers import BenchPrompt, PassRequest
-from deploy.bench.contestants.local import local_contestant
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from deploy.translation.sources import read_sources
@@ -37,6 +35,8 @@ _USER = "(what the user says)"
 _QUESTION_TOP_P = 0.95
 """top-p for the questions that the target writes. It leaves out improbable tokens, which are mostly noise."""
 
+_SALT = "distill"
+"""The cache salt of the answers that measure a module."""
 _MIN_SEQUENCES = 32
 """Conversations in flight at once, unless the configuration allows more."""
 
@@ -81,10 +81,26 @@ class LocalTarget:
     async def _drafted(
         self, configuration: Configuration, prompts: Sequence[tuple[int, ...]], most_tokens: int
     ) -> ServedTokens:
-        wanted = tuple(BenchPrompt(prompt, "") for prompt in prompts)
-        async with local_contestant(configuration) as contestant:
-            found = await contestant.answer(PassRequest(wanted, len(wanted), 0.0, 0, most_tokens, "distill"))
-        return ServedTokens(len(wanted), found.tokens, sum(answer.steps for answer in found.answers))
+        async with LocalCluster(configuration) as cluster:
+            client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
+            timeout = configuration.limits.max_timeout_seconds
+
+            async def answer(prompt: tuple[int, ...]) -> generation_pb2.Usage:
+                request = generation_pb2.GenerateRequest(
+                    token_ids=common_pb2.TokenIds(ids=prompt),
+                    sampling=common_pb2.SamplingParameters(temperature=0.0),
+                    stopping=generation_pb2.StoppingCriteria(max_tokens=most_tokens),
+                    cache_salt=_SALT,
+                )
+                events = [event async for event in client.generate(request, timeout)]
+                return events[-1].finished.usage
+
+            try:
+                found = await asyncio.gather(*(answer(prompt) for prompt in prompts))
+            finally:
+                await client.close()
+        tokens, steps = (sum(usage.completion_tokens for usage in found), sum(usage.target_steps for usage in found))
+        return ServedTokens(len(prompts), tokens, steps)
 
 
 def _method_of(kind: str) -> str:

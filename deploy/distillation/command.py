@@ -19,7 +19,7 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
     chosen = tuple(assignments or ())
     settings = load_settings(config, chosen)
     # These import torch, once all options are checked.
-    from deploy.distillation_target import LocalTarget
+    from deploy.distillation.target import LocalTarget
     from deploy.models import resolve_models, served_name
     from workers.distill.export import check_replaceable
     from workers.distill.job import DistillJob
