@@ -74,10 +74,10 @@ class Committer:
             self._fail(request, InvalidRequest(field, message, "what the target can compute"))
             return None
         live.clear_losses()
-        commit = live.sequence.commit(verdict)
+        commit = live.sequence.commit(verdict, row.accepted_origins(verdict.tokens[: verdict.accepted]))
         if commit is not None:
             if request.request.returns_drafts:
-                commit = replace(commit, tree=row.tree)
+                commit = replace(commit, tree=row.tree, tree_origins=row.node_origins)
             self._advance(request, live, commit, result)
         return None if verdict.fault is None else verdict.fault.code
 

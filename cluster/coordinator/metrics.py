@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from cluster.coordinator.observability.families import SECONDS, SHORT_SECONDS
 from cluster.coordinator.observability.request_metrics import RequestMetrics
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.request import Commit, FinishReason
 from cluster.speculation.observation import RoundRecord
 
@@ -29,6 +30,8 @@ class Metrics(RequestMetrics):
 
     def __init__(self) -> None:
         super().__init__()
+        self._accepted_from: dict[DraftOrigin, Counter] = {}
+        """The counters of accepted tokens by origin."""
         self._accepted_at: list[Counter] = []
         """The counters of accepted tokens by position, without those that no token was accepted at yet."""
         self._declare_request_metrics()
@@ -74,6 +77,11 @@ class Metrics(RequestMetrics):
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Number of drafted tokens accepted, by their position in the draft, from 0.",
             "position",
+        )
+        self._accepted_by_origin = self._labelled_counter(
+            "pilotfish:accepted_tokens_by_origin",
+            "Number of drafted tokens accepted, by their origin: request, earlier, trained or forced.",
+            "origin",
         )
         self._fallback = self._labelled_counter(
             "pilotfish:drafter_fallback", "Number of rounds in which wanted drafts were missing, by reason.", "reason"
@@ -155,6 +163,9 @@ class Metrics(RequestMetrics):
         """
         self._start(model_name)
         self._accepted_at.clear()
+        self._accepted_from = {
+            origin: self._accepted_by_origin.labels(*self._series, origin.name.lower()) for origin in DraftOrigin
+        }
         self._lossless.labels(*self._series).set(is_lossless)
         for reason in FinishReason:
             self._success.labels(*self._series, reason.value)
@@ -197,6 +208,8 @@ class Metrics(RequestMetrics):
             self._accepted_at.append(self._accepted_per_position.labels(*self._series, str(position)))
         for counter in self._accepted_at[: commit.accepted]:
             counter.inc()
+        for origin in commit.origins:
+            self._accepted_from[origin].inc()
 
     def preempted(self, count: int) -> None:
         """Count `count` preempted sequences."""

@@ -9,6 +9,7 @@ from cluster.coordinator.clients.target import TargetClient
 from cluster.coordinator.quarantine import Quarantine
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal
 from cluster.core.errors import TargetUnavailable
 from cluster.core.ids import SequenceId
@@ -69,6 +70,7 @@ def build_rows(
             start=sequence.start if first == 0 else None,
             distributions=() if draft is None else draft.distributions,
             next_budget=next_budgets.get(sequence.id, NO_DRAFT),
+            origins=() if draft is None else draft.origins,
         )
         rows.append(row)
     return tuple(rows)
@@ -91,24 +93,30 @@ def with_forced(draft: Proposal | None, sequence: Sequence, planned: PlannedRow)
     """
     forced = sequence.forced[: planned.forced]
     tokens, parents = list(forced), list(range(-1, len(forced) - 1))
+    origins = [DraftOrigin.FORCED] * len(forced)
     if draft is not None and draft.is_prunable and not draft.distributions:
         most = max(planned.draft.max_nodes, len(forced))
-        _extend(tokens, parents, draft.tree, most, planned.draft.max_depth)
-    return Proposal(sequence.id, len(sequence), TokenTree(tuple(tokens), tuple(parents)))
+        added = _extend(tokens, parents, draft.tree, most, planned.draft.max_depth)
+        origins += [draft.node_origins[node] for node in added]
+    tree = TokenTree(tuple(tokens), tuple(parents))
+    return Proposal(sequence.id, len(sequence), tree, origins=tuple(origins))
 
 
-def _extend(tokens: list[int], parents: list[int], tree: TokenTree, most: int, max_depth: int) -> None:
-    """Add the nodes of a tree below the end of a chain, as far as the tree has the chain itself."""
+def _extend(tokens: list[int], parents: list[int], tree: TokenTree, most: int, max_depth: int) -> list[int]:
+    """Add the nodes of a tree below the end of a chain, as far as the tree has the chain. Return their numbers."""
     chain = len(tokens)
     node = ROOT
     for token in tokens:
         child = tree.child(node, token)
         if child is None:
-            return
+            return []
         node = child
     copies, depths = {node: chain - 1}, {node: chain}
+    added: list[int] = []
     for index, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if parent in copies and len(tokens) < most and depths[parent] < max_depth:
             copies[index], depths[index] = len(tokens), depths[parent] + 1
             tokens.append(token)
             parents.append(copies[parent])
+            added.append(index)
+    return added

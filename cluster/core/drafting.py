@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
@@ -175,6 +176,13 @@ class Proposal:
     is a deterministic choice."""
     is_prunable: bool = True
     """Whether single nodes may be left out. Otherwise the tree is verified whole or not at all."""
+    origins: tuple[DraftOrigin, ...] = ()
+    """Where each node comes from. Empty if all nodes come from the request itself."""
+
+    @property
+    def node_origins(self) -> tuple[DraftOrigin, ...]:
+        """Where each node comes from, one entry per node."""
+        return self.origins or (DraftOrigin.REQUEST,) * len(self.tree)
 
     def subset(self, nodes: Sequence[int]) -> Proposal:
         """Return the proposal of `nodes`, which ascend. Raises `InvalidRequest` if a parent is not among them."""
@@ -186,4 +194,5 @@ class Proposal:
             probabilities=tuple(self.probabilities[node] for node in nodes) if self.probabilities else (),
             distributions=tuple(self.distributions[node] for node in nodes) if self.distributions else (),
             ready=min(self.ready, len(nodes)),
+            origins=tuple(self.origins[node] for node in nodes) if self.origins else (),
         )

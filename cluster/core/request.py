@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.core.draft_origin import NO_ORIGINS, DraftOrigin, OriginCounts
 from cluster.core.grammar import Grammar
 from cluster.core.ids import NO_SALT, CacheSalt, RequestId
 from cluster.core.tree import EMPTY_TREE, TokenTree
@@ -197,6 +198,8 @@ class GeneratedPart:
     """How many of `tokens` were accepted draft tokens."""
     target_steps: int = 0
     """Number of verdicts that decided `tokens`."""
+    accepted_by_origin: OriginCounts = NO_ORIGINS
+    """Where the accepted draft tokens among `tokens` came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +268,8 @@ class Usage:
     """Tokens of the prompt whose KV was stored when the sequence began."""
     reasoning_tokens: int = 0
     """Tokens of the answer with which the model thinks, its markers included."""
+    accepted_by_origin: OriginCounts = NO_ORIGINS
+    """Where the accepted draft tokens come from."""
 
     @property
     def rejected_tokens(self) -> int:
@@ -311,3 +316,7 @@ class Commit:
     """How long the request waited before it ran, in seconds; set in the first commit of a request."""
     tree: TokenTree = EMPTY_TREE
     """The verified draft tree, if requested. It grew from the token before `tokens`."""
+    tree_origins: tuple[DraftOrigin, ...] = ()
+    """Where each node of `tree` comes from."""
+    origins: tuple[DraftOrigin, ...] = ()
+    """Where each of the accepted draft tokens comes from."""

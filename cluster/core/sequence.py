@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
@@ -27,6 +28,7 @@ class Sequence:
 
     __slots__ = (
         "_accepted",
+        "_accepted_by_origin",
         "_cached_len",
         "_drafted",
         "_longest",
@@ -58,6 +60,7 @@ class Sequence:
         self._resumed_len = len(part.tokens)
         self._drafted = part.drafted_tokens
         self._accepted = part.accepted_tokens
+        self._accepted_by_origin = part.accepted_by_origin
         self._steps = part.target_steps
         self._prompt_logprobs: list[TokenLogprobs] | None = [] if request.sampling.prompt_logprobs is not None else None
         """Log-probabilities of prompt tokens that have arrived and are not committed yet; `None` if none are wanted."""
@@ -101,6 +104,7 @@ class Sequence:
             target_steps=self._steps,
             resumed_tokens=self._resumed_len,
             cached_tokens=self._cached_len or 0,
+            accepted_by_origin=self._accepted_by_origin,
         )
 
     def opened(self, stored_len: int) -> None:
@@ -115,9 +119,10 @@ class Sequence:
         if self.finish is None:
             self._stored_len = stored_len
 
-    def commit(self, verdict: Verdict) -> Commit | None:
+    def commit(self, verdict: Verdict, origins: tuple[DraftOrigin, ...] = ()) -> Commit | None:
         """Add the tokens of a verdict. Returns what it added to the answer, or `None` for nothing.
 
+        `origins` says where each of its accepted draft tokens comes from.
         A verdict for an unexpected length is dropped. After the fault `OUT_OF_SYNC`, the sequence is sent again from
         its start.
         """
@@ -146,6 +151,7 @@ class Sequence:
         self._stored_len = verdict.base_len + verdict.accepted
         self._drafted += verdict.drafted
         self._accepted += accepted
+        self._accepted_by_origin = self._accepted_by_origin.plus(origins[:accepted])
         self._steps += 1
         self.tokens.extend(tokens)
         self.finish = finish
@@ -160,6 +166,7 @@ class Sequence:
             drafted=verdict.drafted,
             prompt_logprobs=tuple(prompt_logprobs or ()),
             cached_tokens=self._cached_len or 0,
+            origins=origins[:accepted],
         )
 
     def _note_prompt(self, verdict: Verdict) -> None:

@@ -5,8 +5,9 @@ Lengths are in tokens, times in seconds. A *committed* token is one that the tar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftDistribution, Evidence, Proposal, RowFault
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
@@ -62,6 +63,22 @@ class VerifyRow:
     next_budget: DraftBudget = NO_DRAFT
     """Largest draft tree that a drafter on the target proposes after this row, for the next step. With `NO_DRAFT`, the
     step shows that drafter nothing of the row, and with `EVIDENCE_ONLY` its hidden states alone."""
+    origins: tuple[DraftOrigin, ...] = field(default=(), compare=False)
+    """See `Proposal.origins`. The coordinator counts by them; the target does not get them."""
+
+    @property
+    def node_origins(self) -> tuple[DraftOrigin, ...]:
+        """Where each node of the tree comes from, one entry per node."""
+        return self.origins or (DraftOrigin.REQUEST,) * len(self.tree)
+
+    def accepted_origins(self, tokens: tuple[int, ...]) -> tuple[DraftOrigin, ...]:
+        """Return where each of the accepted draft tokens `tokens` comes from."""
+        if not tokens:
+            return ()
+        found = set(self.origins) or {DraftOrigin.REQUEST}
+        if len(found) == 1:
+            return (*found,) * len(tokens)
+        return tuple(self.origins[node] for node in self.tree.follow(tokens))
 
     @property
     def start_len(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.answer_format import TEXT_ONLY, AnswerFormat
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.ids import RequestId
 from cluster.core.request import FinishReason, TokenLogprobs, Usage
 from cluster.core.tree import TokenTree
@@ -40,6 +41,8 @@ class VerifiedDraft:
     """The accepted nodes, from the root on."""
     texts: tuple[str, ...]
     """The text that became complete with each committed token. Together they are the text of the delta."""
+    origins: tuple[DraftOrigin, ...] = ()
+    """Where each node of the tree comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Delta:
     """Number of draft tokens that were verified to commit `tokens`."""
     draft: VerifiedDraft | None = None
     """How `tokens` were drafted, if requested."""
+    origins: tuple[DraftOrigin, ...] = ()
+    """Where each accepted draft token comes from."""
 
 
 @dataclass(frozen=True, slots=True)

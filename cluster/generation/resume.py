@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
+from cluster.core.draft_origin import NO_ORIGINS, OriginCounts
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import FinishReason, GeneratedPart, StoppingCriteria
 from cluster.core.verification import TargetInfo
 from cluster.generation.answer_count import AnswerCount
-from pilotfish.v1 import generation_pb2
+from pilotfish.v1 import common_pb2, generation_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,20 @@ class ReceivedPart:
     """Sum of `Delta.accepted` over the deltas received."""
     target_steps: int = 0
     """Number of deltas with tokens received."""
+    accepted_by_origin: OriginCounts = NO_ORIGINS
+    """Sum of `Delta.origins` over the deltas received."""
 
     def generated(self, known: Sequence[int]) -> GeneratedPart:
         """Return what need not be generated again, given the first `known` tokens of the answer."""
         if len(known) < self.count:  # the counts cover tokens that are generated again
             return GeneratedPart(tuple(known), self.is_finished)
         return GeneratedPart(
-            tuple(known[: self.count]), self.is_finished, self.drafted_tokens, self.accepted_tokens, self.target_steps
+            tuple(known[: self.count]),
+            self.is_finished,
+            self.drafted_tokens,
+            self.accepted_tokens,
+            self.target_steps,
+            self.accepted_by_origin,
         )
 
 
@@ -101,12 +109,20 @@ def _part(message: generation_pb2.ResumedAnswer, field: str, info: TargetInfo, l
         raise InvalidRequest(f"{field}.token_ids", f"{len(message.token_ids)} tokens", f"none or {count} tokens")
     most_drafted = bounds.MAX_TREE_NODES * count
     drafted = bounds.integer(f"{field}.drafted_tokens", message.drafted_tokens, 0, most_drafted)
-    most_accepted = min(count, drafted)
+    accepted = bounds.integer(f"{field}.accepted_draft_tokens", message.accepted_draft_tokens, 0, min(count, drafted))
     return ReceivedPart(
         count,
         bounds.tokens(f"{field}.token_ids", message.token_ids, 0, count, info.vocabulary_size),
         message.finished,
         drafted,
-        bounds.integer(f"{field}.accepted_draft_tokens", message.accepted_draft_tokens, 0, most_accepted),
+        accepted,
         bounds.integer(f"{field}.target_steps", message.target_steps, 0, count),
+        _origin_counts(message.accepted_by_origin, f"{field}.accepted_by_origin", accepted),
     )
+
+
+def _origin_counts(message: common_pb2.OriginCounts, field: str, accepted: int) -> OriginCounts:
+    """Check that the counts are together at most the accepted draft tokens. Raises `InvalidRequest`."""
+    counts = (message.request, message.earlier, message.trained, message.forced)
+    bounds.integer(field, sum(counts), 0, accepted)
+    return OriginCounts(*counts)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from cluster.core.draft_origin import OriginCounts
 from cluster.core.request import FinishReason, TokenLogprobs
 from cluster.generation.events import Delta, Event, Finished, ServedModel, Started, VerifiedDraft
 from cluster.generation.service import GenerationService
@@ -130,6 +131,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             text=delta.text,
             token_ids=delta.tokens,
             accepted_draft_tokens=delta.accepted,
+            accepted_origins=delta.origins,
             drafted_tokens=delta.drafted,
             logprobs=[self._encode_logprobs(entry) for entry in delta.logprobs],
             token_bytes=[self._service.token_bytes(entry.token) for entry in delta.logprobs],
@@ -144,6 +146,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_bytes=[self._service.token_bytes(token) for token in draft.tree.tokens],
             accepted=draft.accepted,
             committed_tokens=len(draft.texts),
+            origins=draft.origins,
         )
 
     def _encode_logprobs(self, entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -182,6 +185,13 @@ def _encode_usage(event: Finished) -> generation_pb2.Usage:
         rejected_prediction_tokens=event.rejected_prediction,
         max_tokens=event.reduced_max_tokens,
         reasoning_tokens=usage.reasoning_tokens,
+        accepted_by_origin=_encode_counts(usage.accepted_by_origin),
+    )
+
+
+def _encode_counts(counts: OriginCounts) -> common_pb2.OriginCounts:
+    return common_pb2.OriginCounts(
+        request=counts.request, earlier=counts.earlier, trained=counts.trained, forced=counts.forced
     )
 
 

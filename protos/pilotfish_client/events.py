@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -43,6 +43,9 @@ class Usage:
     """Forward passes of the target that decided tokens."""
     cached_tokens: int = 0
     """Tokens of the prompt whose keys and values were stored already."""
+    accepted_by_origin: Mapping[str, int] = field(default_factory=dict)
+    """The accepted draft tokens by origin: `request` (the request itself), `earlier` (earlier answers), `trained`
+    (trained drafts) and `forced` (by a grammar)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,7 @@ def _finished(response: generation_pb2.GenerateResponse) -> Finished:
         usage.accepted_draft_tokens,
         usage.target_steps,
         usage.cached_tokens,
+        {name: getattr(usage.accepted_by_origin, name) for name in ("request", "earlier", "trained", "forced")},
     )
     reason = _REASONS.get(end.reason, FinishReason.STOP)
     return Finished(response.index, reason, counts, stop, end.draft_method, not response.lossy)

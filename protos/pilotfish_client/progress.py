@@ -5,13 +5,19 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from pilotfish.v1 import generation_pb2
+from pilotfish.v1 import common_pb2, generation_pb2
 from pilotfish_client.errors import DeadlineExceeded, PilotfishClientError, is_loss
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 _SEED_BITS = 53
 """JSON numbers hold that many bits exactly."""
+_ORIGINS = {
+    common_pb2.DRAFT_ORIGIN_REQUEST: "request",
+    common_pb2.DRAFT_ORIGIN_EARLIER: "earlier",
+    common_pb2.DRAFT_ORIGIN_TRAINED: "trained",
+    common_pb2.DRAFT_ORIGIN_FORCED: "forced",
+}
 
 
 @dataclass(slots=True)
@@ -21,6 +27,7 @@ class _AnswerProgress:
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
+    origins: common_pb2.OriginCounts = field(default_factory=common_pb2.OriginCounts)
 
     def message(self, index: int) -> generation_pb2.ResumedAnswer:
         return generation_pb2.ResumedAnswer(
@@ -31,7 +38,15 @@ class _AnswerProgress:
             drafted_tokens=self.drafted,
             accepted_draft_tokens=self.accepted,
             target_steps=self.steps,
+            accepted_by_origin=self.origins,
         )
+
+
+def _count(counts: common_pb2.OriginCounts, origin: int) -> None:
+    """Count one accepted draft token. An origin that this client does not know is not counted."""
+    name = _ORIGINS.get(origin)
+    if name is not None:
+        setattr(counts, name, getattr(counts, name) + 1)
 
 
 class StreamProgress:
@@ -86,6 +101,8 @@ class StreamProgress:
                 answer.tokens.extend(response.delta.token_ids)
                 answer.drafted += response.delta.drafted_tokens
                 answer.accepted += response.delta.accepted_draft_tokens
+                for origin in response.delta.accepted_origins:
+                    _count(answer.origins, origin)
                 answer.steps += bool(response.delta.token_ids)
             case "finished":
                 answer.is_finished = True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftDistribution, Evidence, HiddenStates, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
 
+origins = st.sampled_from((DraftOrigin.REQUEST, DraftOrigin.EARLIER, DraftOrigin.TRAINED))
 tokens = st.integers(0, 2**31 - 1)
 names = st.text(min_size=1, max_size=30).map(SequenceId)
 trees = st.lists(st.lists(tokens, min_size=1, max_size=6), max_size=5).map(
@@ -66,4 +68,5 @@ def proposals(draw: st.DrawFn) -> Proposal:
         distributions=tuple(draw(distributions()) for _ in tree.tokens) if draw(st.booleans()) else (),
         is_prunable=draw(st.booleans()),
         ready=draw(st.integers(0, len(tree))),
+        origins=tuple(draw(origins) for _ in tree.tokens) if draw(st.booleans()) else (),
     )

@@ -18,6 +18,7 @@ from pydantic import Field
 from cluster.core.config.base import ModuleSection, Rate
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
@@ -189,7 +190,8 @@ class EarlyExitDrafter:
             if len(self._last) > MOST_SESSIONS:
                 self._last.popitem(last=False)
         probabilities = tuple(-negative for negative, _, _ in chosen) if passes.has_probabilities else ()
-        return Proposal(row.sequence_id, row.base_len, TokenTree(tuple(tokens), tuple(parents)), None, probabilities)
+        tree, origins = TokenTree(tuple(tokens), tuple(parents)), (DraftOrigin.TRAINED,) * len(tokens)
+        return Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities, origins=origins)
 
     def _observe(self, row: DraftRow) -> None:
         """Compare the last draft of the sequence with the tokens that the target has decided since."""

@@ -18,12 +18,21 @@ from pydantic import Field
 from cluster.core.config.base import ModuleSection
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, Evidence, EvidenceNeeds
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
 from workers.draft.lookup.continuation_tree import LEAST_PATH_PROBABILITY, ContinuationTree
 from workers.draft.lookup.sequence_drafter import DraftedSession, EstimatingDrafter, Reliability
-from workers.draft.lookup.successors import Context, ContextSuccessors, RankRates, Rows, Successors, SuccessorTables
+from workers.draft.lookup.successors import (
+    Context,
+    ContextSuccessors,
+    FoundSuccessors,
+    RankRates,
+    Rows,
+    Successors,
+    SuccessorTables,
+)
 from workers.draft.registry import ON_TARGET_FIRST, register
 
 Rates = dict[bool, list[RankRates]]
@@ -72,10 +81,10 @@ class RecyclingSession(DraftedSession):
         """The context after one more token."""
         return (*context, token)[-self._contexts.longest :]
 
-    def after(self, context: Context, table: Successors) -> tuple[RankRates, list[int]]:
-        """The successors of a context, the most probable first, and how often that of each rank comes next."""
-        length, found = self._contexts.after(context, table.after(context[-1]))
-        return self._rates[self.is_greedy][length], found
+    def after(self, context: Context, table: Successors) -> tuple[RankRates, FoundSuccessors]:
+        """The successors of a context, and how often that of each rank comes next."""
+        found = self._contexts.after(context, table.after(context[-1]))
+        return self._rates[self.is_greedy][found.length], found
 
     def append(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end. Each token is a successor of those before. Tokens of the answer update the rates."""
@@ -86,7 +95,7 @@ class RecyclingSession(DraftedSession):
             context, token = contexts.before(self.tokens, position), self.tokens[position]
             if position >= self.start.prompt_len:
                 rates, found = self.after(context, table)
-                rates.observe(found, token)
+                rates.observe(found.successors, token)
             contexts.add(context, token)
             table.add(context[-1], token)
 
@@ -132,31 +141,37 @@ def _best_first(
     probabilities: list[float] = []
     conditionals: list[float] = []
     serial = 0
-    # Minus the path probability, a serial number that breaks ties, the uncorrected estimate, token, parent, depth and
-    # the context before the token.
-    heap: list[tuple[float, int, float, int, int, int, Context]] = []
+    origins: list[DraftOrigin] = []
+    # Minus the path probability, a serial number that breaks ties, the uncorrected estimate, token, parent, depth, the
+    # context before the token and the origin.
+    heap: list[tuple[float, int, float, int, int, int, Context, DraftOrigin]] = []
 
     def push_children(context: Context, node: int, depth: int, path: float) -> None:
         nonlocal serial
-        rates, successors = session.after(context, table)
+        rates, (_, successors, own) = session.after(context, table)
         found = [(one, rates[rank], reliability.probability(rates[rank])) for rank, one in enumerate(successors)]
+        shared = DraftOrigin.TRAINED if table.is_given(context[-1]) else DraftOrigin.EARLIER
         scale = max(1.0, sum(corrected for _, _, corrected in found))
-        for successor, estimate, corrected in found:
+        for rank, (successor, estimate, corrected) in enumerate(found):
             probability = path * corrected / scale
             if probability >= LEAST_PATH_PROBABILITY:
                 serial += 1
-                heapq.heappush(heap, (-probability, serial, estimate, successor, node, depth, context))
+                origin = DraftOrigin.REQUEST if rank < own else shared
+                heapq.heappush(heap, (-probability, serial, estimate, successor, node, depth, context, origin))
 
     push_children(session.end, ROOT, 1, 1.0)
     while heap and len(tokens) < max_nodes:
-        path, _, conditional, token, parent, depth, context = heapq.heappop(heap)
+        path, _, conditional, token, parent, depth, context, origin = heapq.heappop(heap)
         tokens.append(token)
         parents.append(parent)
         probabilities.append(-path)
         conditionals.append(conditional)
+        origins.append(origin)
         if depth < max_depth and token not in ends:
             push_children(session.longer(context, token), len(tokens) - 1, depth + 1, -path)
-    return ContinuationTree(TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(conditionals))
+    return ContinuationTree(
+        TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(conditionals), origins=tuple(origins)
+    )
 
 
 @register(

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.request import SequenceStart
 from workers.draft.lookup.continuation_tree import Continuation
 from workers.draft.lookup.lookup_drafter import LookupDrafter, LookupSession
@@ -126,7 +127,7 @@ class SuffixSession(LookupSession):
         outputs = self._store.index(self.start.cache_salt)
         if outputs is not None:
             found += [
-                Continuation(outputs.following(position, length), match)
+                Continuation(outputs.following(position, length), match, DraftOrigin.EARLIER)
                 for position, match in outputs.find(context, settings.occurrences).items()
             ]
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cluster.core.draft_origin import NO_ORIGINS
 from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, Usage
 from cluster.core.tree import EMPTY_TREE
 from cluster.generation.events import Delta, Finished, VerifiedDraft
@@ -18,6 +19,7 @@ class OutputProcessor:
 
     __slots__ = (
         "_accepted",
+        "_accepted_by_origin",
         "_cached",
         "_drafted",
         "_hidden",
@@ -53,6 +55,7 @@ class OutputProcessor:
         self._tokens = 0
         self._drafted = 0
         self._accepted = 0
+        self._accepted_by_origin = NO_ORIGINS
         self._steps = 0
         self._resumed = 0
         self._cached = 0
@@ -69,6 +72,7 @@ class OutputProcessor:
             self._process(Commit(part.tokens, 0, finish=end))
         self._resumed = len(part.tokens)
         self._drafted, self._accepted = part.drafted_tokens, part.accepted_tokens
+        self._accepted_by_origin = part.accepted_by_origin
         self._steps = part.target_steps
         if self.finished is not None:
             self.finished = replace(self.finished, usage=self._usage())
@@ -88,11 +92,20 @@ class OutputProcessor:
         if count == len(commit.tokens):
             return _ends(self._process(commit))
         steps = self._steps
-        ends = _ends(self._process(Commit(commit.tokens[:count], min(commit.accepted, count))))
+        head = Commit(commit.tokens[:count], min(commit.accepted, count), origins=commit.origins[:count])
+        ends = _ends(self._process(head))
         self._steps = steps + bool(ends)  # both parts are one step
         accepted, logprobs = max(0, commit.accepted - count), commit.logprobs[count:]
         return ends or self._process(
-            replace(commit, tokens=commit.tokens[count:], accepted=accepted, logprobs=logprobs, tree=EMPTY_TREE)
+            replace(
+                commit,
+                tokens=commit.tokens[count:],
+                accepted=accepted,
+                logprobs=logprobs,
+                tree=EMPTY_TREE,
+                tree_origins=(),
+                origins=commit.origins[count:],
+            )
         )
 
     def _process(self, commit: Commit) -> tuple[Delta | Finished, ...]:
@@ -116,7 +129,14 @@ class OutputProcessor:
         accepted = min(commit.accepted, count)
         text, draft = "".join(texts) + end, self._draft(commit, texts, count, end)
         delta = Delta(
-            text, commit.tokens[:count], accepted, commit.logprobs[:count], self._index, commit.drafted, draft
+            text,
+            commit.tokens[:count],
+            accepted,
+            commit.logprobs[:count],
+            self._index,
+            commit.drafted,
+            draft,
+            commit.origins[:accepted],
         )
         self._count(commit, delta)
         self.finished = self._end(commit, stop)
@@ -134,7 +154,7 @@ class OutputProcessor:
         texts = texts + [""] * (count - len(texts))
         texts[-1] += end
         accepted = commit.tree.follow(commit.tokens[: min(commit.accepted, count)])
-        return VerifiedDraft(commit.tree, accepted, tuple(texts))
+        return VerifiedDraft(commit.tree, accepted, tuple(texts), commit.tree_origins)
 
     def _read(self, commit: Commit) -> tuple[list[str], int, str | None]:
         """Return the text of each token, how many tokens belong to the answer, and the stop string found."""
@@ -158,6 +178,7 @@ class OutputProcessor:
         if self._prediction is not None:
             self._prediction.add(delta.tokens)
         self._accepted += delta.accepted
+        self._accepted_by_origin = self._accepted_by_origin.plus(delta.origins)
         self._drafted += commit.drafted
         self._cached = max(self._cached, commit.cached_tokens)
         self._steps += 1 if commit.tokens else 0
@@ -181,6 +202,7 @@ class OutputProcessor:
             resumed_tokens=self._resumed,
             cached_tokens=self._cached,
             reasoning_tokens=self._thought,
+            accepted_by_origin=self._accepted_by_origin,
         )
 
     @property

@@ -43,7 +43,7 @@ def _joined(
         return event
     first, second = before.delta, event.delta
     first.text += second.text
-    for name in ("token_ids", "logprobs", "token_bytes", "drafts", "token_texts"):
+    for name in ("token_ids", "logprobs", "token_bytes", "drafts", "token_texts", "accepted_origins"):
         getattr(first, name).extend(getattr(second, name))
     first.accepted_draft_tokens += second.accepted_draft_tokens
     first.drafted_tokens += second.drafted_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.ingress.openai.formats import token_text
 from cluster.ingress.openai.parsing.parts import Json
+from cluster.wire.origin_counts import ORIGIN_NAMES
 from pilotfish.v1 import generation_pb2
 
 
@@ -19,4 +20,5 @@ def _verified(draft: generation_pb2.VerifiedDraft) -> Json:
         "parents": list(draft.parents),
         "accepted": list(draft.accepted),
         "committed_tokens": draft.committed_tokens,
+        "origins": [ORIGIN_NAMES.get(origin) for origin in draft.origins],
     }

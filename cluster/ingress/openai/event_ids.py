@@ -15,12 +15,16 @@ from hashlib import blake2b
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import is_request_id
 from cluster.ingress.openai.formats import Choice
-from pilotfish.v1 import generation_pb2
+from cluster.wire.origin_counts import ORIGIN_NAMES, origins_as_json
+from pilotfish.v1 import common_pb2, generation_pb2
 
 HEADER = "Last-Event-ID"
 MAX_ID_CHARS = 16_384
 _ID = re.compile(r"([^/]+)/([0-9a-f]{1,16})/([0-9a-f]{1,10})/([0-9a-f]{12})/([^/]*)/([^/]*)/([cud])")
-_CHOICE = re.compile(r"([nsf])(\d{1,8})\.(\d{1,10})\.(\d{1,8})\.(\d{1,9})\.((?:[0-9a-f]{2}){0,3})")
+_ORIGINS = r"(\d{1,8})-(\d{1,8})-(\d{1,8})-(\d{1,8})"
+_CHOICE = re.compile(
+    rf"([nsf])(\d{{1,8}})\.(\d{{1,10}})\.(\d{{1,8}})\.{_ORIGINS}\.(\d{{1,9}})\.((?:[0-9a-f]{{2}}){{0,3}})"
+)
 
 
 class Stage(StrEnum):
@@ -101,14 +105,19 @@ def restore(last: EventId, choices: Sequence[Choice], requests: Sequence[generat
         match = _CHOICE.fullmatch(state)
         if match is None:
             raise InvalidRequest(HEADER, state, "the id of an event of this server")
-        kind, (tokens, drafted, accepted, length) = match[1], map(int, match.groups()[1:5])
+        kind, (tokens, drafted, accepted, *counts, length) = match[1], map(int, match.groups()[1:9])
+        origins = common_pb2.OriginCounts(**dict(zip(ORIGIN_NAMES.values(), counts, strict=True)))
         choice.is_started = kind != "n"
         choice.received, choice.drafted, choice.accepted = tokens, drafted, accepted
+        choice.origins.CopyFrom(origins)
         choice.text_length = length
-        choice.utf8.setstate((bytes.fromhex(match[6]), 0))
+        choice.utf8.setstate((bytes.fromhex(match[10]), 0))
         if kind == "f":
             usage = generation_pb2.Usage(
-                completion_tokens=tokens, drafted_tokens=drafted, accepted_draft_tokens=accepted
+                completion_tokens=tokens,
+                drafted_tokens=drafted,
+                accepted_draft_tokens=accepted,
+                accepted_by_origin=origins,
             )
             choice.finished = generation_pb2.GenerationFinished(usage=usage)
         requests[choice.index // per_request].resume.add(
@@ -117,10 +126,12 @@ def restore(last: EventId, choices: Sequence[Choice], requests: Sequence[generat
             finished=kind == "f",
             drafted_tokens=drafted,
             accepted_draft_tokens=accepted,
+            accepted_by_origin=origins,
         )
 
 
 def _state(choice: Choice) -> str:
     kind = "f" if choice.finished is not None else "s" if choice.is_started else "n"
     incomplete = choice.utf8.getstate()[0].hex()
-    return f"{kind}{choice.received}.{choice.drafted}.{choice.accepted}.{choice.text_length}.{incomplete}"
+    origins = "-".join(map(str, origins_as_json(choice.origins).values()))
+    return f"{kind}{choice.received}.{choice.drafted}.{choice.accepted}.{origins}.{choice.text_length}.{incomplete}"

@@ -31,6 +31,8 @@ class Choice:
     """Draft tokens that were verified for them."""
     accepted: int = 0
     """Accepted draft tokens among them."""
+    origins: common_pb2.OriginCounts = field(default_factory=common_pb2.OriginCounts)
+    """Where the accepted draft tokens come from."""
     acceptances: list[tuple[int, int]] = field(default_factory=list)
     """The drafted and the accepted tokens of each step with a draft."""
     logprobs: list[Json] = field(default_factory=list)

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from cluster.ingress.openai.draft_report import report_drafts
 from cluster.ingress.openai.formats import Choice, EndpointFormat, reported_prompt, streamed_prompt
 from cluster.ingress.openai.parsing.parts import Json
+from cluster.wire.origin_counts import count_origins, origins_as_json
 from pilotfish.v1 import generation_pb2
 
 _PROGRAM = f"pilotfish-{version('pilotfish')}"
@@ -71,6 +72,7 @@ def receipt(fingerprint: str, finished: generation_pb2.GenerationFinished, *, is
         "target_passes": usage.target_steps,
         "drafted": usage.drafted_tokens,
         "accepted": usage.accepted_draft_tokens,
+        "accepted_by_origin": origins_as_json(usage.accepted_by_origin),
         "drafter": finished.draft_method,
         "resumptions": finished.resumptions,
         "resumed_tokens": usage.resumed_tokens,
@@ -240,6 +242,7 @@ def _count(choice: Choice, delta: generation_pb2.GenerationDelta) -> None:
     choice.received += len(delta.token_ids)
     choice.drafted += delta.drafted_tokens
     choice.accepted += delta.accepted_draft_tokens
+    count_origins(choice.origins, delta.accepted_origins)
 
 
 def _ending(choice: Choice, options: ResponseOptions) -> Json:

@@ -7,8 +7,9 @@ from array import array
 from dataclasses import dataclass, field
 
 from cluster.core.ids import RequestId, scoped_request_id
+from cluster.wire.origin_counts import count_origins
 from cluster.wire.request_values import draw_seed
-from pilotfish.v1 import generation_pb2
+from pilotfish.v1 import common_pb2, generation_pb2
 
 
 @dataclass(slots=True)
@@ -23,6 +24,8 @@ class _AnswerProgress:
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
+    origins: common_pb2.OriginCounts = field(default_factory=common_pb2.OriginCounts)
+    """Where the accepted draft tokens came from."""
 
     def add(self, delta: generation_pb2.GenerationDelta) -> None:
         tokens = delta.token_ids
@@ -31,6 +34,7 @@ class _AnswerProgress:
         self.count += len(tokens)
         self.drafted += delta.drafted_tokens
         self.accepted += delta.accepted_draft_tokens
+        count_origins(self.origins, delta.accepted_origins)
         self.steps += bool(tokens)
 
     def message(self, index: int) -> generation_pb2.ResumedAnswer:
@@ -42,6 +46,7 @@ class _AnswerProgress:
             drafted_tokens=self.drafted,
             accepted_draft_tokens=self.accepted,
             target_steps=self.steps,
+            accepted_by_origin=self.origins,
         )
 
 
@@ -64,6 +69,7 @@ class StreamProgress:
                 one.drafted_tokens,
                 one.accepted_draft_tokens,
                 one.target_steps,
+                _copied(one.accepted_by_origin),
             )
             for one in request.resume
         }
@@ -151,6 +157,7 @@ class StreamProgress:
                     drafted_tokens=answer.drafted,
                     accepted_draft_tokens=answer.accepted,
                     target_steps=answer.steps,
+                    accepted_by_origin=answer.origins,
                 )
                 is_beam = self._request.HasField("beam_search")
                 seed = 0 if is_beam else (self._request.sampling.seed + index) % (1 << 64)
@@ -165,3 +172,9 @@ class StreamProgress:
         if answer is None:
             answer = self._answers[index] = _AnswerProgress()
         return answer
+
+
+def _copied(counts: common_pb2.OriginCounts) -> common_pb2.OriginCounts:
+    copy = common_pb2.OriginCounts()
+    copy.CopyFrom(counts)
+    return copy

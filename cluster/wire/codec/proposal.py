@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.core import bounds
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftDistribution, Evidence, HiddenStates, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.core.tree import ROOT, TokenTree
@@ -25,6 +26,7 @@ def encode_proposal(proposal: Proposal, prefix: str = "") -> pb.Proposal:
         ready=proposal.ready,
         distributions=encode_distributions(proposal.distributions),
         whole=not proposal.is_prunable,
+        origins=proposal.origins,
     )
 
 
@@ -40,6 +42,7 @@ def decode_proposal(message: pb.Proposal, field: str) -> Proposal:
         ready=bounds.integer(f"{field}.ready", message.ready, 0, len(tree)),
         distributions=decode_distributions(message.distributions, tree, f"{field}.distributions"),
         is_prunable=not message.whole,
+        origins=_decode_origins(message.origins, tree, f"{field}.origins"),
     )
 
 
@@ -111,6 +114,16 @@ def _decode_probabilities(values: Sequence[float], tree: TokenTree, field: str) 
     for node, parent in enumerate(tree.parents):
         bounds.number(f"{field}[{node}]", values[node], 0.0, 1.0 if parent == ROOT else values[parent])
     return tuple(values)
+
+
+def _decode_origins(values: Sequence[int], tree: TokenTree, field: str) -> tuple[DraftOrigin, ...]:
+    """Decode no origins, or one per node. Only the coordinator knows which tokens a grammar forces."""
+    if not values:
+        return ()
+    bounds.count(field, values, len(tree), len(tree))
+    for node, value in enumerate(values):
+        bounds.integer(f"{field}[{node}]", value, DraftOrigin.REQUEST, DraftOrigin.TRAINED)
+    return tuple(map(DraftOrigin, values))
 
 
 def _decode_distribution(message: pb.DraftDistribution, field: str) -> DraftDistribution:

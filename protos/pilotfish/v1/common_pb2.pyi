@@ -55,6 +55,38 @@ ROW_FAULT_CODE_NOT_READY: RowFaultCode.ValueType  # 4
 """The row's grammar is still being compiled. Send the row again later."""
 Global___RowFaultCode: _TypeAlias = RowFaultCode  # noqa: Y015
 
+class _DraftOrigin:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DraftOriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftOrigin.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAFT_ORIGIN_UNSPECIFIED: _DraftOrigin.ValueType  # 0
+    """Never sent."""
+    DRAFT_ORIGIN_REQUEST: _DraftOrigin.ValueType  # 1
+    """The request itself: its prompt, its source, its prediction, its answer so far."""
+    DRAFT_ORIGIN_EARLIER: _DraftOrigin.ValueType  # 2
+    """Answers to earlier requests, in a store that outlives a request."""
+    DRAFT_ORIGIN_TRAINED: _DraftOrigin.ValueType  # 3
+    """A trained draft: a draft model, a module, or layers of the target."""
+    DRAFT_ORIGIN_FORCED: _DraftOrigin.ValueType  # 4
+    """The grammar of the request, which allows no other token."""
+
+class DraftOrigin(_DraftOrigin, metaclass=_DraftOriginEnumTypeWrapper):
+    """Where a drafted token comes from. A token that several sources draft has the first of them."""
+
+DRAFT_ORIGIN_UNSPECIFIED: DraftOrigin.ValueType  # 0
+"""Never sent."""
+DRAFT_ORIGIN_REQUEST: DraftOrigin.ValueType  # 1
+"""The request itself: its prompt, its source, its prediction, its answer so far."""
+DRAFT_ORIGIN_EARLIER: DraftOrigin.ValueType  # 2
+"""Answers to earlier requests, in a store that outlives a request."""
+DRAFT_ORIGIN_TRAINED: DraftOrigin.ValueType  # 3
+"""A trained draft: a draft model, a module, or layers of the target."""
+DRAFT_ORIGIN_FORCED: DraftOrigin.ValueType  # 4
+"""The grammar of the request, which allows no other token."""
+Global___DraftOrigin: _TypeAlias = DraftOrigin  # noqa: Y015
+
 @_typing.final
 class SamplingParameters(_message.Message):
     """How a token is sampled from the target's distribution at a position. An unset field takes the default in its
@@ -546,6 +578,40 @@ class RowFault(_message.Message):
 Global___RowFault: _TypeAlias = RowFault  # noqa: Y015
 
 @_typing.final
+class OriginCounts(_message.Message):
+    """Number of accepted draft tokens by origin, see DraftOrigin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    EARLIER_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    FORCED_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    """From the request itself."""
+    earlier: _builtins.int
+    """From earlier answers."""
+    trained: _builtins.int
+    """From trained drafts."""
+    forced: _builtins.int
+    """Forced by the grammar."""
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        earlier: _builtins.int = ...,
+        trained: _builtins.int = ...,
+        forced: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["earlier", b"earlier", "forced", b"forced", "request", b"request", "trained", b"trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OriginCounts: _TypeAlias = OriginCounts  # noqa: Y015
+
+@_typing.final
 class Proposal(_message.Message):
     """The draft of one sequence."""
 
@@ -559,6 +625,7 @@ class Proposal(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """The row's sequence."""
     base_len: _builtins.int
@@ -585,6 +652,12 @@ class Proposal(_message.Message):
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftDistribution]:
         """The distribution that each node's token was drawn from. Bound: none, or one per node."""
 
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedScalarFieldContainer[Global___DraftOrigin.ValueType]:
+        """Where each node comes from. Bound: none, which means the request itself, or one per node, of them REQUEST, EARLIER
+        or TRAINED.
+        """
+
     def __init__(
         self,
         *,
@@ -596,10 +669,11 @@ class Proposal(_message.Message):
         ready: _builtins.int = ...,
         distributions: _abc.Iterable[Global___DraftDistribution] | None = ...,
         whole: _builtins.bool = ...,
+        origins: _abc.Iterable[Global___DraftOrigin.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "distributions", b"distributions", "fault", b"fault", "probabilities", b"probabilities", "ready", b"ready", "sequence_id", b"sequence_id", "tree", b"tree", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "distributions", b"distributions", "fault", b"fault", "origins", b"origins", "probabilities", b"probabilities", "ready", b"ready", "sequence_id", b"sequence_id", "tree", b"tree", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -597,6 +597,7 @@ class ResumedAnswer(_message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TARGET_STEPS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BY_ORIGIN_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of the answer. Bound: 0 to n - 1."""
     token_count: _builtins.int
@@ -615,6 +616,10 @@ class ResumedAnswer(_message.Message):
         takes longer. Bound: none or token_count, each below the vocabulary size; none after one that ends the answer.
         """
 
+    @_builtins.property
+    def accepted_by_origin(self) -> _common_pb2.OriginCounts:
+        """The accepted_origins received, counted, for the usage. Bound: together at most accepted_draft_tokens."""
+
     def __init__(
         self,
         *,
@@ -625,10 +630,11 @@ class ResumedAnswer(_message.Message):
         drafted_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
         target_steps: _builtins.int = ...,
+        accepted_by_origin: _common_pb2.OriginCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_by_origin", b"accepted_by_origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "drafted_tokens", b"drafted_tokens", "finished", b"finished", "index", b"index", "target_steps", b"target_steps", "token_count", b"token_count", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_origin", b"accepted_by_origin", "accepted_draft_tokens", b"accepted_draft_tokens", "drafted_tokens", b"drafted_tokens", "finished", b"finished", "index", b"index", "target_steps", b"target_steps", "token_count", b"token_count", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -770,6 +776,7 @@ class GenerationDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_ORIGINS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
@@ -791,6 +798,10 @@ class GenerationDelta(_message.Message):
         """The bytes of each token, if log-probabilities are requested."""
 
     @_builtins.property
+    def accepted_origins(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.DraftOrigin.ValueType]:
+        """Where each accepted draft token comes from."""
+
+    @_builtins.property
     def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifiedDraft]:
         """The verdicts that committed these tokens, if requested."""
 
@@ -807,12 +818,13 @@ class GenerationDelta(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
         drafted_tokens: _builtins.int = ...,
+        accepted_origins: _abc.Iterable[_common_pb2.DraftOrigin.ValueType] | None = ...,
         drafts: _abc.Iterable[Global___VerifiedDraft] | None = ...,
         token_texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "logprobs", b"logprobs", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "accepted_origins", b"accepted_origins", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "logprobs", b"logprobs", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -829,6 +841,7 @@ class VerifiedDraft(_message.Message):
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
     committed_tokens: _builtins.int
     """How many tokens the verdict committed: the accepted ones, then the target's own."""
     @_builtins.property
@@ -847,6 +860,10 @@ class VerifiedDraft(_message.Message):
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The places in token_ids of the drafted tokens that were accepted, from the root on."""
 
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.DraftOrigin.ValueType]:
+        """Where each drafted token comes from."""
+
     def __init__(
         self,
         *,
@@ -855,10 +872,11 @@ class VerifiedDraft(_message.Message):
         token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
         committed_tokens: _builtins.int = ...,
+        origins: _abc.Iterable[_common_pb2.DraftOrigin.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "parents", b"parents", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "origins", b"origins", "parents", b"parents", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -936,6 +954,7 @@ class Usage(_message.Message):
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BY_ORIGIN_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -960,6 +979,10 @@ class Usage(_message.Message):
     """
     reasoning_tokens: _builtins.int
     """Tokens of the answer with which the model thinks, its markers included. 0 of a model that does not think."""
+    @_builtins.property
+    def accepted_by_origin(self) -> _common_pb2.OriginCounts:
+        """Where the accepted draft tokens come from."""
+
     def __init__(
         self,
         *,
@@ -974,10 +997,11 @@ class Usage(_message.Message):
         rejected_prediction_tokens: _builtins.int | None = ...,
         max_tokens: _builtins.int | None = ...,
         reasoning_tokens: _builtins.int = ...,
+        accepted_by_origin: _common_pb2.OriginCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "max_tokens", b"max_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_by_origin", b"accepted_by_origin", "accepted_prediction_tokens", b"accepted_prediction_tokens", "max_tokens", b"max_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_max_tokens", b"_max_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_by_origin", b"accepted_by_origin", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "resumed_tokens", b"resumed_tokens", "target_steps", b"target_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["accepted_prediction_tokens"]  # noqa: Y015
     _WhichOneofArgType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens"]  # noqa: Y015

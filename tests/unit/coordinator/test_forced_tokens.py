@@ -8,6 +8,7 @@ import pytest
 
 from cluster.coordinator.verify import with_forced
 from cluster.core.config.sections import SchedulerSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftDistribution, Proposal
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
@@ -46,6 +47,12 @@ def test_without_a_draft_the_row_has_the_chain() -> None:
 def test_a_draft_goes_on_after_the_chain() -> None:
     found = with_forced(draft([9, 9], [*CHAIN, 20, 21], [*CHAIN, 30], [10, 40]), sequence(), planned(8, 5)).tree
     assert found == TokenTree((10, 11, 12, 20, 21, 30), (-1, 0, 1, 2, 3, 2))
+
+
+def test_forced_nodes_come_from_the_grammar_and_the_others_from_where_they_were_drafted() -> None:
+    trained = replace(draft([*CHAIN, 20, 21]), origins=(DraftOrigin.TRAINED,) * 5)
+    found = with_forced(trained, sequence(), planned(8, 5))
+    assert found.origins == (*[DraftOrigin.FORCED] * 3, *[DraftOrigin.TRAINED] * 2)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence
 from cluster.core.errors import ModelLoadError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT, TokenTree
 from tests.support.models import drafting_modules, tiny
-from workers.draft.recycling import RecyclingDrafter
+from workers.draft.recycling import RecyclingDrafter, RecyclingSettings
 from workers.draft.registry import create, needs_of
 from workers.model.draft_card import read_card
 from workers.model.draft_shapes import TableShape
@@ -176,3 +179,24 @@ def test_the_target_must_show_its_most_probable_tokens() -> None:
     configuration = load_configuration({"draft": {"method": "recycling", "recycling": {"successors": 5}}})
     needs = needs_of(configuration.draft)
     assert (needs.top, needs.decisions, needs.taps) == (5, True, ())
+
+
+def origins(method: RecyclingDrafter, row: DraftRow) -> dict[int, DraftOrigin]:
+    """The origin of each token that is drafted directly after the text."""
+    (found,) = method.propose([row])
+    nodes = zip(found.tree.tokens, found.tree.parents, found.origins, strict=True)
+    return {token: origin for token, parent, origin in nodes if parent == ROOT}
+
+
+def test_a_successor_says_whether_the_request_or_an_earlier_one_has_shown_it() -> None:
+    method = taught()
+    assert set(origins(method, first([6, 10], "b")).values()) == {DraftOrigin.EARLIER}
+    found = origins(method, first([10, 40, 6, 10], "c"))
+    assert (found[40], found[20]) == (DraftOrigin.REQUEST, DraftOrigin.EARLIER)
+
+
+def test_a_successor_of_a_given_row_comes_from_a_trained_draft() -> None:
+    given = np.full((11, 2), -1, dtype=np.int32)
+    given[10] = 20, 21
+    method = RecyclingDrafter(RecyclingSettings(), DraftSection(max_nodes=8, max_depth=4), given)
+    assert set(origins(method, first([6, 10])).values()) == {DraftOrigin.TRAINED}

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
@@ -131,3 +132,20 @@ def test_the_source_of_an_encoder_is_searched_too() -> None:
     assert proposal(drafter(), row).tree == TokenTree.chain((22, 23, 2))
     repeated = DraftRow(SequenceId("b"), 6, (0, 20, 21, 7, 20, 21), BUDGET, start)
     assert set(proposal(drafter(), repeated).tree.tokens) >= {7, 22}
+
+
+def test_a_node_says_whether_it_comes_from_the_request_or_from_an_earlier_answer() -> None:
+    method = drafter()
+    finish(method, 1, 7, 8, 20, 21)
+    earlier = proposal(method, first([9, 7, 8]))
+    assert dict(zip(earlier.tree.tokens, earlier.origins, strict=True)) == dict.fromkeys((20, 21), DraftOrigin.EARLIER)
+    both = proposal(method, first([7, 8, 30, 31, 7, 8], "b"))
+    origins = dict(zip(both.tree.tokens, both.origins, strict=True))
+    assert (origins[30], origins[20]) == (DraftOrigin.REQUEST, DraftOrigin.EARLIER)
+
+
+def test_what_request_and_earlier_answer_both_have_comes_from_the_request() -> None:
+    method = drafter()
+    finish(method, 1, 7, 8, 20, 21)
+    found = proposal(method, first([7, 8, 20, 9, 7, 8]))
+    assert found.origins[found.tree.tokens.index(20)] is DraftOrigin.REQUEST

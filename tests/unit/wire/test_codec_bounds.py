@@ -300,6 +300,13 @@ REFUSED_CALLS = [
         "proposals[0].distributions[0].probabilities",
         "a sum of 1 ± 0.001",
     ),
+    (
+        proposal(tree=tree([1, 2], [-1, 0]), origins=[1]),
+        "proposals[0].origins",
+        "between 2 and 2 entries",
+    ),
+    (proposal(tree=tree([1], [-1]), origins=[4]), "proposals[0].origins[0]", "between 1 and 3"),
+    (proposal(tree=tree([1], [-1]), origins=[0]), "proposals[0].origins[0]", "between 1 and 3"),
     (evidence(base_len=6), "rows[0].evidence[0].base_len", "between 1 and 5"),
     (evidence(decisions=[1, 2]), "rows[0].evidence[0].decisions", "between 1 and 1 entries"),
     (evidence(decisions=[-2]), "rows[0].evidence[0].decisions[0]", "between -1 and 2147483647"),

@@ -185,7 +185,7 @@ class Combination:
             self._proposed[row.sequence_id] = _Proposed(row.base_len, root)
             if len(self._proposed) > MOST_SESSIONS:
                 self._proposed.popitem(last=False)
-        tree, probabilities = choose_nodes(root, row.budget.max_nodes, row.budget.max_depth)
+        tree, probabilities, origins = choose_nodes(root, row.budget.max_nodes, row.budget.max_depth)
         return Proposal(
             row.sequence_id,
             row.base_len,
@@ -193,6 +193,7 @@ class Combination:
             probabilities=probabilities,
             ready=min(len(tree), sum(proposal.ready for proposal in proposals)),
             is_prunable=all(proposal.is_prunable for proposal in proposals),
+            origins=origins,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import Proposal
 from cluster.core.tree import ROOT, TokenTree
 
@@ -63,6 +64,8 @@ class UnionNode:
     children: dict[int, UnionNode] = field(default_factory=dict)
     estimates: dict[int, float] = field(default_factory=dict)
     """Probability on condition of the parent, by number of the method."""
+    origin: DraftOrigin = DraftOrigin.TRAINED
+    """The first of the methods' origins, in the order request, earlier answers, trained draft."""
     is_required: bool = False
     is_chosen: bool = False
     """Whether the proposal has the node."""
@@ -83,7 +86,7 @@ class UnionNode:
 
 def add_tree(root: UnionNode, method: int, proposal: Proposal) -> None:
     """Add the tree of one method to the union."""
-    tree, probabilities = proposal.tree, proposal.probabilities
+    tree, probabilities, origins = proposal.tree, proposal.probabilities, proposal.node_origins
     nodes: list[UnionNode] = []
     has_child: set[int] = set()
     for index, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
@@ -98,13 +101,18 @@ def add_tree(root: UnionNode, method: int, proposal: Proposal) -> None:
         has_child.add(parent)
         node.estimates[method] = min(0.999, estimate)
         node.is_required |= not proposal.is_prunable
+        node.origin = min(node.origin, origins[index])
 
 
-def choose_nodes(root: UnionNode, max_nodes: int, max_depth: int) -> tuple[TokenTree, tuple[float, ...]]:
-    """The required nodes and the most probable others, best first, within the budget. No child precedes its parent."""
+def choose_nodes(
+    root: UnionNode, max_nodes: int, max_depth: int
+) -> tuple[TokenTree, tuple[float, ...], tuple[DraftOrigin, ...]]:
+    """The required nodes and the most probable others, best first, within the budget, and per node its path probability
+    and its origin. No child precedes its parent."""
     tokens: list[int] = []
     parents: list[int] = []
     probabilities: list[float] = []
+    origins: list[DraftOrigin] = []
     frontier = [(child, token, ROOT, 1) for token, child in root.children.items()]
     while frontier and len(tokens) < max_nodes:
         best = max(frontier, key=lambda entry: (entry[0].is_required, entry[0].probability))
@@ -116,6 +124,7 @@ def choose_nodes(root: UnionNode, max_nodes: int, max_depth: int) -> tuple[Token
         tokens.append(token)
         parents.append(parent)
         probabilities.append(node.probability)
+        origins.append(node.origin)
         index = len(tokens) - 1
         frontier.extend((child, below, index, depth + 1) for below, child in node.children.items())
-    return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
+    return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(origins)

@@ -94,8 +94,8 @@ class EagleTreeDrafter:
         if growths:
             self._grow([growth for _, growth in growths])
         for row, growth in growths:
-            tree, probabilities = growth.tree()
-            proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities)
+            tree, probabilities, origins = growth.tree()
+            proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities, origins=origins)
             growth.session.set_grown(growth.budget, growth.root, proposal)
             proposals[row.sequence_id] = proposal
         return tuple(proposals[row.sequence_id] for row in rows)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from cluster.core.drafting import DraftBudget
-from cluster.core.tree import TokenTree
 from workers.draft.common.trees.calibration import Calibration
-from workers.draft.common.trees.draft_node import DraftNode
+from workers.draft.common.trees.draft_node import ChosenTree, DraftNode
 from workers.draft.common.trees.node_probabilities import estimate_children
 from workers.draft.eagle.eagle_pass import EaglePiece
 from workers.draft.eagle.eagle_session import EagleSession
@@ -132,6 +131,6 @@ class EagleGrowth:
         for node, output in zip(self.frontier, outputs, strict=True):
             self._outputs[node] = output
 
-    def tree(self) -> tuple[TokenTree, tuple[float, ...]]:
-        """The best nodes and their path probabilities. Each is followed by its most probable child."""
+    def tree(self) -> ChosenTree:
+        """The best nodes. Each is followed by its most probable child."""
         return self.root.chosen_tree(frozenset(self.best()))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 
 LEAST_PATH_PROBABILITY = 0.01
@@ -22,6 +23,8 @@ class Continuation:
     tokens: Sequence[int]
     match_length: int
     """Number of tokens before them that are equal."""
+    origin: DraftOrigin = DraftOrigin.REQUEST
+    """Where these tokens are."""
 
 
 class Estimate(Protocol):
@@ -47,6 +50,8 @@ class ContinuationTree:
     """Probability, per node, that it is accepted if its parent is."""
     is_prunable: bool = True
     """Whether the coordinator may remove nodes of it; see `Proposal`."""
+    origins: tuple[DraftOrigin, ...] = ()
+    """Where each node comes from: the first of its continuations' origins. See `Proposal`."""
 
 
 def merge(
@@ -63,6 +68,7 @@ def merge(
     parents: list[int] = []
     probabilities: list[float] = []
     conditionals: list[float] = []
+    origins: list[DraftOrigin] = []
     serial = 0
     # Minus the path probability, a serial number that breaks ties, the conditional probability, the token, its parent,
     # its depth and the continuations through it.
@@ -83,9 +89,12 @@ def merge(
         parents.append(parent)
         probabilities.append(-path)
         conditionals.append(conditional)
+        origins.append(min([member.origin for member in members]))
         if depth < max_depth and token not in ends:
             push_children(members, len(tokens) - 1, depth + 1, -path)
-    return ContinuationTree(TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(conditionals))
+    return ContinuationTree(
+        TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(conditionals), origins=tuple(origins)
+    )
 
 
 def _children(

@@ -163,6 +163,7 @@ class EstimatingDrafter(SequenceDrafter[DraftedType]):
             drafted.tree,
             probabilities=drafted.probabilities,
             is_prunable=drafted.is_prunable,
+            origins=drafted.origins,
         )
 
     @abstractmethod

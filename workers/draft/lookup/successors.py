@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ class Successors:
 
     def after(self, token: int) -> list[int]:
         """The successors of a token, the most probable first."""
-        rows = self._given if self._is_given(token) else self._rows
+        rows = self._given if self.is_given(token) else self._rows
         if token >= len(rows):
             return []
         row: list[int] = rows[token].tolist()
@@ -54,7 +55,7 @@ class Successors:
 
     def add(self, token: int, successor: int) -> None:
         """Add one successor before all others, unless it is known or the token's row is given."""
-        if self._is_given(token):
+        if self.is_given(token):
             return
         known = self.after(token)
         if successor not in known:
@@ -62,7 +63,7 @@ class Successors:
 
     def replace(self, token: int, successors: Sequence[int]) -> None:
         """Replace the successors of a token whose row is not given. Those beyond the table's width are left out."""
-        if token >= _MOST_TOKENS or self._is_given(token):
+        if token >= _MOST_TOKENS or self.is_given(token):
             return
         if token >= len(self._rows):
             missing = max(token + 1 - len(self._rows), len(self._rows), _GROWTH)
@@ -72,7 +73,8 @@ class Successors:
         self._rows[token, : len(kept)] = kept
         self._rows[token, len(kept) :] = _UNKNOWN
 
-    def _is_given(self, token: int) -> bool:
+    def is_given(self, token: int) -> bool:
+        """Whether the successors of a token were given."""
         return token < len(self._given) and bool(self._given[token, 0] != _UNKNOWN)
 
 
@@ -126,6 +128,17 @@ class RankRates:
             self._rates[rank] += _RATE_STEP * ((successor == token) - self._rates[rank])
 
 
+class FoundSuccessors(NamedTuple):
+    """What is known to follow a context."""
+
+    length: int
+    """Length of the longest known end of the context; 0 if no end is known."""
+    successors: list[int]
+    """The successors, the most probable first."""
+    own: int
+    """Number of the leading successors that the request itself has shown. A table has the others."""
+
+
 class ContextSuccessors:
     """At most `count` successors of every context of 1 to `longest` tokens, the most probable first."""
 
@@ -158,10 +171,10 @@ class ContextSuccessors:
             self._rows[context] = row
             context = context[1:]
 
-    def after(self, context: Context, others: Sequence[int] = ()) -> tuple[int, list[int]]:
-        """The length of the longest known end of the context, and at most `count` successors: of that end first.
+    def after(self, context: Context, others: Sequence[int] = ()) -> FoundSuccessors:
+        """At most `count` successors of a context: of its longest known end first.
 
-        Those of shorter ends and then `others` follow. The length is 0 if no end is known.
+        Those of shorter ends and then `others` follow.
         """
         rows, found, length = self._rows, list[int](), 0
         while context:
@@ -169,7 +182,8 @@ class ContextSuccessors:
                 length = length or len(context)
                 found += row if not found else [one for one in row if one not in found]
                 if len(found) >= self._count:
-                    return length, found[: self._count]
+                    return FoundSuccessors(length, found[: self._count], self._count)
             context = context[1:]
+        own = len(found)
         found += [one for one in others if one not in found]
-        return length, found[: self._count]
+        return FoundSuccessors(length, found[: self._count], own)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cluster.core.config.draft_section import DraftSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftDistribution, DraftRow, Proposal, RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
@@ -77,7 +78,8 @@ class _Draft:
 
     def proposal(self, row: DraftRow) -> Proposal:
         tree = TokenTree(tuple(self.tokens), tuple(self.parents))
-        return Proposal(row.sequence_id, row.base_len, tree, distributions=tuple(self.distributions))
+        origins = (DraftOrigin.TRAINED,) * len(tree)
+        return Proposal(row.sequence_id, row.base_len, tree, distributions=tuple(self.distributions), origins=origins)
 
 
 class DrawingDrafter:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftingTarget
@@ -28,7 +29,9 @@ class FixedMethod:
         *,
         fault: RowFaultCode | None = None,
         is_prunable: bool = True,
+        origin: DraftOrigin = DraftOrigin.REQUEST,
     ) -> None:
+        self.origins = (origin,) * len(tree)
         self.tree, self.probabilities, self.fault, self.is_prunable = tree, probabilities, fault, is_prunable
         self.released: list[SequenceId] = []
 
@@ -36,7 +39,15 @@ class FixedMethod:
         fault = None if self.fault is None else RowFault(self.fault, "refused")
         tree = TokenTree() if fault else self.tree
         return tuple(
-            Proposal(row.sequence_id, row.base_len, tree, fault, self.probabilities, is_prunable=self.is_prunable)
+            Proposal(
+                row.sequence_id,
+                row.base_len,
+                tree,
+                fault,
+                self.probabilities,
+                is_prunable=self.is_prunable,
+                origins=() if fault else self.origins,
+            )
             for row in rows
         )
 
@@ -58,6 +69,16 @@ def test_the_union_of_all_trees_is_proposed_with_equal_prefixes_shared() -> None
     tree = propose(method, 1, 9).tree
     assert set(tree.candidates()) == {(1, 2, 3), (1, 2, 4)}
     assert len(tree) == 4
+
+
+def test_a_shared_node_has_the_first_origin_of_its_methods() -> None:
+    trained = FixedMethod(TokenTree.chain([1, 2, 3]), origin=DraftOrigin.TRAINED)
+    earlier = FixedMethod(TokenTree.chain([1, 2]), origin=DraftOrigin.EARLIER)
+    request = FixedMethod(TokenTree.chain([1]))
+    for methods in ([trained, earlier, request], [request, trained, earlier]):
+        proposal = propose(Combination(methods), 1, 9)
+        assert proposal.tree == TokenTree.chain([1, 2, 3])
+        assert proposal.origins == (DraftOrigin.REQUEST, DraftOrigin.EARLIER, DraftOrigin.TRAINED)
 
 
 def test_what_several_methods_propose_is_more_probable_than_what_one_does() -> None:

@@ -61,6 +61,7 @@ async def test_a_receipt_says_what_an_answer_took_and_by_whom(http: httpx.AsyncC
     assert receipt["accepted"] == choice["accepted_draft_tokens"] > 0
     assert receipt["drafted"] >= receipt["accepted"]
     assert receipt["target_passes"] == len(choice["token_ids"]) - receipt["accepted"]
+    assert receipt["accepted_by_origin"] == {"request": receipt["accepted"], "earlier": 0, "trained": 0, "forced": 0}
     assert (receipt["drafter"], receipt["lossless"], receipt["resumptions"]) == ("ngram", True, 0)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.config.draft_section import DraftSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, TreeForm, draft_paths
@@ -77,7 +78,8 @@ class PathTrees:
             ends=session.start.sampling.end_token_ids,
             shape=self._nodes,
         )
-        proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities)
+        origins = (DraftOrigin.TRAINED,) * len(tree)
+        proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities, origins=origins)
         history.last = _Drafted(row.base_len, session.start, ranked, budget, proposal)
         return proposal
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.tree import ROOT, TokenTree
 from workers.kv.block_table import BlockTable
+
+ChosenTree = tuple[TokenTree, tuple[float, ...], tuple[DraftOrigin, ...]]
+"""A tree, and per node its path probability and its origin."""
 
 
 class DraftNode:
@@ -87,8 +91,13 @@ class DraftNode:
             if node.parent is not None:
                 node.path_probability = node.parent.path_probability * node.probability
 
-    def chosen_tree(self, chosen: Collection[DraftNode]) -> tuple[TokenTree, tuple[float, ...]]:
-        """The tree of the chosen nodes below this one, and their path probabilities.
+    @property
+    def origin(self) -> DraftOrigin:
+        """The request itself if a lookup in its text found the token, whether or not the model drafts it too."""
+        return DraftOrigin.REQUEST if self.match_length else DraftOrigin.TRAINED
+
+    def chosen_tree(self, chosen: Collection[DraftNode]) -> ChosenTree:
+        """The tree of the chosen nodes below this one, their path probabilities and their origins.
 
         Each node is followed by its most probable child, so that the most probable path is contiguous. The parent of a
         chosen node is this node or chosen.
@@ -96,6 +105,7 @@ class DraftNode:
         tokens: list[int] = []
         parents: list[int] = []
         probabilities: list[float] = []
+        origins: list[DraftOrigin] = []
         stack = [(self, ROOT)]
         while stack:
             node, index = stack.pop()
@@ -103,7 +113,8 @@ class DraftNode:
                 tokens.append(node.token)
                 parents.append(index)
                 probabilities.append(node.path_probability)
+                origins.append(node.origin)
                 index = len(tokens) - 1
             children = (child for child in node.children if child in chosen)
             stack.extend((child, index) for child in sorted(children, key=lambda child: child.path_probability))
-        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities)
+        return TokenTree(tuple(tokens), tuple(parents)), tuple(probabilities), tuple(origins)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
-from cluster.core.tree import TokenTree
 from workers.draft.common.trees.calibration import Calibration
-from workers.draft.common.trees.draft_node import DraftNode
+from workers.draft.common.trees.draft_node import ChosenTree, DraftNode
 from workers.draft.common.trees.expander import BranchMemory, DraftedToken
 from workers.draft.common.trees.node_probabilities import estimate_children, observe_decision
 from workers.kv.block_table import BlockTable
@@ -147,8 +146,8 @@ class DraftTree:
         deepest = self.root.length + max_depth
         return sorted((node for node in self.nodes if node.length <= deepest), key=lambda node: -node.path_probability)
 
-    def propose(self, nodes: Sequence[DraftNode]) -> tuple[TokenTree, tuple[float, ...]]:
-        """Build the proposal of `nodes` with their path probabilities, and mark them as proposed.
+    def propose(self, nodes: Sequence[DraftNode]) -> ChosenTree:
+        """Build the proposal of `nodes`, and mark them as proposed.
 
         Each node is followed by its most probable child, so that the most probable path is contiguous.
         """

@@ -79,6 +79,7 @@ class ProposalBuilder:
         """Build the proposal from the most probable nodes. `call` is the number of this call."""
         tree = self.session.tree
         nodes = tree.nodes_within(self._max_depth)[: self._max_nodes]
-        drafted, probabilities = tree.propose(nodes)
+        drafted, probabilities, origins = tree.propose(nodes)
         ready = sum(node.created_in_call < call for node in nodes)
-        return Proposal(self._row.sequence_id, self._row.base_len, drafted, None, probabilities, ready)
+        row = self._row
+        return Proposal(row.sequence_id, row.base_len, drafted, None, probabilities, ready, origins=origins)
