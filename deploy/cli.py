@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
-from deploy.signals import Interrupted
+from deploy.signals import SIGNALLED, Interrupted
 from deploy.terminal import notify, output
 
 
@@ -60,7 +60,7 @@ def main() -> NoReturn:
             notify(f"pilotfish: {line}")
         sys.exit(2 if isinstance(error, ConfigurationError | InvalidRequest) else 1)
     except (Interrupted, KeyboardInterrupt):
-        sys.exit(130)
+        sys.exit(SIGNALLED)
     sys.exit(0)
 
 

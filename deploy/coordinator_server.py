@@ -144,8 +144,15 @@ class CoordinatorServer:
     async def _open(self) -> None:
         """Connect to the target, then keep `grpc.health.v1` up to date."""
         await self._coordinator.start()
-        logger.info("ready: %s", self._coordinator.info)
-        if not self._coordinator.info.is_lossless:
+        info = self._coordinator.info
+        logger.info(
+            "ready: %s in %s, context of %d tokens, %d KV blocks",
+            info.model,
+            info.dtype,
+            info.max_context_len,
+            info.kv.blocks_total,
+        )
+        if not info.is_lossless:
             logger.warning(NOT_LOSSLESS)
         serving = False
         while True:

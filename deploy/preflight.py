@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
+from cluster.ingress.access.key_ring import KeyRing
 from cluster.wire.address import join_host_port
+from cluster.wire.peer_access import PeerAccess
+from cluster.wire.tls import client_context, server_files
 from deploy.fitting import fit
 from deploy.placement import Placement, Resources, RolePlacement
+from deploy.settings import Settings
 from workers.model.draft_card import is_distilled, read_card
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,6 +50,42 @@ def raise_problems(problems: Iterator[Problem]) -> None:
     found = [str(problem) for problem in problems]
     if found:
         raise ConfigurationError("\n".join(found))
+
+
+def check_files(settings: Settings) -> None:
+    """Check key files, certificates, the cache directory and the ports, before Ray starts or a model is loaded.
+
+    Raises `ConfigurationError` with one line per problem.
+    """
+    server, internal = settings.configuration.server, settings.configuration.cluster.tls
+    problems = [] if settings.ray_address else [str(problem) for problem in port_problems(server)]
+    checks: list[Callable[[], object]] = [lambda: KeyRing(settings.api_keys, server.api_key_file)]
+    if server.tls is not None:
+        tls = server.tls
+        checks.append(lambda: (server_files(tls), client_context(tls)))
+    if internal is not None:
+        checks.append(lambda: PeerAccess(tls=internal).server_credentials())
+    for check in checks:
+        try:
+            check()
+        except ConfigurationError as error:
+            problems.append(str(error))
+    problems += [str(problem) for problem in cache_problems(settings.cache_directory)]
+    if problems:
+        raise ConfigurationError("\n".join(dict.fromkeys(problems)))
+
+
+def cache_problems(directory: Path) -> Iterator[Problem]:
+    """Problems with the directory for converted weights: it is a file, or this process may not write it."""
+    existing = next((one for one in (directory, *directory.parents) if one.exists()), directory)
+    if not existing.is_dir():
+        found = f"the file {existing}"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        found = f"{existing}, which this user may not write"
+    else:
+        return
+    remedy = "set PILOTFISH_CACHE_DIR to another directory"
+    yield Problem("PILOTFISH_CACHE_DIR", f"the directory {directory}, or room to make it", found, remedy)
 
 
 def capacity_problems(placement: Placement, nodes: Sequence[Resources]) -> Iterator[Problem]:

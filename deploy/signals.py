@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
+SIGNALLED = 130
+"""Status of a command that a signal ended."""
+
 
 class Interrupted(BaseException):
     """The process received SIGTERM or SIGINT."""

@@ -141,7 +141,7 @@ class Coordinator:
             async with asyncio.timeout(drain_seconds):
                 await self._table.wait_until_empty()
         except TimeoutError:
-            log.warning("%d requests were not complete after draining for %g s", len(self._table), drain_seconds)
+            log.warning(_ended_early(len(self._table), drain_seconds))
         await self._loop.stop()
         self._emitter.fail_all(NotReady("the server is shutting down"))
         self._loop.release_ended()
@@ -198,3 +198,14 @@ class Coordinator:
             "num_gpu_blocks": info.kv.blocks_total,
             "sliding_window": kv.window,
         }
+
+
+def _ended_early(requests: int, drain_seconds: float) -> str:
+    """One sentence for the log about requests that a drain ends."""
+    count = "1 request" if requests == 1 else f"{requests} requests"
+    if not drain_seconds:
+        return f"ended {count} with an error, as told: without a drain"
+    return (
+        f"ended {count} with an error, not complete after draining for {drain_seconds:g} s; "
+        "server.drain_timeout_seconds sets the longest time"
+    )

@@ -19,6 +19,7 @@ from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter
 from deploy.settings import load_settings
+from deploy.signals import SIGNALLED
 from deploy.terminal import notices, output
 
 bench = typer.Typer(no_args_is_help=True, help="Measure drafting methods, or a server under load.")
@@ -63,6 +64,9 @@ def serve_bench(
         output.print_json(json.dumps(report.as_json(results)))
     else:
         output.print(report.markdown(results), markup=False)
+    if results.was_stopped:
+        notices.print(f"stopped; the results so far are above{f' and in {options.out}' if options.out else ''}")
+        raise typer.Exit(SIGNALLED)
     if not all(found.completed for found in results.measurements):
         raise WorkerUnavailable("a measurement has no answer")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 from cluster.core.config.public_tls import PublicTlsSection
@@ -12,22 +13,25 @@ from deploy.commands.options import ConfigOption, SetOption
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.models import served_name
 from deploy.network.exposure import exposure_warning
+from deploy.preflight import check_files
 from deploy.settings import load_settings
-from deploy.signals import raise_on_signals, wait_for_signal
+from deploy.signals import SIGNALLED, Interrupted, raise_on_signals, wait_for_signal
 from deploy.terminal import notices, output
 
 
 def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Start the cluster and serve until SIGTERM or Ctrl-C. Then drain and stop everything."""
     settings = load_settings(config, assignments or ())
+    check_files(settings)
     raise_on_signals()
     # Importing Ray and torch takes seconds, so the settings are checked first.
     from deploy.ray.serve_cluster import ServeCluster
 
-    with notices.status("starting") as status:
-        cluster = ServeCluster(settings, status.update)
-        cluster.start()
+    cluster = ServeCluster(settings, lambda _: None)
     try:
+        with notices.status("starting") as status:
+            cluster.report_to(status.update)
+            cluster.start()
         raise_on_signals()  # starting Ray replaces the signal handlers
         output.print(usage_examples(cluster.configuration), markup=False)
         exposure = exposure_warning(cluster.configuration.server, demands_keys=settings.demands_keys)
@@ -38,8 +42,16 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
         wait_for_signal()
         notices.print("draining; a second signal stops at once")
         cluster.drain()
-    finally:
         cluster.stop()
+    except Interrupted:
+        cluster.stop_at_once()
+        notices.print("stopped at once; running answers ended with an error")
+        # Ray's handlers at the exit of Python wait for processes that have ended.
+        sys.stdout.flush()
+        os._exit(SIGNALLED)
+    except BaseException:
+        cluster.stop()
+        raise
     notices.print("stopped")
 
 

@@ -38,7 +38,11 @@ def exposures(listeners: Sequence[Listener]) -> tuple[Exposure, ...]:
 
 def network_findings(found: Sequence[Exposure]) -> Iterator[Finding]:
     """One line for every listener that is reachable without a credential or from other machines."""
-    yield Finding("listeners", f"{len(found)}, {sum(not one.listener.is_loopback for one in found)} beyond loopback")
+    reachable = sum(not one.listener.is_loopback for one in found)
+    if not found:
+        yield Finding("listeners", "no process of Pilotfish or Ray listens")
+    else:
+        yield Finding("listeners", f"{len(found)} ports, {reachable or 'none'} of them reachable from other machines")
     for one in found:
         listener = one.listener
         subject = f"{listener.process} (pid {listener.pid})"

@@ -46,7 +46,7 @@ from deploy.settings import GARBAGE_THRESHOLD
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
-from workers.serve.node import compute_without_interruption, node_address, set_threads
+from workers.serve.node import compute_without_interruption, node_address, offer_to_end_first, set_threads
 from workers.serve.rank_actors import RankActors, rank_kinds
 from workers.serve.rank_placement import RankPlacement
 from workers.serve.rank_supervisor import RankSupervisor
@@ -160,6 +160,7 @@ class DraftReplica:
         """Start the drafter at the first call. Serve counts the replica as ready when this returns."""
         set_logging(user_config["log_level"], user_config["log_format"])
         if self._host is None:
+            offer_to_end_first()
             method = await asyncio.to_thread(self._load)
             lease_seconds = self._configuration.cluster.lease_seconds
             hang_seconds = self._configuration.target.step_timeout_seconds

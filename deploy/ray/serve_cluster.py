@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Self
 
 import httpx
+import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -39,6 +40,8 @@ LOOPBACK = "127.0.0.1"
 
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.05
+_LAST_ERRORS_SECONDS = 1.2
+"""How long answers may take to end with an error when everything stops at once."""
 _LONGEST_REASON = 2000
 
 
@@ -152,15 +155,40 @@ class ServeCluster:
                 # Deleted replicas release their resources. Serve's own actors end with Ray.
                 _in_thread(lambda: serve.delete(self.application)).result(_STOP_SECONDS)
                 self._is_deployed = False
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("the application did not stop in time: %s", error)
+        except TimeoutError:
+            logger.warning("the application did not stop within %g s; its processes end with Ray", _STOP_SECONDS)
+        except (RayError, RayServeException) as error:
+            logger.warning("the application did not stop: %s", str(error) or type(error).__name__)
         ray.shutdown()
+
+    def stop_at_once(self) -> None:
+        """End running answers with an error and kill the processes of this machine's Ray, within two seconds.
+
+        In a Ray cluster that was joined, its application is deleted without waiting for it. Nothing can follow.
+        """
+        if not ray.is_initialized():
+            return
+        from ray import serve
+
+        with suppress(RayError, TimeoutError):
+            _in_thread(lambda: drain(self.application, 0.0)).result(_LAST_ERRORS_SECONDS)
+        if not self._owns_ray:
+            with suppress(Exception):  # nobody is left to hear of it
+                _in_thread(lambda: serve.delete(self.application, _blocking=False)).result(_LAST_ERRORS_SECONDS)
+            return
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                process.kill()
+
+    def report_to(self, report: ReportProgress) -> None:
+        """Pass the stages that `start` and `redeploy` reach to `report` from now on."""
+        self._report = report
 
     def _drain(self, seconds: float) -> None:
         try:
             drain(self.application, seconds)
         except (RayError, TimeoutError) as error:
-            self._report(f"draining ended early: {error}")
+            logger.warning("the drain ended early: %s", str(error) or type(error).__name__)
 
     def _kept_port(self) -> AbstractContextManager[None]:
         """Keep the port of the gRPC API from other programs until the ingress, which shares it, listens there."""
@@ -172,7 +200,7 @@ class ServeCluster:
         configuration, placement = self._with_models()
         if not ray.is_initialized():
             self._report("starting Ray")
-            start_local_ray(self._nodes[0])
+            start_local_ray(self._nodes[0], self._configuration.cluster.memory_threshold)
         if self._owns_ray and placement.target.device == "cpu":
             self._early = start_early(FirstRank, self._configuration.server.application, placement.target.environment)
         server = configuration.server

@@ -23,7 +23,7 @@ from cluster.core.errors import ConfigurationError
 from deploy.network.probe import RAY_METHOD, Demand, probe
 from deploy.placement import Resources
 from deploy.settings import set_ray_environment
-from workers.serve.node import in_background
+from workers.serve.node import OOM_SCORE, in_background
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Variable that names what Serve calls in the processes of its HTTP proxies."""
@@ -44,15 +44,20 @@ processes share the cores of the target."""
 _TOKEN_SOURCES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
-def start_local_ray(resources: Resources) -> None:
+def start_local_ray(resources: Resources, memory_threshold: float) -> None:
     """Start Ray on this machine, without its API server (its dashboard and usage reports), metrics and worker logs.
 
-    Its token is drawn, unless the environment has one. Raises `ConfigurationError` if the environment turns
-    authentication off.
+    Ray kills processes of the cluster while more than the share `memory_threshold` of the machine's memory is in use;
+    with 1 it kills none. Its token is drawn, unless the environment has one. Raises `ConfigurationError` if the
+    environment turns authentication off.
     """
     set_ray_environment()
     for variable, value in _UNUSED.items():
         os.environ.setdefault(variable, value)
+    os.environ.setdefault("RAY_memory_usage_threshold", str(memory_threshold))
+    os.environ.setdefault("RAY_worker_oom_score_adjustment", str(OOM_SCORE))
+    if memory_threshold == 1:
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # inherited by the processes of Serve's proxies
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # inherited by all processes of Ray
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from cluster.core.config.base import Choice, Seconds, Section
 
@@ -32,5 +34,8 @@ class ClusterSection(Section):
     """Mutual TLS for internal services, in addition to the token; unset: no TLS."""
     ray_auth: Choice[Literal["token", "off"]] = "token"
     """`token`: a Ray cluster that Pilotfish joins must demand a token (RAY_AUTH_MODE=token); `off`: it may be open."""
+    memory_threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Used share of the machine's memory at which the Ray that `serve` starts kills processes of the cluster, whichever
+    program uses the memory; 1: Ray kills none, and the kernel ends the process of its choice when memory is used up."""
     lease_seconds: Seconds = LEASE_SECONDS
     """A worker frees what a coordinator stored on it when the coordinator is silent for this long, in seconds."""

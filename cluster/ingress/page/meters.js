@@ -9,7 +9,7 @@ const HEIGHT = 56;
 const FIGURES = [
   ["tokens", "tokens", (answer) => answer.ids.length],
   ["passes", "target passes", (answer) => answer.passes.length],
-  ["per-pass", "tokens per pass", (answer) => answer.tokensPerPass.toFixed(2)],
+  ["per-pass", "tokens per step", (answer) => answer.tokensPerPass.toFixed(2)],
   ["acceptance", "drafts accepted", (answer) => percent(answer.acceptance)],
   ["rate", "tokens per second", (answer) => answer.tokensPerSecond.toFixed(1)],
   ["first", "to the first token", (answer) => (answer.first === null ? "–" : `${(answer.first / 1000).toFixed(2)} s`)],

@@ -26,6 +26,8 @@ class LoadResults:
     """The machine of the client, from `deploy.bench.measuring.costs.describe_machine`."""
     command: str
     measurements: list[Measurement] = field(default_factory=list)
+    was_stopped: bool = False
+    """Whether Ctrl-C ended it. The last measurement has the requests that had ended by then."""
 
 
 def markdown(results: LoadResults) -> str:

@@ -33,6 +33,8 @@ class LoadTest:
         self._report = report
         self._model = options.model or ""
         self._done = 0
+        self.was_stopped = False
+        """Whether the run was cancelled. Its last measurement has the requests that had ended."""
 
     @property
     def model(self) -> str:
@@ -55,6 +57,8 @@ class LoadTest:
         total = len(cells) * options.num_prompts
         for rate, bound in cells:
             measured(await self._measure(next(requests), rate, bound, total))
+            if self.was_stopped:
+                raise asyncio.CancelledError
 
     async def _measure(self, requests: Sequence[LoadRequest], rate: float, bound: int, total: int) -> Measurement:
         options = self._options
@@ -70,7 +74,12 @@ class LoadTest:
             self._report(self._done / total, f"{rate:g} requests/s, concurrency {bound or 'unbounded'}")
             return record
 
-        records = await asyncio.gather(*(one(request, at) for request, at in zip(requests, times, strict=True)))
+        sending = [asyncio.create_task(one(request, at)) for request, at in zip(requests, times, strict=True)]
+        try:
+            await asyncio.gather(*sending)
+        except asyncio.CancelledError:  # Ctrl-C: what has ended counts
+            self.was_stopped = True
+        records = [task.result() for task in sending if task.done() and not task.cancelled()]
         seconds = time.perf_counter() - begun
         return Measurement(rate, bound, seconds, tuple(records), parse_goodput(options.goodput))
 
@@ -125,7 +134,10 @@ def run_load_test(
 
             await test.run(measured)
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        results.was_stopped = True
     return results
 
 

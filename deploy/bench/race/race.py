@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -51,8 +53,7 @@ def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> Bench
         session = _session(options, tasks, results, report, len(competitors) + len(peers))
         find_draft = partial(draft_model_directory, settings_source)
         clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
-        asyncio.run(clusters(session, plain, competitors, peers, find_draft))
-    write(results, options.out)
+        _run_to_the_end(clusters(session, plain, competitors, peers, find_draft), results, options.out)
     return results
 
 
@@ -62,9 +63,20 @@ def _run_endpoints(options: RaceOptions) -> BenchResults:
     results = empty_results(f"{model} at {url}; {sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})")
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, 1)
-        asyncio.run(bench_endpoints(session, url, options.plain_url, model, devices=options.devices))
-    write(results, options.out)
+        endpoints = bench_endpoints(session, url, options.plain_url, model, devices=options.devices)
+        _run_to_the_end(endpoints, results, options.out)
     return results
+
+
+def _run_to_the_end(race: Coroutine[Any, Any, None], results: BenchResults, directory: Path) -> None:
+    """Run the measurements and write the results, also those of a race that Ctrl-C stops."""
+    try:
+        asyncio.run(race)
+    except KeyboardInterrupt:
+        write(results, directory)
+        notices.print(f"stopped; {directory} has what was measured")
+        raise
+    write(results, directory)
 
 
 def _session(

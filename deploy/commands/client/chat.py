@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
@@ -20,6 +23,7 @@ from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
 from deploy.settings import load_settings
+from deploy.signals import SIGNALLED
 from deploy.terminal import notify, output
 
 _PATH = "/v1/chat/completions"
@@ -39,7 +43,10 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="64-bit. If unset, the server draws one for each answer.")] = None,
     speculation: Annotated[bool, typer.Option(help="Whether drafts are verified. The text is the same.")] = True,
 ) -> None:
-    """Talk with the model. Drafted tokens are green. /help lists what can be typed; an empty line or Ctrl-D ends."""
+    """Talk with the model. Drafted tokens are green; /help lists what can be typed.
+
+    Ctrl-C stops an answer. Ctrl-D, or Ctrl-C twice, ends the conversation.
+    """
     settings = load_settings(config, assignments or ())
     conversation = Conversation(
         model=model, max_tokens=max_tokens, temperature=temperature, seed=seed, speculation=speculation
@@ -50,9 +57,52 @@ def chat(
     async def run() -> None:
         async with connected(settings, url, in_process, notify, cacert) as client:
             notify(f"connected to {client.base_url}. {HELP.splitlines()[0]}")
-            await talk(client, conversation, _prompting(), output, notify)
+            talking = asyncio.ensure_future(talk(client, conversation, _prompting(), output, notify, interrupts))
+            interrupts.conversation = talking
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupts.interrupt)
+            await talking
 
-    asyncio.run(run())
+    interrupts = Interrupts(notify)
+    try:
+        asyncio.run(run())
+    except asyncio.CancelledError:
+        # A thread still waits for a line, and Python would wait for it.
+        sys.stdout.flush()
+        os._exit(SIGNALLED)
+
+
+class Interrupts:
+    """What Ctrl-C does in a conversation: it stops the answer; again, before another line is typed, it ends."""
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice = notice
+        self._count = 0
+        self._answer: asyncio.Task[None] | None = None
+        self.conversation: asyncio.Future[None] | None = None
+        """What the second Ctrl-C ends."""
+
+    def interrupt(self) -> None:
+        """Stop the answer, or at the second time the conversation."""
+        self._count += 1
+        if self._count > 1 and self.conversation is not None:
+            self.conversation.cancel()
+            return
+        if self._answer is not None:
+            self._answer.cancel()
+        self._notice("\nCtrl-C again ends")
+
+    async def stoppable(self, answering: Coroutine[Any, Any, None]) -> None:
+        """Await an answer that Ctrl-C stops."""
+        self._count = 0
+        self._answer = asyncio.create_task(answering)
+        try:
+            await self._answer
+        except asyncio.CancelledError:
+            if self._count != 1:
+                self._answer.cancel()
+                raise
+        finally:
+            self._answer = None
 
 
 async def talk(
@@ -61,8 +111,10 @@ async def talk(
     read_line: ReadLine,
     console: Console,
     notice: Callable[[str], None],
+    interrupts: Interrupts | None = None,
 ) -> None:
     """Answer each line until the reader is at its end. Errors of one request do not end the conversation."""
+    interrupts = interrupts or Interrupts(notice)
     while not conversation.has_ended:
         try:
             line = (await asyncio.to_thread(read_line)).strip()
@@ -74,7 +126,7 @@ async def talk(
             if line.startswith("/"):
                 notice(await _command(client, conversation, line))
             else:
-                await _answer(client, conversation, line, console, notice)
+                await interrupts.stoppable(_answer(client, conversation, line, console, notice))
         except PilotfishError as error:
             notice(str(error))
 
@@ -108,6 +160,9 @@ async def _answer(
             async for chunk in chunks:
                 received.add(chunk)
                 write_parts(console, received)
+    except asyncio.CancelledError:
+        conversation.answered(body, received.text, None)  # as far as it was read
+        raise
     finally:
         console.print()
     conversation.answered(body, received.text, received.receipt)

@@ -29,8 +29,8 @@ class ReplicaStatus:
     """Forward passes of the target."""
     acceptance: float | None
     """Share of drafted tokens that were accepted."""
-    tokens_per_verdict: float | None
-    """Tokens that one verdict added to a sequence, on average."""
+    tokens_per_step: float | None
+    """Tokens that one step added to a sequence, on average."""
     kv_usage: float
     """Used share of the KV blocks."""
     prefix_hit_rate: float | None
@@ -63,7 +63,7 @@ def status_table(found: Sequence[ReplicaStatus], problem: str = "") -> Table:
         "tokens/s",
         "steps/s",
         "accepted",
-        "tokens/verdict",
+        "tokens/step",
         "KV",
         "drafters",
     ):
@@ -76,7 +76,7 @@ def status_table(found: Sequence[ReplicaStatus], problem: str = "") -> Table:
             f"{one.tokens_per_second:.1f}",
             f"{one.steps_per_second:.1f}",
             _percent(one.acceptance),
-            _NONE if one.tokens_per_verdict is None else f"{one.tokens_per_verdict:.2f}",
+            _NONE if one.tokens_per_step is None else f"{one.tokens_per_step:.2f}",
             Text(_percent(one.kv_usage), "red" if one.kv_usage > 0.9 else ""),
             _drafters(one.drafters),
         )
@@ -102,7 +102,7 @@ def _status(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float)
         tokens_per_second=added("generation_tokens_total") / seconds,
         steps_per_second=added("steps_total") / seconds,
         acceptance=_share(added("accepted_tokens_total"), added("drafted_tokens_total")),
-        tokens_per_verdict=_share(added("committed_tokens_total"), added("verdicts_total")),
+        tokens_per_step=_share(added("committed_tokens_total"), added("verdicts_total")),
         kv_usage=float(after["kv_usage"]),
         prefix_hit_rate=_share(after["prefix_hits_total"], after["prefix_queries_total"]),
         drafters=dict(after["drafters"]),

@@ -59,6 +59,6 @@ def statistics(receipt: dict[str, Any], tokens: int, seconds: float) -> str:
     rate = tokens / seconds if seconds else 0.0
     lossless = "" if receipt["lossless"] else ", NOT lossless"
     return (
-        f"{tokens} tokens in {seconds:.1f} s ({rate:.1f} tokens/s), {passes} target passes "
-        f"({tokens / max(1, passes):.2f} tokens each), {share}, seed {receipt['seed']}{lossless}"
+        f"{tokens} tokens in {seconds:.1f} s ({rate:.1f} tokens/s), {passes} target steps "
+        f"({tokens / max(1, passes):.2f} tokens/step), {share}, seed {receipt['seed']}{lossless}"
     )

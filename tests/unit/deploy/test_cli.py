@@ -232,3 +232,43 @@ class TestCommands:
         assert (address, method) == ("127.0.0.1:9123", "pilotfish.v1.GenerationService/Generate")
         request = json_format.Parse(message, generation_pb2.GenerateRequest())
         assert request.chat.messages[0].role == "user"
+
+
+class TestPreflight:
+    """What `pilotfish serve` finds before Ray starts: exit code 2 and one line for each problem."""
+
+    @pytest.mark.parametrize(
+        ("assignment", "words"),
+        [
+            ("server.api_key_file=absent.keys", "server.api_key_file: needed a readable file or directory, found"),
+            ("server.api_key_file=empty.keys", "server.api_key_file: needed at least one API key, found none"),
+            ("server.http_port=1", "server.http_port"),
+            ("server.tls={certificate: absent.pem, key: absent.pem}", "server.tls.certificate: needed a readable file"),
+            ("cluster.tls={certificate: absent.pem, key: a, ca: b}", "cluster.tls.key: needed a readable file"),
+        ],
+    )
+    def test_files_and_ports_are_checked_first(
+        self,
+        assignment: str,
+        words: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "empty.keys").touch()
+        monkeypatch.setattr("deploy.preflight._why_unbindable", lambda _, port: "address in use" if port == 1 else None)
+        assert run(monkeypatch, "serve", "--set", assignment) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"pilotfish: {words}")
+
+    @pytest.mark.parametrize("below", ["", "/models"])
+    def test_a_cache_directory_that_is_a_file_is_named(
+        self, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "cache").touch()
+        monkeypatch.setenv("PILOTFISH_CACHE_DIR", f"{tmp_path}/cache{below}")
+        assert run(monkeypatch, "serve", "--set", "server.http_port=0", "--set", "server.grpc_port=0") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("pilotfish: PILOTFISH_CACHE_DIR: needed the directory")
+        assert line.endswith(f"found the file {tmp_path}/cache; set PILOTFISH_CACHE_DIR to another directory")

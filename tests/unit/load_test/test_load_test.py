@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -66,6 +67,26 @@ async def test_failures_are_counted_by_reason() -> None:
     ((found,), _) = await measure(options, answering(responses))
     assert (len(found.completed), found.prompt_tokens) == (1, 2)
     assert found.errors == {"HTTP 429": 1, "error in the stream": 1}
+
+
+async def test_a_cancelled_test_keeps_what_has_ended() -> None:
+    served = 0
+
+    async def serve(_: httpx.Request) -> httpx.Response:
+        nonlocal served
+        served += 1
+        if served > 3:  # the request that is not counted, and two that are
+            running.cancel()
+            await asyncio.sleep(60)
+        return events(OK)
+
+    client = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(serve))
+    found: list[Measurement] = []
+    options = LoadOptions(model="m", num_prompts=5, random_input_len=1, max_concurrency=(1,))
+    running = asyncio.create_task(LoadTest(options, client, lambda *_: None).run(found.append))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [len(each.completed) for each in found] == [2]
 
 
 async def test_a_server_that_does_not_answer_is_an_error() -> None:

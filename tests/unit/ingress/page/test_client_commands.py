@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
 from deploy.commands.client import complete as complete_command
-from deploy.commands.client.chat import talk
+from deploy.commands.client.chat import Interrupts, talk
 from deploy.commands.client.connection import connected, stream
 from deploy.commands.client.conversation import Conversation
 from deploy.commands.client.marked_text import ReceivedAnswer, write_parts
@@ -80,6 +81,38 @@ async def test_the_last_answer_is_verified_from_its_receipt(api: HttpApi) -> Non
     assert json.loads(notices[3])["target_passes"] > 1
     assert notices[4].startswith("equal: the model writes exactly these ")
     assert (conversation.messages, conversation.has_ended) == ([], True)
+
+
+async def test_ctrl_c_stops_the_answer_and_twice_ends(api: HttpApi) -> None:
+    typed, notices, conversation = ["hi", "again"], list[str](), Conversation(max_tokens=30)
+    interrupts = Interrupts(notices.append)
+
+    class Stopping(io.StringIO):
+        """Presses Ctrl-C as soon as the first answer has begun."""
+
+        def write(self, text: str) -> int:
+            if not self.getvalue() and text.strip():
+                interrupts.interrupt()
+            return super().write(text)
+
+    def read_line() -> str:
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    shown = Console(file=Stopping(), width=500)
+    await talk(api.http, conversation, read_line, shown, notices.append, interrupts)
+    assert "Ctrl-C again ends" in notices[0]
+    first, second = (text for text in written(shown).split("\n") if text)
+    assert TEXT.startswith(first) and second == TEXT
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+
+    waiting = asyncio.get_running_loop().create_future()
+    interrupts.conversation = waiting
+    interrupts.interrupt()
+    assert not waiting.cancelled()
+    interrupts.interrupt()
+    assert waiting.cancelled()
 
 
 async def test_an_error_does_not_end_the_conversation(api: HttpApi) -> None:

@@ -69,9 +69,9 @@ def test_rates_are_those_between_two_looks() -> None:
     after = read_replicas(coordinator(verdicts=10).exposition()[0].decode())
     (status,) = statuses(before, after, 2.0)
     assert (status.tokens_per_second, status.steps_per_second) == (9.0, 3.0)
-    assert (status.acceptance, status.tokens_per_verdict) == (0.4, 3.0)
+    assert (status.acceptance, status.tokens_per_step) == (0.4, 3.0)
     (idle,) = statuses(after, after, 2.0)
-    assert (idle.tokens_per_second, idle.acceptance, idle.tokens_per_verdict) == (0.0, None, None)
+    assert (idle.tokens_per_second, idle.acceptance, idle.tokens_per_step) == (0.0, None, None)
     (restarted,) = statuses(after, before, 2.0)
     assert restarted.tokens_per_second == 6.0
 

@@ -1,0 +1,115 @@
+"""`pilotfish serve` as an operator runs it: its log, the first signal, which drains, and the second, which does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.clusters.ray_head import LOOPBACK
+from tests.support.models import tiny, tiny_tokenizer
+from workers.serve.node import free_port
+
+pytestmark = pytest.mark.ray
+
+START_SECONDS = 240.0
+CONTEXT = 4096
+
+
+class RunningServe:
+    """A process of `pilotfish serve` whose output is read by a thread."""
+
+    def __init__(self, directory: Path, *settings: str) -> None:
+        model = directory / "model"
+        tiny_tokenizer.byte_level(tiny.save(model, tiny.llama(vocab_size=320, max_position_embeddings=CONTEXT)))
+        self.port = free_port(LOOPBACK)
+        chosen = (
+            f"target.path={model}",
+            "target.device=cpu",
+            "target.compile=off",
+            "target.threads=1",
+            "target.kv.pool_bytes=16777216",
+            "draft.methods=[]",
+            f"server.http_port={self.port}",
+            f"server.grpc_port={free_port(LOOPBACK)}",
+            f"limits.max_output_tokens={CONTEXT}",
+            *settings,
+        )
+        options = [part for setting in chosen for part in ("--set", setting)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "serve", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PILOTFISH_CACHE_DIR": str(directory / "cache")},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until and self.process.poll() is None:
+            if any("is ready at" in line for line in self.lines):
+                return
+            time.sleep(0.1)
+        pytest.fail("\n".join(self.lines))
+
+    def stream(self) -> Iterator[str]:
+        """The data of the events of a long answer."""
+        body = {"prompt": "hello", "max_tokens": CONTEXT - 16, "ignore_eos": True, "stream": True}
+        url = f"http://{LOOPBACK}:{self.port}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60.0) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield line.removeprefix("data: ")
+
+
+@contextmanager
+def running_serve(directory: Path, *settings: str) -> Iterator[RunningServe]:
+    server = RunningServe(directory, *settings)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.process.terminate()
+        try:
+            server.process.wait(60)
+        finally:
+            server.process.kill()
+
+
+def test_a_second_signal_ends_answers_with_an_error_and_the_process_within_two_seconds(tmp_path: Path) -> None:
+    with running_serve(tmp_path) as server:
+        events: list[str] = []
+        reading = threading.Thread(target=lambda: events.extend(server.stream()), daemon=True)
+        reading.start()
+        while len(events) < 3 and reading.is_alive():
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert server.process.poll() is None  # it drains
+        server.process.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        assert server.process.wait(30) == 130
+        assert time.monotonic() - begun < 2.0
+        reading.join(5)
+        error = json.loads(events[-1])["error"]
+        assert error["code"] == "service_unavailable"
+        assert "shutting down" in error["message"]
+        time.sleep(0.2)
+        assert "stopped at once" in server.lines[-1]
