@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
@@ -14,6 +13,7 @@ from cluster.core.config.draft_section import SELECTORS
 from cluster.core.config.registry import Plugin, Registry
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, shorten
+from cluster.core.nearest import nearest
 
 _LONGEST_KEY = 200
 """Number of characters of an unknown key that are compared with known keys and shown."""
@@ -156,5 +156,7 @@ def _unknown(key: str, plugins: Sequence[Registry[Plugin]]) -> str:
                 if key == f"{registry.section}.{old}":
                     return f"{key}: unknown key; it is now {registry.section}.{name}.{new}"
     key = key[:_LONGEST_KEY]
-    nearest = difflib.get_close_matches(key, known_keys(plugins), n=1, cutoff=0.0)
-    return f"{key}: unknown key; the nearest valid one is {nearest[0]}"
+    found = nearest(key, known_keys(plugins))
+    return f"{key}: unknown key; " + (
+        "deploy/docs/reference/settings.md lists all" if found is None else f"the nearest valid one is {found}"
+    )

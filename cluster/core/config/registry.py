@@ -6,7 +6,6 @@ imports all files of one package on first use, so these files import heavy libra
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.errors import ConfigurationError, shorten
+from cluster.core.nearest import nearest
 
 
 class Plugin(Protocol):
@@ -56,13 +56,13 @@ class Registry(Generic[PluginType]):
         return iter(sorted(self._discovered().items()))
 
     def get(self, name: str) -> PluginType:
-        """The plug-in with that name. Raises `ConfigurationError`, which lists the names and the nearest one."""
+        """The plug-in with that name. Raises `ConfigurationError`, which lists the names and a similar one."""
         plugins = self._discovered()
         if name not in plugins:
-            nearest = difflib.get_close_matches(name[:100], plugins, n=1, cutoff=0.0)[0]
+            found = nearest(name, plugins)
             raise ConfigurationError(
-                f"{self.selector}: {shorten(name)} is unknown; it must be one of {', '.join(sorted(plugins))} "
-                f"(the nearest is {nearest})"
+                f"{self.selector}: {shorten(name)} is unknown; it must be one of {', '.join(sorted(plugins))}"
+                + ("" if found is None else f" (the nearest is {found})")
             )
         return plugins[name]
 

@@ -16,6 +16,7 @@ from cluster.core.answer_format import TEXT_ONLY, AnswerFormat
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import ContextLengthExceeded, InvalidRequest, context_reason
 from cluster.core.json_text import WHOLE, find_half
+from cluster.core.nearest import nearest
 from cluster.core.verification import TargetInfo
 from cluster.generation.text.chat_template import (
     OWN_VARIABLES,
@@ -166,9 +167,16 @@ def _check_object(field: str, text: str) -> dict[str, Any]:
     return value
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles of OpenAI's API. Templates may know others."""
+
+
 def _chat_message(field: str, message: generation_pb2.ChatMessage) -> Message:
     if _ROLE.fullmatch(message.role) is None:
         raise InvalidRequest(f"{field}.role", message.role, "1 to 64 letters, digits, _ or -")
+    meant = None if message.role in _ROLES else nearest(message.role, _ROLES)
+    if meant is not None:
+        raise InvalidRequest(f"{field}.role", message.role, f"{meant}, of which it is a misspelling")
     name = None
     if message.HasField("name"):
         name = bounds.text(f"{field}.name", message.name, bounds.MAX_SPEAKER_NAME_BYTES)

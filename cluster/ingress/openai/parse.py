@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.core.json_text import WHOLE, find_half
+from cluster.core.nearest import nearest
 from cluster.ingress.openai.fields.types import StrictModel, UnknownFields
 from cluster.ingress.openai.fields.unsupported import Unsupported
 from cluster.ingress.openai.requests import Parameters
@@ -96,8 +96,8 @@ def _refuse_unless_neutral(name: str, value: object, parameter: Unsupported) -> 
 
 def _unknown_parameter(name: str, known: tuple[str, ...]) -> InvalidRequest:
     shown = name[:_MAX_NAME_CHARS]
-    nearest = difflib.get_close_matches(shown, known, n=1, cutoff=0.0)[0]
-    return InvalidRequest(shown, shown, f"a known parameter; the nearest is {nearest}")
+    found = nearest(shown, known)
+    return InvalidRequest(shown, shown, "a known parameter" + ("" if found is None else f"; the nearest is {found}"))
 
 
 def _first_error(error: ValidationError) -> InvalidRequest:

@@ -83,7 +83,8 @@ class Parameters(GrammarParameters, VllmParameters):
     max_tokens: UInt32 | None = None
     """Most tokens of the answer; unset: the rest of the context."""
     temperature: float | None = None
-    """Logits are divided by it; 0 takes the most probable token. Default 1; of encoder-decoder models 0."""
+    """Logits are divided by it, a number from 0 to 1,000,000; 0 takes the most probable token. Default 1; of
+    encoder-decoder models 0."""
     top_p: float | None = None
     """Keep the smallest set of most probable tokens whose probability reaches it."""
     presence_penalty: float | None = None

@@ -47,6 +47,11 @@ def test_an_unknown_key_is_refused_with_the_nearest_named(values: dict[str, obje
     assert refusal(values) == f"{key}: unknown key; the nearest valid one is {nearest}"
 
 
+@pytest.mark.parametrize("values", [{"target": {"kvv": {"sinks": 1}}}, {"fish": 1}, {"server": {"colour": "red"}}])
+def test_a_key_that_resembles_none_is_refused_without_a_guess(values: dict[str, object]) -> None:
+    assert refusal(values).endswith(": unknown key; deploy/docs/reference/settings.md lists all")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

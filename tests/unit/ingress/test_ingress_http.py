@@ -247,6 +247,40 @@ async def test_a_lone_surrogate_is_refused(api: HttpApi) -> None:
     assert (named.status_code, named.headers["x-ignored-fields"]) == (200, "?")
 
 
+async def test_a_misspelt_field_is_named_with_the_one_that_was_meant(
+    api: HttpApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    body = {"prompt": "hi", "temprature": 1, "colour": "red"}
+    response = await api.http.post("/v1/completions", json=body)
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "temprature, colour"
+    assert response.headers["x-misspelt-fields"] == "temprature=temperature"
+    assert "unknown field temprature, which is ignored; did it mean temperature?" in caplog.text
+    assert "colour" not in caplog.text
+
+
+@pytest.mark.parametrize("role", ["usr", "asistant", "systm"])
+async def test_a_misspelt_role_is_refused_with_the_one_that_was_meant(api: HttpApi, role: str) -> None:
+    body = {"messages": [{"role": role, "content": "hi"}]}
+    error = error_of(await api.http.post("/v1/chat/completions", json=body))
+    meant = {"usr": "user", "asistant": "assistant", "systm": "system"}[role]
+    assert (
+        error["message"] == f"messages[0].role: '{role}' is refused; it must be {meant}, of which it is a misspelling"
+    )
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_one_field_has_one_bound(api: HttpApi, name: str) -> None:
+    bounds = set()
+    for value in (-1, 1 << 32, 1 << 70):
+        body = {"messages": [{"role": "user", "content": "hi"}], name: value}
+        error = error_of(await api.http.post("/v1/chat/completions", json=body))
+        assert error["param"] == name
+        bounds.add(error["message"].partition("it must be ")[2])
+    assert bounds == {"at least 1, and at most the context of the model"}
+
+
 def test_the_application_describes_its_requests(tmp_path: Path) -> None:
     generation, engine, _ = fake_service(tmp_path)
     assert isinstance(engine, ScriptedEngine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from itertools import islice
 from typing import Annotated, Any, ClassVar
 
@@ -11,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from cluster.core.json_text import WHOLE, has_half
+from cluster.core.nearest import nearest
 from cluster.ingress.openai.fields.unsupported import UnsupportedParameters
 
 MAX_UINT32 = 2**32 - 1
@@ -60,12 +62,21 @@ class UnknownFields:
     """The names of the unknown fields of one request, which are left out of it."""
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}
+        self._names: dict[str, str | None] = {}
 
-    def add(self, name: str) -> None:
-        """Note a name. Of many, the first ones are kept; a long one is cut."""
+    def add(self, name: str, known: Iterable[str] = ()) -> None:
+        """Note a name, and which of the `known` ones was meant. Of many names, the first ones are kept.
+
+        A long name is cut.
+        """
         if len(self._names) < _MAX_UNKNOWN_FIELDS:
-            self._names[re.sub(r"[^\w.-]", "?", name[:_MAX_NAME_CHARS], flags=re.ASCII)] = None
+            shown = re.sub(r"[^\w.-]", "?", name[:_MAX_NAME_CHARS], flags=re.ASCII)
+            self._names[shown] = nearest(shown, known)
+
+    @property
+    def misspelt(self) -> tuple[tuple[str, str], ...]:
+        """The names that are misspellings, each with the known name that was meant."""
+        return tuple((name, meant) for name, meant in self._names.items() if meant is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,7 +113,7 @@ class StrictModel(BaseModel):
         unknown = (name for name, entry in value.items() if name not in cls.model_fields and entry is not None)
         if isinstance(info.context, UnknownFields):
             for name in islice(unknown, _MAX_UNKNOWN_FIELDS):
-                info.context.add(cls.path + name)
+                info.context.add(cls.path + name, (cls.path + one for one in cls.model_fields))
             return known
         first = next(unknown, None)
         return known if first is None else {**known, first: value[first]}
