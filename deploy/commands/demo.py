@@ -16,6 +16,7 @@ from cluster.core.errors import WorkerUnavailable
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.commands.streamed_answer import MarkedPrinter, TimedAnswer, measure, stream_chat
+from deploy.draft_origins import origins_text
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.models import resolve_models, served_name
 from deploy.settings import Settings, load_settings
@@ -66,6 +67,8 @@ def run(settings: Settings, output: Console, notices: Console) -> None:
         without = _answer(cluster, plain, output, tokenizer)
         status.start()
     output.print(comparison(drafting.draft.name, with_drafts, without))
+    if origins := origins_text(with_drafts.accepted_by_origin):
+        output.print(f"Accepted drafts: {origins}.", markup=False)
     output.print(conclusion(drafting.target.dtype, is_lossless, with_drafts, without))
 
 

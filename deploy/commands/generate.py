@@ -13,6 +13,7 @@ import typer
 
 from deploy.commands.client.connection import InProcessOption, connected, stream
 from deploy.commands.options import ConfigOption, SetOption
+from deploy.draft_origins import origins_text
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.https_client import CacertOption, UrlOption
 from deploy.settings import Settings, load_settings
@@ -67,6 +68,8 @@ class Answer:
     drafted_tokens: int = 0
     """Draft tokens that were verified."""
     accepted_draft_tokens: int = 0
+    accepted_by_origin: dict[str, int] = field(default_factory=dict)
+    """Where the accepted draft tokens come from: `request`, `earlier`, `trained` or `forced`."""
     target_steps: int = 0
     """Forward passes of the target that decided tokens."""
     draft_method: str = ""
@@ -86,6 +89,7 @@ class Answer:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             if receipt := choice.get("receipt"):
                 self.drafted_tokens, self.accepted_draft_tokens = receipt["drafted"], receipt["accepted"]
+                self.accepted_by_origin = receipt.get("accepted_by_origin", {})
                 self.target_steps, self.draft_method = receipt["target_passes"], receipt["drafter"]
         self.text += added
         return added
@@ -93,9 +97,11 @@ class Answer:
     def __str__(self) -> str:
         """Tokens, time, accepted drafts and seed, in one line."""
         per_step = self.completion_tokens / max(1, self.target_steps)
+        origins = origins_text(self.accepted_by_origin)
         return (
             f"{self.completion_tokens} tokens in {self.seconds:.1f} s "
-            f"({self.completion_tokens / self.seconds:.1f} tokens/s), {self.accepted_draft_tokens} of them drafted, "
+            f"({self.completion_tokens / self.seconds:.1f} tokens/s), {self.accepted_draft_tokens} of them drafted"
+            f"{f' ({origins})' if origins else ''}, "
             f"{per_step:.2f} tokens/step, seed {self.seed}"
         )
 

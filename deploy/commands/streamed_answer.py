@@ -6,7 +6,7 @@ import json
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,8 @@ class Chunk:
 
     tokens: tuple[int, ...]
     accepted: int
+    accepted_by_origin: Mapping[str, int] = field(default_factory=dict)
+    """Where the accepted tokens of the whole answer come from; only in the last chunk, which has no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class TimedAnswer:
     """Decoding time in seconds, from the first chunk to the last."""
     first_seconds: float
     """Time from the request to the first chunk, in seconds."""
+    accepted_by_origin: Mapping[str, int] = field(default_factory=dict)
+    """Where the accepted tokens come from, as the receipt of the answer says."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,7 +94,7 @@ def stream_chat(
     headers: Mapping[str, str] = MappingProxyType({}),
     tls: ssl.SSLContext | None = None,
 ) -> Iterator[Chunk]:
-    """Post a streaming chat completion and yield one chunk per commit. Raises `WorkerUnavailable`.
+    """Post a streaming chat completion and yield one chunk per commit, and one for its end. Raises `WorkerUnavailable`.
 
     A stream that breaks off is continued after its last event, at whichever server listens at the URL by then.
     """
@@ -105,7 +109,7 @@ def stream_chat(
                 if payload == _DONE:
                     return
                 chunk = _parse_chunk(payload)
-                if chunk.tokens:
+                if chunk.tokens or chunk.accepted_by_origin:
                     yield chunk
             reason = "the stream ended before the answer was complete"
         except httpx.TransportError as error:
@@ -151,7 +155,11 @@ def measure(chunks: Iterator[Chunk], on_chunk: Callable[[Chunk], None]) -> Timed
     begun = time.perf_counter()
     arrivals: list[float] = []
     received: list[Chunk] = []
+    origins: Mapping[str, int] = {}
     for chunk in chunks:
+        origins = chunk.accepted_by_origin or origins
+        if not chunk.tokens:
+            continue
         arrivals.append(time.perf_counter() - begun)
         received.append(chunk)
         on_chunk(chunk)
@@ -164,6 +172,7 @@ def measure(chunks: Iterator[Chunk], on_chunk: Callable[[Chunk], None]) -> Timed
         accepted=sum(chunk.accepted for chunk in received),
         seconds=arrivals[-1] - arrivals[0],
         first_seconds=arrivals[0],
+        accepted_by_origin=origins,
     )
 
 
@@ -173,4 +182,5 @@ def _parse_chunk(payload: str) -> Chunk:
     if "error" in event:
         raise WorkerUnavailable(f"the server ended the answer with an error: {event['error']}")
     choice = event["choices"][0]
-    return Chunk(tuple(choice.get("token_ids", ())), int(choice.get("accepted_draft_tokens", 0)))
+    origins = choice.get("receipt", {}).get("accepted_by_origin", {})
+    return Chunk(tuple(choice.get("token_ids", ())), int(choice.get("accepted_draft_tokens", 0)), origins)

@@ -12,6 +12,8 @@ export class Pass {
     this.root = root;
     this.texts = draft.texts;
     this.parents = draft.parents;
+    /** Where each drafted token comes from: request, earlier, trained or forced. */
+    this.origins = draft.origins ?? [];
     /** The accepted nodes, from the root on. */
     this.accepted = draft.accepted;
     /** The committed tokens: text, and whether a drafter wrote it first. */
@@ -32,6 +34,8 @@ export class Answer {
     this.ids = [];
     this.drafted = 0;
     this.accepted = 0;
+    /** Number of accepted drafts by origin. */
+    this.origins = {};
     this.receipt = null;
     this.seed = "";
     this.lossless = true;
@@ -66,6 +70,7 @@ export class Answer {
     if (!choice) return [];
     if (choice.receipt) {
       this.receipt = choice.receipt;
+      this.origins = choice.receipt.accepted_by_origin ?? this.origins; // also what came before a stream was resumed
       this.finish = choice.finish_reason;
     }
     this.text += choice.delta?.content ?? "";
@@ -83,7 +88,9 @@ export class Answer {
       const count = draft.committed_tokens;
       const accepted = choice.drafts.length === 1 ? choice.accepted_draft_tokens : draft.accepted.length;
       const texts = choice.token_texts.slice(from, from + count);
-      const tokens = texts.map((text, place) => ({ text, drafted: place < accepted }));
+      const origins = draft.accepted.map((node) => draft.origins?.[node]);
+      const tokens = texts.map((text, place) => ({ text, drafted: place < accepted, origin: origins[place] }));
+      for (const origin of origins.slice(0, accepted)) if (origin) this.origins[origin] = (this.origins[origin] ?? 0) + 1;
       const root = this.passes.at(-1)?.tokens.at(-1)?.text ?? "…";
       this.passes.push(new Pass(this.passes.length + 1, root, draft, tokens, now));
       added.push(this.passes.at(-1));

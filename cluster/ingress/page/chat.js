@@ -6,7 +6,7 @@ import { Markdown } from "./markdown.js";
 import { drawStrip, makeMeters, percent } from "./meters.js";
 import { snippet } from "./snippets.js";
 import { makeTabs } from "./tabs.js";
-import { element, markPass, titleOf } from "./transcript.js";
+import { element, markPass, originsOf, titleOf } from "./transcript.js";
 import { drawTree, summary } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -180,6 +180,7 @@ export class Chat {
     log.scrollTop = log.scrollHeight;
     if (!passes.length) return;
     this.showFigures(answer);
+    this.#showOrigins(answer);
     $("pass").max = answer.passes.length;
     $("pass").disabled = false;
     if (this.follows) this.#drawPass(passes.at(-1));
@@ -187,6 +188,11 @@ export class Chat {
       drawStrip($("strip"), answer, this.chosen);
       markPass(this.place, this.chosen.number);
     }
+  }
+
+  #showOrigins(answer) {
+    const origins = originsOf(answer.origins);
+    $("origins").textContent = origins ? `Accepted drafts: ${origins}.` : "No draft is accepted yet.";
   }
 
   #choose(number) {
@@ -209,9 +215,11 @@ export class Chat {
   #end(body, answer) {
     const foot = element("div", "foot");
     const lossless = answer.lossless ? "lossless" : "NOT lossless";
+    const origins = originsOf(answer.origins);
+    this.#showOrigins(answer);
     const parts = [
       `${answer.ids.length} tokens in ${answer.passes.length} passes`,
-      answer.acceptance === null ? "no drafts" : `${percent(answer.acceptance)} of drafts accepted`,
+      answer.acceptance === null ? "no drafts" : `${percent(answer.acceptance)} of drafts accepted${origins ? ` (${origins})` : ""}`,
       `${answer.tokensPerSecond.toFixed(1)} tokens/s`,
       `seed ${answer.seed}`,
       lossless,

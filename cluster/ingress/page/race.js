@@ -3,7 +3,7 @@
 import { jsonWithSeed } from "./api.js";
 import { ask, chatBody } from "./answer.js";
 import { makeMeters } from "./meters.js";
-import { element, writePass } from "./transcript.js";
+import { element, originsOf, writePass } from "./transcript.js";
 
 const $ = (id) => document.getElementById(id);
 const PROMPT = `Proofread this paragraph and write the corrected version:
@@ -110,10 +110,12 @@ export class Race {
     const factor = plain.last / drafts.last;
     const verdict = factor >= 1 ? `${factor.toFixed(2)} times as fast` : `${(1 / factor).toFixed(2)} times as slow`;
     const figures = `${side(plain)} without drafts, ${side(drafts)} with them: ${verdict} (${how})`;
+    const origins = originsOf(drafts.origins);
+    const drafted = origins ? ` Accepted drafts: ${origins}.` : "";
     const result = $("race-result");
     result.className = `result ${isEqual ? "good" : "bad"}`;
     result.textContent = isEqual
-      ? `Equal: all ${length} tokens. ${figures}.`
+      ? `Equal: all ${length} tokens. ${figures}.${drafted}`
       : `The first difference is at token ${place + 1}: ${tokenAt(plain, place)} without drafts, ${tokenAt(drafts, place)} with them. ${
           drafts.lossless ? "In half precision, rounding may swap two nearly equal logits." : "This server is configured to be lossy."
         }`;

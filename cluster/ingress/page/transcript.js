@@ -15,9 +15,24 @@ export function writePass(place, pass, method) {
   place.append(parts);
 }
 
+const ORIGINS = {
+  request: "the request itself",
+  earlier: "earlier answers",
+  trained: "trained drafts",
+  forced: "the grammar",
+};
+
+/** Where accepted drafts come from, in words; empty if nothing was accepted. */
+export function originsOf(counts) {
+  const parts = Object.entries(ORIGINS).filter(([name]) => counts[name]);
+  return parts.map(([name, phrase]) => `${counts[name]} from ${phrase}`).join(", ");
+}
+
 /** What is shown over a token: its pass, and who wrote it first. */
 export function titleOf(token, method) {
-  return `pass ${token.pass}: ${token.drafted ? `drafted${method ? ` by ${method}` : ""}` : "the target’s own"}`;
+  if (!token.drafted) return `pass ${token.pass}: the target’s own`;
+  const from = ORIGINS[token.origin] ? `, from ${ORIGINS[token.origin]}` : "";
+  return `pass ${token.pass}: drafted${method ? ` by ${method}` : ""}${from}`;
 }
 
 /** Mark the tokens of one pass. */

@@ -73,6 +73,8 @@ class BenchAnswer:
     """Tokens of the prompt; 0 where they are unknown."""
     cached_tokens: int = 0
     """Tokens of the prompt whose KV was stored before."""
+    accepted_by_origin: Mapping[str, int] = field(default_factory=dict)
+    """Where the accepted draft tokens come from: `request`, `earlier`, `trained` or `forced`. Empty if unknown."""
 
     @property
     def seconds(self) -> float:

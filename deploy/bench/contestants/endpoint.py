@@ -13,6 +13,7 @@ import httpx
 
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest
+from deploy.draft_origins import summed
 
 _TIMEOUT_SECONDS = 3600.0
 
@@ -75,6 +76,7 @@ class StreamReader:
         self._text: list[str] = []
         self._usage: dict[str, Any] = {}
         self._is_lossless = True
+        self._origins: list[dict[str, int]] = []
 
     def line(self, line: str) -> None:
         """Read one line of the event stream. Raises `WorkerUnavailable` for an error in the stream."""
@@ -87,6 +89,7 @@ class StreamReader:
         self._usage = event.get("usage") or self._usage
         self._is_lossless &= event.get("lossless", True) is not False
         for choice in event.get("choices", ()):
+            self._origins.append((choice.get("receipt") or {}).get("accepted_by_origin") or {})
             delta = choice.get("delta", {})
             text = delta.get("content") or delta.get("reasoning_content") or choice.get("text")
             if text:
@@ -123,6 +126,7 @@ class StreamReader:
             "".join(self._text),
             self.prompt_tokens,
             int(cached or 0),
+            summed(self._origins),
         )
 
 

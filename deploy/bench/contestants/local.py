@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
+from cluster.wire.origin_counts import origins_as_json
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest, RequestOptions
 from deploy.bench.contestants.model_kind import is_encoder_decoder
 from deploy.coordinator_server import fixed_address
@@ -138,6 +139,7 @@ class LocalContestant:
             "".join(text),
             usage.prompt_tokens,
             usage.cached_tokens,
+            origins_as_json(usage.accepted_by_origin),
         )
 
     def _message(self, request: PassRequest, prompt: BenchPrompt, seed: int) -> generation_pb2.GenerateRequest:

@@ -12,6 +12,7 @@ from deploy.bench.measuring import measures
 from deploy.bench.measuring.exactness import Exactness
 from deploy.bench.measuring.results import CellResult, Entry, joined_use, over_tasks
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, number, or_unknown
+from deploy.draft_origins import origin_shares
 
 _MIB = 2**20
 _MEGA, _GIGA = 1e6, 1e9
@@ -31,7 +32,7 @@ _SPEED_COLUMNS = (
 )
 _WORK_COLUMNS = (
     *("competitor", "τ", "passes per token", "target GFLOP", "draft GFLOP", "weights, MB", "KV, MB"),
-    *("CPU s", "busy s", "J", "peak, MiB"),
+    *("CPU s", "busy s", "J", "peak, MiB", "accepted drafts from"),
 )
 _COST_NOTE = (
     "TPOT: per token after the first commit, a mean for each answer. τ: committed tokens per target step. Passes, "
@@ -180,6 +181,7 @@ def _work_figures(line: Line) -> list[str]:
         number(costs.busy_seconds),
         number(costs.joules),
         _scaled(None if costs.peak_bytes is None else float(costs.peak_bytes), 1 / _MIB, 0),
+        origin_shares(measures.accepted_by_origin(passes)) or UNKNOWN,
     ]
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from deploy.bench.contestants.answers import BenchAnswer
 from deploy.bench.measuring.measures import QUANTILES, percentile
+from deploy.draft_origins import summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,11 @@ class Measurement:
         known = [record.answer for record in self.completed if record.answer is not None and record.answer.steps]
         tokens = sum(answer.completion_tokens for answer in known)
         return 1 - sum(answer.steps for answer in known) / tokens if tokens else None
+
+    @property
+    def accepted_by_origin(self) -> dict[str, int]:
+        """Number of accepted draft tokens by origin; empty if the server does not report it."""
+        return summed(record.answer.accepted_by_origin for record in self.completed if record.answer is not None)
 
     def per_second(self, count: int) -> float:
         """A count divided by the duration; 0 for a measurement that took no time."""

@@ -13,6 +13,7 @@ from deploy.bench.load_test.records import FIGURES, LoadRecord, Measurement
 from deploy.bench.measuring.measures import QUANTILES
 from deploy.bench.report.plots import empty_plot, png
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table
+from deploy.draft_origins import origin_shares
 
 FORMAT_VERSION = 1
 
@@ -50,7 +51,13 @@ def markdown(results: LoadResults) -> str:
 
 def _throughput(measurements: Sequence[Measurement]) -> str:
     columns = ["requests/s sent, in flight", "answered", "failed", "s", "requests/s", "output tokens/s", "tokens/s"]
-    columns += ["most in flight", "prompt tokens cached", "tokens drafted", "goodput, requests/s"]
+    columns += [
+        "most in flight",
+        "prompt tokens cached",
+        "tokens drafted",
+        "accepted drafts from",
+        "goodput, requests/s",
+    ]
     rows = [
         [
             _place(found),
@@ -63,6 +70,7 @@ def _throughput(measurements: Sequence[Measurement]) -> str:
             str(found.most_in_flight),
             UNKNOWN if found.cached_share is None else f"{found.cached_share:.0%}",
             UNKNOWN if found.accepted_share is None else f"{found.accepted_share:.0%}",
+            origin_shares(found.accepted_by_origin) or UNKNOWN,
             UNKNOWN if found.goodput is None else f"{found.goodput:.2f}",
         ]
         for found in measurements
@@ -148,6 +156,7 @@ def _measurement(found: Measurement) -> dict[str, Any]:
         "most_in_flight": found.most_in_flight,
         "cached_prompt_share": found.cached_share,
         "accepted_draft_share": found.accepted_share,
+        "accepted_by_origin": found.accepted_by_origin,
         "goodput": found.goodput,
         "goodput_bounds_seconds": dict(found.goodput_bounds),
         "latency_seconds": {name: None if each is None else _distribution(each) for name, each in latency.items()},

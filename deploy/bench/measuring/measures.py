@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from deploy.bench.contestants.answers import BenchPass
 from deploy.bench.measuring.results import Cost
+from deploy.draft_origins import summed
 
 QUANTILES = (0.5, 0.9, 0.99)
 
@@ -118,6 +119,11 @@ def draft_flops(cost: Cost, passes: Sequence[BenchPass]) -> float:
     committed = sum(found.tokens for found in passes) if proposed else 0
     by_step = cost.draft_step_flops * min(steps, proposed)
     return cost.draft_flops * proposed + by_step + cost.draft_committed_flops * committed
+
+
+def accepted_by_origin(passes: Sequence[BenchPass]) -> dict[str, int]:
+    """Number of accepted draft tokens by origin; empty if unknown."""
+    return summed(answer.accepted_by_origin for found in passes for answer in found.answers)
 
 
 def drafted_tokens(passes: Sequence[BenchPass]) -> tuple[int, int]:

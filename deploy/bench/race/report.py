@@ -9,6 +9,7 @@ from deploy.bench.measuring import measures
 from deploy.bench.measuring.exactness import Exactness
 from deploy.bench.measuring.results import BenchResults, CellResult, Entry, over_tasks, plain_passes
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, number, or_unknown
+from deploy.draft_origins import origin_shares
 
 _MIB = 2**20
 PLAIN = "plain"
@@ -35,6 +36,7 @@ def markdown(results: BenchResults) -> str:
 
 _SPEED_COLUMNS = (
     *("competitor", "tokens/s", "÷ plain", "÷ plain, per device", "plain ÷ plain", "τ", "drafted, accepted"),
+    "accepted drafts from",
     *("accepted at position 1, 2, …", "target passes per token", "GFLOP per token", "equal / explained / wrong"),
 )
 _SPEED_NOTE = (
@@ -42,7 +44,8 @@ _SPEED_NOTE = (
     "compares two plain passes that follow each other. τ: committed tokens per target step. Accepted at a "
     "position: share of all target steps. Passes and FLOP leave out prompts; FLOP are those of the matrices, and "
     "the draft model's are estimated from the number of proposed tokens. Explained: the first tokens that differ "
-    "have logits closer than rounding may change them."
+    "have logits closer than rounding may change them. Accepted drafts from earlier answers "
+    "are copies of other answers of the same pass; of a server that is measured by its address, of any answer."
 )
 
 
@@ -51,7 +54,7 @@ def _speed(results: BenchResults, batch: int, temperature: float) -> str:
     plain = plain_passes(results, batch, temperature)
     if plain:
         rate, tau = measures.spread([found.rate for found in plain]), measures.committed_per_step(plain)
-        rows.append([PLAIN, or_unknown(rate), "1", "1", UNKNOWN, number(tau), *[UNKNOWN] * 5])
+        rows.append([PLAIN, or_unknown(rate), "1", "1", UNKNOWN, number(tau), *[UNKNOWN] * 6])
     for entry in results.entries:
         found = results.of(entry.name, batch=batch, temperature=temperature)
         if found:
@@ -73,6 +76,7 @@ def _speed_figures(entry: Entry, found: Sequence[CellResult]) -> list[str]:
         or_unknown(measures.spread(measures.drift(plain))),
         number(measures.committed_per_step(passes)),
         f"{drafted if drafted or not accepted else UNKNOWN}, {accepted}",
+        origin_shares(measures.accepted_by_origin(passes)) or UNKNOWN,
         positions or UNKNOWN,
         UNKNOWN if costs is None else f"{costs[0]:.2f}",
         UNKNOWN if costs is None or not entry.cost.target_flops else f"{flops_per_token(entry, passes) / 1e9:.2f}",

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from deploy.draft_origins import origins_text
+
 DRAFTED_STYLE = "green"
 
 
@@ -56,6 +58,8 @@ def statistics(receipt: dict[str, Any], tokens: int, seconds: float) -> str:
     """One line about an answer: tokens, rate, passes of the target, accepted drafts, seed."""
     passes, drafted, accepted = receipt["target_passes"], receipt["drafted"], receipt["accepted"]
     share = f"{accepted} of {drafted} drafted tokens accepted" if drafted else "no drafts"
+    origins = origins_text(receipt.get("accepted_by_origin") or {})
+    share += f" ({origins})" if origins else ""
     rate = tokens / seconds if seconds else 0.0
     lossless = "" if receipt["lossless"] else ", NOT lossless"
     return (

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.errors import Overloaded, PilotfishError
 from cluster.core.ids import RequestId, SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
@@ -146,19 +147,27 @@ class ScriptedEngine:
             position += self.block
             logprobs = () if wanted is None else tuple(self._logprobs(record, token, wanted) for token in tokens)
             verdict = Verdict(record.id, len(record), tokens, self.block, logprobs)
-            commit = record.commit(replace(verdict, prompt_logprobs=() if commits else self._scored(record)))
+            verdict = replace(verdict, prompt_logprobs=() if commits else self._scored(record))
+            commit = record.commit(
+                verdict, (DraftOrigin.EARLIER, *[DraftOrigin.REQUEST] * verdict.accepted)[: verdict.accepted]
+            )
             if commit is not None:
                 commits.append(self._with_tree(record.request, commit))
         return commits
 
     def _with_tree(self, request: GenerationRequest, commit: Commit) -> Commit:
-        """The commit with its draft tree, if the request wants it: the accepted chain beside one rejected token."""
+        """The commit with its draft tree, if the request wants it: the accepted chain beside one rejected token.
+
+        The first accepted token comes from an earlier answer, the others from the request, the rejected one from a
+        model.
+        """
         if not request.returns_drafts:
             return commit
         accepted = commit.tokens[: commit.accepted]
         parents = tuple(range(-1, len(accepted) - 1))
         rejected = next(token for token in range(3, VOCABULARY) if token not in accepted[:1])
-        return replace(commit, tree=TokenTree((*accepted, rejected), (*parents, -1)))
+        tree = TokenTree((*accepted, rejected), (*parents, -1))
+        return replace(commit, tree=tree, tree_origins=(*commit.origins, DraftOrigin.TRAINED))
 
     def _scored(self, record: Record) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt, if the request wants them."""

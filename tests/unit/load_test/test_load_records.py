@@ -52,6 +52,16 @@ def test_the_figures_of_a_measurement() -> None:
     assert ttft is not None and (ttft.mean, ttft.percentiles) == (pytest.approx(0.45), (0.1, 0.8, 0.8))
 
 
+def test_a_report_says_which_accepted_drafts_are_copies_of_earlier_answers() -> None:
+    def answered(**counts: int) -> LoadRecord:
+        return LoadRecord(0.0, BenchAnswer((), (Arrival(0.1, 8),), 8, accepted_by_origin=counts))
+
+    found = measurement(2.0, answered(request=1, earlier=2, trained=0, forced=0), answered(earlier=1), LOST)
+    assert found.accepted_by_origin == {"request": 1, "earlier": 3, "trained": 0, "forced": 0}
+    assert "| 25% the request itself, 75% earlier answers |" in markdown(LoadResults("t", {}, "c", [found]))
+    assert measurement().accepted_by_origin == {}
+
+
 def test_a_measurement_without_answers_has_no_latency() -> None:
     found = measurement(1.0, LOST)
     assert (found.latency("ttft"), found.latency("itl"), found.goodput, found.accepted_share) == (None, None, 0.0, None)

@@ -28,7 +28,9 @@ async def test_a_pass_asks_with_a_seed_for_each_prompt_and_reads_the_usage() -> 
         bodies.append(json.loads(request.content))
         details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
         usage = {"completion_tokens": 5, "completion_tokens_details": details}
-        return httpx.Response(200, text=events(chunk("Hel"), chunk("lo"), {"choices": [], "usage": usage}))
+        receipt = {"accepted": 3, "accepted_by_origin": {"request": 1, "earlier": 2, "trained": 0, "forced": 0}}
+        end = {"choices": [{"delta": {}, "receipt": receipt}]}
+        return httpx.Response(200, text=events(chunk("Hel"), chunk("lo"), end, {"choices": [], "usage": usage}))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(serve)) as client:
         contestant = EndpointContestant(client, "http://server:8000/v1/", "small")
@@ -41,6 +43,7 @@ async def test_a_pass_asks_with_a_seed_for_each_prompt_and_reads_the_usage() -> 
     answer = found.answers[0]
     assert (answer.text, answer.completion_tokens, answer.drafted, answer.steps) == ("Hello", 5, 5, 2)
     assert [arrival.tokens for arrival in answer.arrivals] == [2, 3]
+    assert answer.accepted_by_origin == {"request": 1, "earlier": 2, "trained": 0, "forced": 0}
     assert found.tokens == 10
 
 

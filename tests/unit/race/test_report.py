@@ -31,7 +31,9 @@ def taken(seconds: float, *accepted: int, lossless: bool = True) -> BenchPass:
     """A pass with one answer: one commit for each number of accepted tokens."""
     arrivals = tuple(Arrival(0.1 * (index + 1), count + 1, count) for index, count in enumerate(accepted))
     tokens = sum(arrival.tokens for arrival in arrivals)
+    origins = {"request": 1, "earlier": sum(accepted) - 1} if any(accepted) else {}
     found = BenchAnswer(tuple(range(tokens)), arrivals, tokens, 2 * sum(accepted), len(accepted), lossless)
+    found = replace(found, accepted_by_origin=origins)
     return BenchPass((found,), seconds, {"proposed_tokens": 8.0})
 
 
@@ -66,7 +68,8 @@ def test_the_table_of_speed_has_every_figure(results: BenchResults) -> None:
     cells = row(markdown(results), "lookup", "## Speed, batch 1")
     assert cells[1:7] == ["4.00", "4.00", "2.00", "1.00", "2.00", "8, 4"]
     # 0.5 steps and 1.5 computed tokens of 2 GFLOP per token, and 2 proposed tokens of 0.1 GFLOP each
-    assert cells[7:] == ["1.00", "0.50", "3.20", "2 / 0 / 0"]
+    assert cells[7] == "50% the request itself, 50% earlier answers"
+    assert cells[8:] == ["1.00", "0.50", "3.20", "2 / 0 / 0"]
     assert row(markdown(results), "plain", "## Speed, batch 1")[1] == "1.00 (1.00–1.00)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from cluster.ingress.endpoints.page import Page
@@ -27,6 +28,12 @@ async def test_a_question_is_answered_with_its_drafts_marked(tmp_path: Path) -> 
         own = await page.locator(".message.assistant .token.target").all_inner_texts()
         assert drafted
         assert own
+        origins = await page.inner_text("#origins")
+        counts = re.fullmatch(r"Accepted drafts: (\d+) from the request itself, (\d+) from earlier answers\.", origins)
+        assert counts is not None and int(counts[1]) + int(counts[2]) >= len(drafted), origins
+        assert origins[17:-1] in await page.inner_text(".message.assistant .foot")
+        titles = [await token.get_attribute("title") for token in await page.locator(".token.draft").all()]
+        assert any((title or "").endswith(", from earlier answers") for title in titles)
         await page.locator("#strip .bar").first.click()
         assert await page.inner_text("#pass-number") == f"1 of {await page.locator('#strip .bar').count()}"
         assert await page.locator("#tree svg .node.target").count() == 1

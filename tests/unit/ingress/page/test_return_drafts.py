@@ -42,6 +42,7 @@ def check(choice: Any) -> None:
         del rest[: draft["committed_tokens"]]
         assert [draft["token_ids"][node] for node in accepted] == committed[: len(accepted)]
         assert len(draft["token_ids"]) == len(draft["texts"]) == len(draft["parents"]) > len(accepted)
+        assert [draft["origins"][node] for node in accepted] == ["earlier", "request", "request"][: len(accepted)]
         parent = -1
         for node in accepted:
             assert draft["parents"][node] == parent
