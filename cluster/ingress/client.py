@@ -1,4 +1,8 @@
-"""The port through which the HTTP API calls the public service."""
+"""The ports through which both APIs call the public service. Each names what one side calls.
+
+Their implementations raise the same `PilotfishError` as the service: `cluster.wire.generation_client.GenerationClient`
+for one server, and `cluster.ingress.router.router.Router` for several.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,8 @@ from typing import Protocol
 from pilotfish.v1 import generation_pb2
 
 
-class ServiceClient(Protocol):
-    """A client of the public service. It raises the same `PilotfishError` as the service.
-
-    `cluster.wire.generation_client.GenerationClient` implements it.
-    """
+class GenerateClient(Protocol):
+    """A client that generates answers."""
 
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float, /
@@ -20,21 +21,41 @@ class ServiceClient(Protocol):
         """Yield the responses of one request. Closing the iterator cancels the call."""
         ...
 
+
+class AbortClient(Protocol):
+    """A client that ends requests of others."""
+
+    async def abort(self, request_id: str, client: str = "", /) -> bool:
+        """Abort a request of the client with that name. Returns whether it was running."""
+        ...
+
+
+class ModelClient(Protocol):
+    """A client that knows the served models."""
+
     async def list_models(self) -> Sequence[generation_pb2.Model]:
         """Return the served models."""
         ...
 
-    async def get_model(self, name: str) -> generation_pb2.Model:
+    async def get_model(self, name: str, /) -> generation_pb2.Model:
         """Return one served model. Raises `UnknownModel`."""
         ...
 
-    async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
+
+class TextClient(Protocol):
+    """A client of the model's tokenizer."""
+
+    async def tokenize(self, request: generation_pb2.TokenizeRequest, /) -> generation_pb2.TokenizeResponse:
         """Convert text or a conversation to token ids."""
         ...
 
-    async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
+    async def detokenize(self, request: generation_pb2.DetokenizeRequest, /) -> generation_pb2.DetokenizeResponse:
         """Convert token ids to text."""
         ...
+
+
+class StatusClient(Protocol):
+    """A client that knows the state of the service."""
 
     async def metrics(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus text format and its content type."""
@@ -49,15 +70,12 @@ class ServiceClient(Protocol):
         ...
 
 
-class FullClient(ServiceClient, Protocol):
-    """A client of all methods of the public services, as the gRPC API of an ingress needs it.
+class ServiceClient(GenerateClient, ModelClient, TextClient, StatusClient, Protocol):
+    """What the HTTP API calls."""
 
-    `GenerationClient` implements it for one server and `cluster.ingress.router.router.Router` for several.
-    """
 
-    async def abort(self, request_id: str, client: str = "") -> bool:
-        """Abort a request of the client with that name. Returns whether it was running."""
-        ...
+class FullClient(ServiceClient, AbortClient, Protocol):
+    """What both APIs of an ingress call, and what its router calls of each coordinator."""
 
     async def close(self) -> None:
         """Close the connections."""

@@ -6,24 +6,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
 from cluster.core.ids import check_request_id
-from cluster.ingress.client import FullClient
+from cluster.ingress.client import AbortClient, GenerateClient, ModelClient, TextClient
 from cluster.ingress.observability.grpc_calls import logged
-from cluster.ingress.observability.request_record import noted
 from cluster.wire.request_values import traceparent_of
 from pilotfish.v1 import generation_pb2, generation_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
+class GrpcClient(GenerateClient, AbortClient, ModelClient, TextClient, Protocol):
+    """What the gRPC API calls."""
+
+
 class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The public service of an ingress. It passes every call on, and raises the errors of `client`."""
 
-    def __init__(self, client: FullClient, max_timeout_seconds: float, *, traces: bool = False) -> None:
+    def __init__(self, client: GrpcClient, max_timeout_seconds: float, *, traces: bool = False) -> None:
         """`max_timeout_seconds` is the timeout of a `Generate` call without a deadline, and the longest one.
 
         `traces` says whether the `traceparent` in the metadata of calls is read, as the parent of a request's span.
@@ -41,8 +44,10 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         left, longest = context.time_remaining(), self._max_timeout_seconds
         timeout = longest if left is None else min(left, longest)
         with logged(request) as record:
-            async with aclosing(noted(request, self._client.generate(request, timeout), record)) as responses:
+            record.note_request(request)
+            async with aclosing(self._client.generate(request, timeout)) as responses:
                 async for response in responses:
+                    record.note(response)
                     yield response
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:

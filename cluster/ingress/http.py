@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -19,8 +18,9 @@ from cluster.core import bounds
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, PilotfishError
 from cluster.ingress.access.browsers import OWN_PAGES, BrowserMiddleware, BrowserRules
-from cluster.ingress.access.http_access import AccessMiddleware, named
+from cluster.ingress.access.http_access import AccessMiddleware
 from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.answers import answers
 from cluster.ingress.asgi import (
     CountMiddleware,
     EventStream,
@@ -40,18 +40,16 @@ from cluster.ingress.endpoints.page import Page, add_page
 from cluster.ingress.endpoints.responses import add_responses
 from cluster.ingress.endpoints.tokens import add_tokens
 from cluster.ingress.endpoints.verification import add_verification
-from cluster.ingress.merge import merge
-from cluster.ingress.observability.http_middleware import ObservabilityMiddleware, generate, note_error
+from cluster.ingress.observability.http_middleware import ObservabilityMiddleware, failed, note_error
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.observability.traces import CallTracer
-from cluster.ingress.openai.coalesce import Events
-from cluster.ingress.openai.errors import ErrorResponse, error_response
+from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
 from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, TokenNames
 from cluster.ingress.openai.prompt_report import note_prompt
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card, system_fingerprint
-from cluster.ingress.openai.stream import by_choice, chunks, late, whole_response
+from cluster.ingress.openai.stream import chunks, whole_response
 from cluster.ingress.openai.translate import (
     chat_request,
     completion_requests,
@@ -61,11 +59,8 @@ from cluster.ingress.openai.translate import (
 )
 from pilotfish.v1 import generation_pb2
 
-logger = logging.getLogger(__name__)
-
 _SILENT_SECONDS = 10.0
 """Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
-_Arrived = tuple[int, generation_pb2.GenerateResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +124,9 @@ def create_app(
     )
     _add_generation(app, client, limits)
     add_tokens(app, client, limits)
-    add_verification(app, client, limits, named)
-    add_responses(app, client, limits, named)
-    add_messages(app, client, limits, named)
+    add_verification(app, client, limits)
+    add_responses(app, client, limits)
+    add_messages(app, client, limits)
     add_operations(app, client, metrics, lambda: load.running)
     add_documentation(app)
     add_cluster_status(app, client)
@@ -182,53 +177,43 @@ async def _generate(
     choices = [Choice(index, counts_prompt=index % n == 0) for index in range(len(translated.requests) * n)]
     if translated.event_id.choices:
         restore(translated.event_id, choices, translated.requests)
-    events = by_choice(merge([generate(client, named(part), timeout) for part in translated.requests]), n)
-    arrival = asyncio.ensure_future(_first(events))
+    events = answers(client, translated.requests, timeout)
 
-    def begin(arrived: _Arrived) -> ResponseMetadata:
-        index, first = arrived
+    async def begin() -> tuple[ResponseMetadata, EventId]:
+        index, first = await anext(events)
         if translated.event_id.choices and (first.started.tool_format or first.started.reasons):
             # An id has no text, and the parser of the answer needs all of it.
             raise InvalidRequest(HEADER, "sent", "left out: the answer may have calls of tools or reasoning")
         note_prompt(choices[index], first.started, translated.endpoint, translated.options)
-        return _metadata(first, translated)
+        return _metadata(first, translated), replace(translated.event_id, coordinator=first.started.coordinator)
 
-    def stream(arrived: _Arrived) -> AsyncGenerator[bytes, None]:
-        metadata = begin(arrived)
-        event_id = replace(translated.event_id, coordinator=arrived[1].started.coordinator)
-        return chunks(events, choices, metadata, translated.options, event_id, lambda error: _logged(request, error))
-
+    beginning = asyncio.ensure_future(begin())
     try:
         # A refused request fails here, before the status line is sent, unless it waits for long.
-        await while_connected(request, _settled(arrival, _SILENT_SECONDS if translated.stream else None))
+        await while_connected(request, _settled(beginning, _SILENT_SECONDS if translated.stream else None))
         if not translated.stream:
-            metadata = begin(arrival.result())
+            metadata, _ = beginning.result()
             return JSONResponse(
                 await while_connected(request, whole_response(events, choices, metadata, translated.options)),
                 headers=translated.headers,
             )
-        if arrival.done():
-            parts = stream(arrival.result())
-        else:
-            parts = late(arrival, stream, events, lambda error: _logged(request, error))
+        if beginning.done():
+            beginning.result()
     except InvalidRequest as error:
         await events.aclose()
         raise error.renamed(translated.parameter_names.get(error.field, error.field)) from None
     except BaseException:
-        arrival.cancel()
-        await asyncio.gather(arrival, return_exceptions=True)
+        beginning.cancel()
+        await asyncio.gather(beginning, return_exceptions=True)
         await events.aclose()
         raise
+    parts = chunks(beginning, events, choices, translated.options, lambda error: failed(request, error))
     return EventStream(parts, translated.headers, silent_seconds=_SILENT_SECONDS)
 
 
-async def _settled(arrival: asyncio.Future[_Arrived], seconds: float | None) -> None:
+async def _settled(beginning: asyncio.Future[object], seconds: float | None) -> None:
     """Return when the first event or its error has arrived, or after `seconds`."""
-    await asyncio.wait({arrival}, timeout=seconds)
-
-
-async def _first(events: Events) -> tuple[int, generation_pb2.GenerateResponse]:
-    return await anext(events)
+    await asyncio.wait({beginning}, timeout=seconds)
 
 
 def _metadata(first: generation_pb2.GenerateResponse, translated: _Translated) -> ResponseMetadata:
@@ -270,15 +255,8 @@ def _translated(
     return _Translated(endpoint, event_id, options, body.stream, requests, parameter_names(body), headers)
 
 
-def _logged(request: Request, error: Exception) -> ErrorResponse:
-    note_error(request, error)
-    if not isinstance(error, PilotfishError):
-        logger.error("request %s failed", request.state.client_request_id, exc_info=error)
-    return error_response(error)
-
-
 async def _respond_with_error(request: Request, error: Exception) -> Response:
-    return _logged(request, error).response(request.scope)
+    return failed(request, error).response(request.scope)
 
 
 async def _respond_with_route_error(request: Request, error: Exception) -> Response:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import PilotfishError
@@ -17,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 LimitsOf = Callable[[str], ClientLimitsSection]
 """Returns the limits of the client with a name, as they are now."""
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
 
 
 class PublicClient:
@@ -31,6 +35,16 @@ class PublicClient:
         self._limits_of = limits_of
         self._clock = clock
         self._uses = ClientUses()
+        # Calls without limits.
+        self.abort = _public(client.abort)
+        self.tokenize = _public(client.tokenize)
+        self.detokenize = _public(client.detokenize)
+        self.list_models = _public(client.list_models)
+        self.get_model = _public(client.get_model)
+        self.metrics = _public(client.metrics)
+        self.is_ready = client.is_ready
+        self.is_reachable = client.is_reachable
+        self.close = client.close
 
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float
@@ -52,40 +66,18 @@ class PublicClient:
             if use is not None:
                 use.leave(answers)
 
-    # --- calls without limits ---
 
-    async def abort(self, request_id: str, client: str = "") -> bool:
-        with _public_errors(request_id):
-            return await self._client.abort(request_id, client)
+def _public(
+    call: Callable[_Arguments, Coroutine[Any, Any, _Answer]],
+) -> Callable[_Arguments, Coroutine[Any, Any, _Answer]]:
+    """Return the call, with errors that clients may read."""
 
-    async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
+    @wraps(call)
+    async def public(*values: _Arguments.args, **named: _Arguments.kwargs) -> _Answer:
         with _public_errors():
-            return await self._client.tokenize(request)
+            return await call(*values, **named)
 
-    async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
-        with _public_errors():
-            return await self._client.detokenize(request)
-
-    async def list_models(self) -> Sequence[generation_pb2.Model]:
-        with _public_errors():
-            return await self._client.list_models()
-
-    async def get_model(self, name: str) -> generation_pb2.Model:
-        with _public_errors():
-            return await self._client.get_model(name)
-
-    async def metrics(self) -> tuple[bytes, str]:
-        with _public_errors():
-            return await self._client.metrics()
-
-    async def is_ready(self) -> bool:
-        return await self._client.is_ready()
-
-    async def is_reachable(self) -> bool:
-        return await self._client.is_reachable()
-
-    async def close(self) -> None:
-        await self._client.close()
+    return public
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Protocol
 
@@ -13,15 +13,17 @@ from fastapi.responses import JSONResponse
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
+from cluster.ingress.answers import answers
 from cluster.ingress.asgi import EventStream, timeout_of, while_connected
-from cluster.ingress.client import ServiceClient
-from cluster.ingress.observability.http_middleware import generate, note_error
-from cluster.ingress.openai.errors import ErrorResponse, error_response
+from cluster.ingress.client import GenerateClient
+from cluster.ingress.observability.http_middleware import failed
+from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.formats import ChatFormat, Choice
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser
 from cluster.ingress.openai.parsing.parts import Json, Part
 from cluster.ingress.openai.requests import ChatRequest
 from cluster.ingress.openai.responses import receipt, system_fingerprint
+from cluster.ingress.openai.stream import Events
 from cluster.ingress.openai.translate import chat_request, parameter_names, seed_of
 from pilotfish.v1 import generation_pb2
 
@@ -29,8 +31,6 @@ SILENT_SECONDS = 10.0
 """Longest time without an event; then a comment is sent."""
 Event = tuple[str, Json]
 """Name and data of a server-sent event."""
-Named = Callable[[generation_pb2.GenerateRequest], generation_pb2.GenerateRequest]
-Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
 class ChatAdapter(Protocol):
@@ -81,79 +81,83 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
 
 async def respond(
     request: Request,
-    client: ServiceClient,
+    client: GenerateClient,
     limits: LimitsSection,
-    named: Named,
     chat: ChatRequest,
     adapter: ChatAdapter,
     headers: Mapping[str, str],
 ) -> Response:
     """Generate the answer to a chat, and return the adapter's response, streamed if the chat says so."""
     message = chat_request(chat, request.state.request_id, seed_of(chat))
-    responses = generate(client, named(message), timeout_of(request, limits.max_timeout_seconds))
-    events = _events(responses, ChatFormat.of(chat), adapter)
+    responses = answers(client, [message], timeout_of(request, limits.max_timeout_seconds))
+    answer = _Answer(ChatFormat.of(chat), adapter)
     try:
         # A refused request fails here, before the status line is sent.
-        first = await while_connected(request, _next(events))
+        first = await while_connected(request, answer.first(responses))
         if not chat.stream:
-            await while_connected(request, _read(events))
+            await while_connected(request, answer.read(responses))
             return JSONResponse(adapter.whole(), headers=dict(headers))
     except InvalidRequest as error:
-        await events.aclose()
+        await responses.aclose()
         raise error.renamed(parameter_names(chat).get(error.field, error.field)) from None
     except BaseException:
-        await events.aclose()
+        await responses.aclose()
         raise
-    return EventStream(_sent(request, first, events, adapter), headers, silent_seconds=SILENT_SECONDS)
+    return EventStream(_sent(request, first, responses, answer), headers, silent_seconds=SILENT_SECONDS)
 
 
-async def _events(responses: Responses, form: ChatFormat, adapter: ChatAdapter) -> AsyncGenerator[list[Event], None]:
-    """Yield the events of each response of the service."""
-    choice, started = Choice(0), generation_pb2.GenerationStarted()
-    async with aclosing(responses):
-        async for response in responses:
-            if response.HasField("started"):
-                started = response.started
-                form.begin(choice, started)
-                choice.parser = choice.parser or AnswerParser("", None, None)
-                yield list(adapter.begin(started))
-            elif choice.parser is None:
-                continue
-            elif response.HasField("delta"):
-                adapter.score(form.logprobs(choice, response.delta))
-                parts = choice.parser.parts(response.delta.text)
-                yield [event for part in parts for event in adapter.add(part)]
-            else:
-                choice.finished = response.finished
-                parts = choice.parser.last_parts(stopped=choice.is_stopped)
-                last = [event for part in parts for event in adapter.add(part)]
-                own = receipt(system_fingerprint(started), response.finished, is_lossless=not response.lossy)
-                with_calls = choice.parser.ends_with_calls
-                yield [*last, *adapter.end(response.finished, own, with_calls=with_calls)]
+class _Answer:
+    """The one answer to a chat, while it is received."""
 
+    def __init__(self, form: ChatFormat, adapter: ChatAdapter) -> None:
+        self.adapter = adapter
+        self._form = form
+        self._choice = Choice(0)
+        self._parser = AnswerParser("", None, None)
+        self._started = generation_pb2.GenerationStarted()
 
-async def _next(events: AsyncGenerator[list[Event], None]) -> list[Event]:
-    return await anext(events)
+    async def first(self, responses: Events) -> list[Event]:
+        """Return the events of the first response."""
+        _, response = await anext(responses)
+        return self.add(response)
 
+    async def read(self, responses: Events) -> None:
+        """Take all responses."""
+        async for _, response in responses:
+            self.add(response)
 
-async def _read(events: AsyncGenerator[list[Event], None]) -> None:
-    async for _ in events:
-        pass
+    def add(self, response: generation_pb2.GenerateResponse) -> list[Event]:
+        """Return the adapter's events of one response of the service."""
+        if response.HasField("started"):
+            self._started = response.started
+            self._form.begin(self._choice, response.started)
+            self._parser = self._choice.parser or self._parser
+            return list(self.adapter.begin(response.started))
+        if response.HasField("delta"):
+            self.adapter.score(self._form.logprobs(self._choice, response.delta))
+            return self._added(self._parser.parts(response.delta.text))
+        self._choice.finished = response.finished
+        last = self._added(self._parser.last_parts(stopped=self._choice.is_stopped))
+        own = receipt(system_fingerprint(self._started), response.finished, is_lossless=not response.lossy)
+        end = self.adapter.end(response.finished, own, with_calls=self._parser.ends_with_calls)
+        return [*last, *end]
+
+    def _added(self, parts: Iterable[Part]) -> list[Event]:
+        return [event for part in parts for event in self.adapter.add(part)]
 
 
 async def _sent(
-    request: Request, first: list[Event], events: AsyncGenerator[list[Event], None], adapter: ChatAdapter
+    request: Request, first: list[Event], responses: Events, answer: _Answer
 ) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
+    async with aclosing(responses):
         for event in first:
             yield _encoded(event)
         try:
-            async for some in events:
-                for event in some:
+            async for _, response in responses:
+                for event in answer.add(response):
                     yield _encoded(event)
         except Exception as error:
-            note_error(request, error)
-            yield _encoded(adapter.error(error_response(error)))
+            yield _encoded(answer.adapter.error(failed(request, error)))
 
 
 def _encoded(event: Event) -> bytes:

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.ingress.client import ServiceClient
+from cluster.ingress.client import StatusClient
 from cluster.ingress.router.metrics_text import LABEL
 
 _FIELDS: Mapping[str, str] = {
@@ -36,7 +36,7 @@ _FIELDS: Mapping[str, str] = {
 _DRAFTERS = "pilotfish:drafters"
 
 
-def add_cluster_status(app: FastAPI, client: ServiceClient) -> None:
+def add_cluster_status(app: FastAPI, client: StatusClient) -> None:
     """Add the route."""
 
     @app.get("/cluster")

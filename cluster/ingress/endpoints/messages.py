@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,9 +13,9 @@ from pydantic import Field
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.core.json_text import find_half
-from cluster.ingress.client import ServiceClient
+from cluster.ingress.client import GenerateClient, TextClient
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.endpoints.chat_adapter import Event, Named, own_names, respond
+from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond
 from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.errors import ErrorResponse, anthropics_error
 from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32, Untyped
@@ -101,8 +101,12 @@ class MessagesBody(ConversationBody):
     """No effect."""
 
 
-def add_messages(app: FastAPI, client: ServiceClient, limits: LimitsSection, named: Named) -> None:
-    """Add the routes. `named` writes the caller's name into a request."""
+class MessagesClient(GenerateClient, TextClient, Protocol):
+    """What the routes call."""
+
+
+def add_messages(app: FastAPI, client: MessagesClient, limits: LimitsSection) -> None:
+    """Add the routes."""
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
@@ -118,7 +122,7 @@ def add_messages(app: FastAPI, client: ServiceClient, limits: LimitsSection, nam
         adapter = _Message(request.state.request_id)
         with own_names(_NAMES):
             chat = parse(ChatRequest, json.dumps({**_chat(body), **answering}).encode())
-            return await respond(request, client, limits, named, chat, adapter, headers)
+            return await respond(request, client, limits, chat, adapter, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

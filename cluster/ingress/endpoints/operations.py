@@ -8,13 +8,11 @@ from importlib.metadata import version
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
-from cluster.ingress.client import ServiceClient
+from cluster.ingress.client import StatusClient
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 
 
-def add_operations(
-    app: FastAPI, client: ServiceClient, own_metrics: IngressMetrics, running: Callable[[], int]
-) -> None:
+def add_operations(app: FastAPI, client: StatusClient, own_metrics: IngressMetrics, running: Callable[[], int]) -> None:
     """Add the routes. `running` returns the number of requests that the application is answering."""
 
     @app.api_route("/health", methods=["GET", "HEAD"])

@@ -11,9 +11,10 @@ from fastapi import FastAPI, Request, Response
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import UnsupportedParameter
-from cluster.ingress.client import ServiceClient
+from cluster.ingress.access.http_access import named
+from cluster.ingress.client import GenerateClient
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.endpoints.chat_adapter import Event, Named, own_names, respond
+from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond
 from cluster.ingress.endpoints.conversations import Conversations
 from cluster.ingress.endpoints.responses_body import ResponsesBody
 from cluster.ingress.openai.errors import ErrorResponse
@@ -33,8 +34,8 @@ _NAMES = {
 """Names of this API for fields that chats name otherwise; see `own_names`."""
 
 
-def add_responses(app: FastAPI, client: ServiceClient, limits: LimitsSection, named: Named) -> None:
-    """Add the route. `named` writes the caller's name into a request."""
+def add_responses(app: FastAPI, client: GenerateClient, limits: LimitsSection) -> None:
+    """Add the route."""
     conversations = Conversations()
 
     @app.post("/v1/responses")
@@ -53,7 +54,7 @@ def add_responses(app: FastAPI, client: ServiceClient, limits: LimitsSection, na
 
             adapter.on_end = keep
         with own_names(_NAMES):
-            return await respond(request, client, limits, named, chat, adapter, headers)
+            return await respond(request, client, limits, chat, adapter, headers)
 
 
 def _chat(body: ResponsesBody, turns: list[Json]) -> Json:

@@ -6,7 +6,7 @@ The answer is generated again without drafts, from the seed in its receipt, and 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,14 +16,15 @@ from fastapi.responses import JSONResponse
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
+from cluster.ingress.answers import answers
 from cluster.ingress.asgi import timeout_of, while_connected
-from cluster.ingress.client import ServiceClient
+from cluster.ingress.client import GenerateClient
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.observability.http_middleware import generate
 from cluster.ingress.openai.fields.types import Seed, StrictModel, Text, UInt32s
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import system_fingerprint
+from cluster.ingress.openai.stream import Events
 from cluster.ingress.openai.translate import chat_request, completion_requests
 from pilotfish.v1 import generation_pb2
 
@@ -44,7 +45,6 @@ _REPLACED = {
     "return_drafts": None,
 }
 """Parameters that do not change an answer, and what they are replaced by."""
-Named = Callable[[generation_pb2.GenerateRequest], generation_pb2.GenerateRequest]
 
 
 class SentReceipt(StrictModel):
@@ -82,8 +82,8 @@ class _Repeated:
     fingerprint: str = ""
 
 
-def add_verification(app: FastAPI, client: ServiceClient, limits: LimitsSection, named: Named) -> None:
-    """Add the route. `named` writes the caller's name into a request."""
+def add_verification(app: FastAPI, client: GenerateClient, limits: LimitsSection) -> None:
+    """Add the route."""
 
     @app.post("/v1/verify")
     async def verify(request: Request) -> Response:
@@ -92,7 +92,7 @@ def add_verification(app: FastAPI, client: ServiceClient, limits: LimitsSection,
             raise InvalidRequest("text", body.text, "given, or token_ids, and not both")
         message = _request(body, limits, request.state.request_id)
         timeout = timeout_of(request, limits.max_timeout_seconds)
-        answer = await while_connected(request, _repeat(generate(client, named(message), timeout), body))
+        answer = await while_connected(request, _repeat(answers(client, [message], timeout), body))
         found, sent = _first_difference(answer, body), body.receipt.fingerprint
         result = {
             "equal": found is None,
@@ -123,10 +123,10 @@ def _request(body: VerifyBody, limits: LimitsSection, request_id: str) -> genera
     return message
 
 
-async def _repeat(responses: AsyncGenerator[generation_pb2.GenerateResponse, None], body: VerifyBody) -> _Repeated:
+async def _repeat(responses: Events, body: VerifyBody) -> _Repeated:
     answer = _Repeated([], [])
     async with aclosing(responses):
-        async for response in responses:
+        async for _, response in responses:
             if response.HasField("started"):
                 answer.fingerprint = system_fingerprint(response.started)
                 if body.text is not None and (response.started.tool_format or response.started.reasons):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import logging
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.ingress.client import ServiceClient
+from cluster.core.errors import PilotfishError
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.observability.request_log import log_request
-from cluster.ingress.observability.request_record import RequestRecord, current, noted
+from cluster.ingress.observability.request_record import RequestRecord, current
 from cluster.ingress.observability.traces import CallTracer
+from cluster.ingress.openai.errors import ErrorResponse, error_response
 from cluster.wire.request_values import TRACEPARENT
-from pilotfish.v1 import generation_pb2
+
+logger = logging.getLogger(__name__)
 
 UNLOGGED = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", "/version"})
 """Routes that probes and collectors ask for again and again. They are counted and not logged."""
@@ -93,11 +96,12 @@ def note_client(scope: Scope, name: str) -> None:
         record.client = name
 
 
-def generate(
-    client: ServiceClient, request: generation_pb2.GenerateRequest, timeout_seconds: float
-) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-    """Yield the responses to a request. They are collected in the record of the HTTP request that is answered."""
-    return noted(request, client.generate(request, timeout_seconds), current.get())
+def failed(request: Request, error: Exception) -> ErrorResponse:
+    """Record the error that ends an HTTP request, and log it if it is not expected. Returns the response to it."""
+    note_error(request, error)
+    if not isinstance(error, PilotfishError):
+        logger.error("request %s failed", request.state.client_request_id, exc_info=error)
+    return error_response(error)
 
 
 def _method(scope: Scope) -> str:

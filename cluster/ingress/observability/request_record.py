@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from pilotfish.v1 import generation_pb2
 
-Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 Fields = dict[str, str | int | float | list[str] | None]
 
 current: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
@@ -98,16 +96,3 @@ class RequestRecord:
             "queue_seconds": None if self.queue_seconds is None else round(self.queue_seconds, 6),
             "first_token_seconds": None if self.first_seconds is None else round(self.first_seconds, 6),
         }
-
-
-async def noted(
-    request: generation_pb2.GenerateRequest, responses: Responses, record: RequestRecord | None
-) -> Responses:
-    """Yield the responses to a request, and collect them in the record."""
-    if record is not None:
-        record.note_request(request)
-    async with aclosing(responses):
-        async for response in responses:
-            if record is not None:
-                record.note(response)
-            yield response

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from pydantic_core import to_json
 
-from cluster.core.errors import WorkerUnavailable
-from cluster.ingress.openai.coalesce import Events, coalesce
 from cluster.ingress.openai.draft_metrics import draft_metrics, note_acceptance
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import EventId, EventIds, Stage
@@ -28,23 +24,8 @@ from cluster.ingress.openai.responses import (
 )
 from pilotfish.v1 import generation_pb2
 
-_Arrived = tuple[int, generation_pb2.GenerateResponse]
-
-
-async def by_choice(events: Events, n: int) -> Events:
-    """Replace the index of the prompt by that of the choice. The choices of a prompt are `n` consecutive ones.
-
-    The start of a request is repeated for each of them.
-
-    Raises `WorkerUnavailable` for an answer that was not requested.
-    """
-    async with aclosing(events):
-        async for prompt, event in events:
-            if event.index >= n:
-                raise WorkerUnavailable(f"answer {event.index} was not requested")
-            answers = range(n) if event.HasField("started") else (event.index,)
-            for answer in answers:
-                yield prompt * n + answer, event
+Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
+"""Pairs of the index of a choice and an event."""
 
 
 async def whole_response(
@@ -65,31 +46,35 @@ async def whole_response(
 
 
 async def chunks(
+    beginning: Awaitable[tuple[ResponseMetadata, EventId]],
     events: Events,
     choices: list[Choice],
-    metadata: ResponseMetadata,
     options: ResponseOptions,
-    last: EventId,
     on_error: Callable[[Exception], ErrorResponse],
 ) -> AsyncGenerator[bytes, None]:
     """Yield server-sent events: one per commit, the usage if requested, `[DONE]`. Each has an id.
 
-    `last` says what was sent before. An error becomes an event too, because the status line is already sent.
+    `beginning` is what the first event says, and what was sent before. An error becomes an event too, because the
+    status line is already sent.
     """
-    stage, ids = last.stage, EventIds(last, choices)
-
-    def note(index: int, delta: generation_pb2.GenerationDelta) -> None:
-        note_acceptance(choices[index], delta)
-
-    if is_joined := options.interval > 1:
-        events = coalesce(events, options.interval, note)
+    try:
+        metadata, last = await beginning
+    except Exception as error:
+        await events.aclose()
+        yield b"data: " + on_error(error).body() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+        return
+    except BaseException:
+        await events.aclose()
+        raise
+    stage, ids, joining = last.stage, EventIds(last, choices), _Joining(options.interval)
     try:
         async for index, event in events:
-            if not is_joined:
-                note(index, event.delta)
-            chunk = _chunk(metadata, choices[index], event, options)
-            if chunk is not None:
-                yield _server_sent(chunk, ids.next(stage))
+            note_acceptance(choices[index], event.delta)
+            for sent in joining.add(index, event):
+                chunk = _chunk(metadata, choices[index], sent, options)
+                if chunk is not None:
+                    yield _server_sent(chunk, ids.next(stage))
         if options.usage and stage is Stage.CHOICES:
             stage = Stage.USAGE
             summary = metadata.wrap([], chunk=True, usage=usage(choices), **draft_metrics(choices))
@@ -103,28 +88,41 @@ async def chunks(
     yield _with_id(b"[DONE]", ids.next(stage))
 
 
-async def late(
-    arrival: asyncio.Future[_Arrived],
-    begin: Callable[[_Arrived], AsyncGenerator[bytes, None]],
-    events: Events,
-    on_error: Callable[[Exception], ErrorResponse],
-) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a response that begins before its first event has arrived.
+class _Joining:
+    """Fewer and larger chunks (`stream_interval`): deltas of one choice are joined until they have enough tokens."""
 
-    An error of the first event becomes an event too.
-    """
-    try:
-        parts = begin(await arrival)
-        async with aclosing(parts):
-            async for part in parts:
-                yield part
-    except Exception as error:
-        yield b"data: " + on_error(error).body() + b"\n\n"
-        yield b"data: [DONE]\n\n"
-    finally:
-        arrival.cancel()
-        await asyncio.gather(arrival, return_exceptions=True)
-        await events.aclose()
+    def __init__(self, interval: int) -> None:
+        """`interval` is the least number of tokens in a chunk. With 1, nothing is joined."""
+        self._interval = interval
+        self._held: dict[int, generation_pb2.GenerateResponse] = {}
+        self._begun: set[int] = set()
+
+    def add(self, index: int, event: generation_pb2.GenerateResponse) -> list[generation_pb2.GenerateResponse]:
+        """Return the events of a choice to send now. Its first delta, and whatever is no delta, is not held back."""
+        if self._interval <= 1:
+            return [event]
+        held = self._held.pop(index, None)
+        if not event.HasField("delta"):
+            return [event] if held is None else [held, event]
+        joined = event if held is None else _extended(held, event.delta)
+        if index in self._begun and len(joined.delta.token_ids) < self._interval:
+            self._held[index] = joined
+            return []
+        self._begun.add(index)
+        return [joined]
+
+
+def _extended(
+    event: generation_pb2.GenerateResponse, more: generation_pb2.GenerationDelta
+) -> generation_pb2.GenerateResponse:
+    """Return the event with the text and tokens of another delta. The drafted and accepted tokens add up."""
+    delta = event.delta
+    delta.text += more.text
+    for name in ("token_ids", "logprobs", "token_bytes", "drafts", "token_texts", "accepted_origins"):
+        getattr(delta, name).extend(getattr(more, name))
+    delta.accepted_draft_tokens += more.accepted_draft_tokens
+    delta.drafted_tokens += more.drafted_tokens
+    return event
 
 
 def _chunk(

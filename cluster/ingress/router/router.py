@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -70,8 +71,8 @@ class Router:
             with self._pool.running(progress.scoped_id, view, missing) as stream:
                 stream.may_move = attempts.may_move
                 try:
-                    async with aclosing(_attempt(self._pool, stream, progress, left)) as responses:
-                        async for response in responses:
+                    async with aclosing(_Attempt(self._pool, stream, progress, left)) as attempt:
+                        while (response := await attempt.next()) is not None:
                             attempts.succeed()
                             yield response
                     return
@@ -155,44 +156,66 @@ class Router:
         return {view.id: answer for view, answer in zip(views, answers, strict=True)}
 
 
-async def _attempt(
-    pool: CoordinatorPool, stream: RunningStream, progress: StreamProgress, timeout_seconds: float
-) -> Responses:
-    """Yield the responses that one coordinator adds to the stream. Raises its errors."""
-    held: list[generation_pb2.GenerateResponse] = []
-    if progress.is_held_back:
-        progress.restart()
-    async with aclosing(stream.client.generate(progress.message(), timeout_seconds)) as responses:
-        while True:
-            try:
-                response = await _next(stream, responses)
-            except StopAsyncIteration:
+class _Attempt:
+    """The responses that one coordinator adds to a stream."""
+
+    def __init__(
+        self, pool: CoordinatorPool, stream: RunningStream, progress: StreamProgress, timeout_seconds: float
+    ) -> None:
+        if progress.is_held_back:
+            progress.restart()
+        self._pool = pool
+        self._stream = stream
+        self._progress = progress
+        self._responses = stream.client.generate(progress.message(), timeout_seconds)
+        self._held: deque[generation_pb2.GenerateResponse] = deque()
+        self._has_ended = False
+
+    async def next(self) -> generation_pb2.GenerateResponse | None:
+        """Return the next response that the caller gets, or `None` after the last one. Raises the coordinator's error.
+
+        Answers that are held back follow the last response.
+        """
+        while not self._has_ended:
+            response = await self._receive()
+            if response is None:
+                self._has_ended = True
                 break
-            except PilotfishError:
-                if progress.is_complete:
-                    break  # the connection was lost after the last response
-                raise
-            pool.note_response(stream)
+            self._pool.note_response(self._stream)
             if response.HasField("started"):
-                response.started.coordinator = response.started.coordinator or stream.coordinator.id
-            passed = progress.receive(response)
-            if passed is not None and progress.is_held_back:
-                held.append(passed)
-            elif passed is not None:
-                yield passed
-    for response in held:
-        yield response
+                response.started.coordinator = response.started.coordinator or self._stream.coordinator.id
+            passed = self._progress.receive(response)
+            if passed is not None and not self._progress.is_held_back:
+                return passed
+            if passed is not None:
+                self._held.append(passed)
+        return self._held.popleft() if self._held else None
 
+    async def aclose(self) -> None:
+        """Cancel the call if it runs."""
+        await self._responses.aclose()
 
-async def _next(stream: RunningStream, responses: Responses) -> generation_pb2.GenerateResponse:
-    """Return the next response. Raises `NotReady` if the coordinator fell silent and left the cluster or is stalled."""
-    stream.wait()
-    try:
-        return await anext(responses)
-    except asyncio.CancelledError:
-        if not stream.is_given_up():
-            raise
-        reason = "is stalled" if stream.has_moved else "left the cluster"
-        raise NotReady(f"coordinator {stream.coordinator.id} {reason}") from None
-    finally:
-        stream.waiting = None
+    async def _receive(self) -> generation_pb2.GenerateResponse | None:
+        """Return the coordinator's next response, or `None` after its last one.
+
+        Raises `NotReady` if the coordinator fell silent and left the cluster or is stalled.
+        """
+        stream = self._stream
+        stream.wait()
+        try:
+            return await anext(self._responses)
+        except StopAsyncIteration:
+            return None
+        except PilotfishError:
+            if not self._progress.is_complete:
+                raise
+            return None  # the connection was lost after the last response
+        except asyncio.CancelledError:
+            if not stream.is_given_up():
+                raise
+            if self._progress.is_complete:
+                return None
+            reason = "is stalled" if stream.has_moved else "left the cluster"
+            raise NotReady(f"coordinator {stream.coordinator.id} {reason}") from None
+        finally:
+            stream.waiting = None

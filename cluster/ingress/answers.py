@@ -1,0 +1,98 @@
+"""The answers to one HTTP request: the responses to all of its prompts, as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+
+from cluster.core.errors import WorkerUnavailable
+from cluster.ingress.access.http_access import named
+from cluster.ingress.client import GenerateClient
+from cluster.ingress.observability.request_record import RequestRecord, current
+from cluster.ingress.openai.stream import Events
+from pilotfish.v1 import generation_pb2
+
+Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
+_Arrived = tuple[int, generation_pb2.GenerateResponse]
+
+
+def answers(
+    client: GenerateClient, requests: Sequence[generation_pb2.GenerateRequest], timeout_seconds: float
+) -> Events:
+    """Yield `(choice index, event)` in order of arrival. The choices of a prompt are `n` consecutive ones.
+
+    The requests have one `n`, and get the name of the caller. The start of a request is repeated for each of its
+    choices. The first error ends all calls; so does closing the iterator. The record of the HTTP request collects the
+    events. Raises `WorkerUnavailable` for an answer that was not requested.
+    """
+    record = current.get()
+    for request in requests:
+        named(request)
+        if record is not None:
+            record.note_request(request)
+    calls = [client.generate(request, timeout_seconds) for request in requests]
+    return _joined(calls, max(1, requests[0].n), record)
+
+
+async def _joined(calls: Sequence[Responses], n: int, record: RequestRecord | None) -> Events:
+    async with aclosing(_Arrivals(calls)) as arrivals:
+        while (arrived := await arrivals.next()) is not None:
+            prompt, event = arrived
+            for choice in _choices(prompt, event, n, record):
+                yield choice, event
+
+
+class _Arrivals:
+    """The responses of several calls, in order of arrival."""
+
+    def __init__(self, calls: Sequence[Responses]) -> None:
+        self._only = calls[0] if len(calls) == 1 else None  # nothing to wait for beside it
+        self._arrived: asyncio.Queue[_Arrived | Exception | None] = asyncio.Queue(len(calls))
+        self._running = len(calls)
+        started = () if self._only is not None else enumerate(calls)
+        self._pumps = [asyncio.create_task(self._pump(prompt, call)) for prompt, call in started]
+
+    async def next(self) -> _Arrived | None:
+        """Return the next response with the index of its call; `None` after the last one. Raises the first error."""
+        if self._only is not None:
+            event = await anext(self._only, None)
+            return None if event is None else (0, event)
+        while self._running:
+            entry = await self._arrived.get()
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is not None:
+                return entry
+            self._running -= 1
+        return None
+
+    async def aclose(self) -> None:
+        """End all calls."""
+        if self._only is not None:
+            await self._only.aclose()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _pump(self, prompt: int, call: Responses) -> None:
+        try:
+            async with aclosing(call):
+                async for event in call:
+                    await self._arrived.put((prompt, event))
+        except Exception as error:  # `next` raises it
+            await self._arrived.put(error)
+        else:
+            await self._arrived.put(None)
+
+
+def _choices(
+    prompt: int, event: generation_pb2.GenerateResponse, n: int, record: RequestRecord | None
+) -> Iterator[int]:
+    """Return the choices that an event belongs to, once it is recorded."""
+    if event.index >= n:
+        raise WorkerUnavailable(f"answer {event.index} was not requested")
+    if record is not None:
+        record.note(event)
+    indices = range(n) if event.HasField("started") else (event.index,)
+    return (prompt * n + index for index in indices)
