@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from cluster.core.config.load import known_keys
+from cluster.core.config.load import kind_of, known_keys
 from deploy.settings import presets
+from workers.serve.configuration import PLUGINS
 
 
 def complete_config(incomplete: str) -> Iterator[str]:
@@ -18,7 +19,33 @@ def complete_config(incomplete: str) -> Iterator[str]:
 
 def complete_setting(incomplete: str) -> Iterator[str]:
     """Yield the keys of settings that begin so, with the sign that follows."""
-    yield from (f"{key}=" for key in known_keys() if key.startswith(incomplete))
+    name, sign, _ = incomplete.partition("=")
+    if sign:
+        yield from (f"{name}={value}" for value in known_values(name) if f"{name}={value}".startswith(incomplete))
+        return
+    yield from (f"{key}=" for key in dict.fromkeys((*known_keys(), *_SELECTING)) if key.startswith(incomplete))
+
+
+def known_values(key: str) -> tuple[str, ...]:
+    """The values of a setting that has few: a choice, a switch, or the names of plug-ins."""
+    for registry in PLUGINS:
+        if key == registry.selector:
+            return registry.names()
+    kind = kind_of(key)
+    return ("true", "false") if kind is bool else tuple(map(str, _choices(kind)))
+
+
+def _choices(kind: Any) -> Iterator[str]:
+    """The values of the literals in an annotation, in their order."""
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+        return
+    for part in get_args(kind):
+        yield from _choices(part)
+
+
+_SELECTING = tuple(registry.selector for registry in PLUGINS)
+"""Keys whose values are names of plug-ins."""
 
 
 ConfigOption = Annotated[

@@ -75,6 +75,18 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _keys(inner, f"{prefix}{name}.")
 
 
+def kind_of(key: str) -> Any:
+    """The type of a dotted key of the sections; `None` if there is no such key."""
+    section: type[BaseModel] | None = Configuration
+    kind: Any = None
+    for part in key.split("."):
+        if section is None or part not in section.model_fields:
+            return None
+        kind = section.model_fields[part].annotation
+        section = _section_of(kind)
+    return kind
+
+
 def _build_plugin_settings(values: dict[str, Any], registry: Registry[Plugin]) -> Iterator[str]:
     """Replace the values of each plug-in's section by its settings. Yield a message for each refused value."""
     section = values.setdefault(registry.section, {})

@@ -11,6 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 _NONE = "–"
+_MOST_CHARS = 13
+"""Longest id in the table, in characters, so that the table fits into 80 columns."""
+_HEADINGS = (
+    "replica",
+    "running",
+    "waiting",
+    "tokens\n/s",
+    "steps\n/s",
+    "accepted",
+    "tokens\n/step",
+    "KV\nused",
+    "drafts\nby",
+)
+_CAPTION = "drafts by: drafters that answer, or the target itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +69,19 @@ def statuses(
 
 def status_table(found: Sequence[ReplicaStatus], problem: str = "") -> Table:
     """Return a table with one row per replica, and with a last one of their sums if there are several."""
-    table = Table(box=SIMPLE, title=problem or None, title_style="bold red")
-    for heading in (
-        "replica",
-        "running",
-        "waiting",
-        "tokens/s",
-        "steps/s",
-        "accepted",
-        "tokens/step",
-        "KV",
-        "drafters",
-    ):
-        table.add_column(heading, justify="left" if heading == "replica" else "right")
+    table = Table(
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+        title=problem or None,
+        title_style="bold red",
+        caption=_CAPTION,
+        pad_edge=False,
+    )
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading == "replica" else "right", vertical="bottom")
     for one in found:
         table.add_row(
-            Text(one.id or one.model, "bold" if one.lossless else "bold red"),
+            Text(_short(one.id or one.model), "bold" if one.lossless else "bold red"),
             str(one.running),
             Text(str(one.waiting), "yellow" if one.waiting else ""),
             f"{one.tokens_per_second:.1f}",
@@ -78,7 +89,7 @@ def status_table(found: Sequence[ReplicaStatus], problem: str = "") -> Table:
             _percent(one.acceptance),
             _NONE if one.tokens_per_step is None else f"{one.tokens_per_step:.2f}",
             Text(_percent(one.kv_usage), "red" if one.kv_usage > 0.9 else ""),
-            _drafters(one.drafters),
+            _drafted_by(one),
         )
     if len(found) > 1:
         running, waiting = sum(one.running for one in found), sum(one.waiting for one in found)
@@ -118,8 +129,14 @@ def _percent(share: float | None) -> str:
     return _NONE if share is None else f"{100 * share:.0f} %"
 
 
-def _drafters(states: Mapping[str, int]) -> str:
-    available, failed = states.get("available", 0), states.get("failed", 0)
-    if not available and not failed:
-        return _NONE
-    return f"{available} of {available + failed}" if failed else str(available)
+def _drafted_by(one: ReplicaStatus) -> str:
+    """Who drafts for a replica: so many drafters of its own, or the process of its target."""
+    available, failed = one.drafters.get("available", 0), one.drafters.get("failed", 0)
+    if available or failed:
+        return f"{available} of {available + failed}" if failed else str(available)
+    return _NONE if one.acceptance is None else "target"
+
+
+def _short(name: str) -> str:
+    """The end of a long id, which tells replicas apart."""
+    return name if len(name) <= _MOST_CHARS else f"…{name[1 - _MOST_CHARS :]}"

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
+import termios
 import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import httpx
@@ -34,7 +40,7 @@ def top(
 ) -> None:
     """Show replicas, requests, tokens per second, acceptance, KV memory and drafters of a running cluster.
 
-    Where API keys are demanded, `PILOTFISH_API_KEY` must be that of an operator.
+    q ends it. Where API keys are demanded, `PILOTFISH_API_KEY` must be that of an operator.
     """
     settings = load_settings(config, assignments or ())
 
@@ -69,12 +75,15 @@ async def print_statuses(
 
 
 async def watch(client: httpx.AsyncClient, interval: float, console: Console) -> None:
-    """Show a table that changes in place until the command is interrupted. Raises the error of the first look."""
+    """Show a table that changes in place until somebody types q or Ctrl-C. Raises the error of the first look."""
     before, since = await _look(client)
     found: list[ReplicaStatus] = statuses(before, before, interval)
-    with Live(status_table(found), console=console, auto_refresh=False) as live:
+    with quit_key() as quits, Live(status_table(found), console=console, auto_refresh=False) as live:
         while True:
-            await asyncio.sleep(interval)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(quits.wait(), interval)
+            if quits.is_set():
+                return
             try:
                 after, now = await _look(client)
             except PilotfishError as error:  # the server may come back
@@ -83,6 +92,29 @@ async def watch(client: httpx.AsyncClient, interval: float, console: Console) ->
             found = statuses(before, after, now - since)
             live.update(status_table(found), refresh=True)
             before, since = after, now
+
+
+@contextmanager
+def quit_key() -> Iterator[asyncio.Event]:
+    """Yield an event that is set when somebody types q. Keys count at once, where the standard input is a terminal."""
+    pressed, loop = asyncio.Event(), asyncio.get_running_loop()
+    if not sys.stdin.isatty():
+        yield pressed
+        return
+    descriptor = sys.stdin.fileno()
+
+    def read() -> None:
+        if os.read(descriptor, 64).lower().startswith(b"q"):
+            pressed.set()
+
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    loop.add_reader(descriptor, read)
+    try:
+        yield pressed
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 async def _look(client: httpx.AsyncClient) -> tuple[list[dict[str, Any]], float]:

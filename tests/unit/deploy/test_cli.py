@@ -183,6 +183,10 @@ class TestCommands:
             ("pilotfish serve --config ", {"cpu", "gpu"}),
             ("pilotfish plan --set target.tens", {"target.tensor_parallel="}),
             ("pilotfish bench serve --endpoint co", {"completions"}),
+            ("pilotfish plan --set draft.method=n", {"draft.method=ngram", "draft.method=none"}),
+            ("pilotfish plan --set server.page=", {"server.page=on", "server.page=off"}),
+            ("pilotfish plan --set server.log_format=j", {"server.log_format=json"}),
+            ("pilotfish plan --set target.standby=", {"target.standby=true", "target.standby=false"}),
         ],
     )
     def test_a_shell_completes_commands_options_and_their_values(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import os
+import pty
 from typing import Any
 
 import httpx
@@ -21,7 +24,7 @@ from cluster.ingress.endpoints.cluster_status import read_replicas
 from cluster.ingress.router.metrics_text import merged
 from cluster.speculation.observation import DraftTime, RoundDrafts, RoundRecord, RoundTimes
 from deploy.commands.client.cluster_table import status_table, statuses
-from deploy.commands.client.top import print_statuses
+from deploy.commands.client.top import print_statuses, watch
 
 ROUND = RoundRecord(
     (VerifyRow(SequenceId("a"), 9, (1,), TokenTree.chain((2, 3, 4, 5, 6))),),
@@ -87,6 +90,31 @@ def test_the_table_has_a_row_per_replica_and_their_sums() -> None:
     assert "2 replicas" in text
     assert "25 %" in text
     assert "1 of 3" in text
+
+
+def test_the_table_fits_into_eighty_columns() -> None:
+    names = ("0a1b2c3d:target-0123456789", "second")
+    found = read_replicas(merged({name: coordinator(99, 99).exposition()[0] for name in names}).decode())
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_table(statuses(found, found, 1.0)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("0123456789") == 1
+    for word in ("running", "waiting", "accepted", "tokens", "/step", "drafts", "1 of 3"):
+        assert word in text
+
+
+async def test_q_ends_the_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, terminal = pty.openpty()
+    looks = [read_replicas(coordinator().exposition()[0].decode()) for _ in range(2)]
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        async with answering(looks) as client, asyncio.timeout(10):
+            watching = asyncio.create_task(watch(client, 60.0, Console(file=io.StringIO(), width=80)))
+            await asyncio.sleep(0.1)
+            os.write(controller, b"q")
+            await watching
+    os.close(controller)
 
 
 def answering(looks: list[list[dict[str, Any]]]) -> httpx.AsyncClient:
