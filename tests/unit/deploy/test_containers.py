@@ -12,6 +12,8 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 
+from deploy.network.health_check import is_alive
+
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE, COMPOSE = ROOT / "deploy" / "Dockerfile", ROOT / "deploy" / "compose.yaml"
 SERVICES = yaml.safe_load(COMPOSE.read_text("utf-8"))["services"]
@@ -52,7 +54,7 @@ def test_an_image_runs_as_a_user_and_comes_from_its_own_build(target: str) -> No
     assert f"COPY --from=build-{target} /opt/venv /opt/venv" in instructions
     assert "python -m workers.forward.native.prebuild" in stages()[f"build-{target}"]
     assert "-c constraints.txt" in stages()[f"build-{target}"]
-    assert "HEALTHCHECK" in stages()["runtime"] and "/health" in stages()["runtime"]
+    assert "HEALTHCHECK" in stages()["runtime"] and f'"-m", "{is_alive.__module__}"' in stages()["runtime"]
 
 
 def test_compiled_code_is_kept_apart_from_the_models() -> None:
