@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 
 from deploy.commands.options import ConfigOption, SetOption
@@ -50,5 +51,5 @@ class _TerminalNotices:
     def print(self, text: str) -> None:
         notices.print(text)
 
-    def stage(self, title: str) -> AbstractContextManager[ProgressReporter]:
-        return ProgressReporter(notices, title)
+    def stage(self, title: str, seconds: float = math.inf) -> AbstractContextManager[ProgressReporter]:
+        return ProgressReporter(notices, title, seconds=seconds)

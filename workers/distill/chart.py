@@ -24,14 +24,19 @@ def loss_curve(progress: Progress, *, is_tokens: bool = False) -> bytes | None:
     loss.set_xlabel("minutes of training")
     loss.set_ylabel("divergence (nats per token)", color="tab:blue")
     loss.plot(
-        [seconds / 60 for _, seconds, _ in progress.losses], [value for _, _, value in progress.losses], "tab:blue"
+        [seconds / 60 for _, seconds, _ in progress.losses],
+        [value for _, _, value in progress.losses],
+        ".-",
+        color="tab:blue",
+        markersize=4,
     )
+    loss.tick_params(axis="y", labelcolor="tab:blue")
     label, points = _quality(progress, is_tokens=is_tokens)
     if points:
         quality = loss.twinx()
         quality.set_ylabel(label, color="tab:red")
-        quality.plot([minutes for minutes, _ in points], [value for _, value in points], "o-", color="tab:red")
-        quality.set_ylim(0, 1.1 * max(value for _, value in points) or 1)
+        quality.plot([minutes for minutes, _ in points], [value for _, value in points], "s--", color="tab:red")
+        quality.tick_params(axis="y", labelcolor="tab:red")
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
     return picture.getvalue()

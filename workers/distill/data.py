@@ -98,7 +98,8 @@ def _generate_answers(job: DistillJob, name: str, tasks: Iterable[Task], answer_
     options = job.options
     seconds = min(options.answer_minutes * 60, budget.left_for_answers())
     quota = Quota(answer_tokens, seconds, options.max_tokens, ends=budget.answers_end)
-    with AnswerFile(options.work_directory / name) as file, job.notices.stage(f"answers for {name}") as stage:
+    longest = budget.left_for_answers()  # conversations that have begun at `seconds` are finished
+    with AnswerFile(options.work_directory / name) as file, job.notices.stage(f"answers for {name}", longest) as stage:
 
         def report(tokens: int) -> None:
             stage(tokens / answer_tokens if answer_tokens else 0.0, f"{tokens:,} tokens" if answer_tokens else "")

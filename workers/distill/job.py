@@ -57,8 +57,8 @@ class Notices(Protocol):
         """Write one line."""
         ...
 
-    def stage(self, title: str) -> AbstractContextManager[StageReport]:
-        """Show the progress of a stage while the context lasts."""
+    def stage(self, title: str, seconds: float = math.inf) -> AbstractContextManager[StageReport]:
+        """Show the progress of a stage while the context lasts. It takes at most so many seconds."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -125,7 +126,8 @@ def _translate(
     """Append the answers to `tasks` to the file `name`, until it holds `answer_tokens` tokens to train on."""
     options, start = job.options, decoder_start(target)
     ends = min(budget.answers_end, budget.clock() + options.answer_minutes * 60)
-    with AnswerFile(options.work_directory / name) as file, job.notices.stage(f"answers for {name}") as report:
+    longest = ends - budget.clock() if answer_tokens else math.inf
+    with AnswerFile(options.work_directory / name) as file, job.notices.stage(f"answers for {name}", longest) as report:
         left = [task for task in tasks if task.key not in file.finished and len(task.prompt) < options.max_length]
         done = len(tasks) - len(left)
         for rows in _chunks(left, _ROWS * _SORTED):
@@ -136,7 +138,8 @@ def _translate(
                 for task, (tokens, leading) in zip(batch, found, strict=True):
                     file.append(replace(task, answer=tokens, leading=leading))
                 done += len(batch)
-                report(done / len(tasks), f"{done:,} sources")
+                shares = (done / len(tasks), file.answer_tokens / answer_tokens if answer_tokens else 0.0)
+                report(min(1.0, max(shares)), f"{done:,} sources")
 
 
 def _chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:

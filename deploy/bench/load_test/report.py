@@ -119,13 +119,13 @@ def chart(results: LoadResults) -> bytes | None:
             points = [
                 None if (found := each.latency(name)) is None else found.percentiles[index] for each in measurements
             ]
-            axes.plot(range(len(points)), points, "o-", label=f"{FIGURES[name]}, p{100 * share:.0f}")
+            style = "o-" if name == "ttft" else "s--"
+            axes.plot(range(len(points)), points, style, label=f"{FIGURES[name]}, p{100 * share:.0f}")
     if len(measurements) == 1:
         axes.set(xlabel="seconds", ylabel="share of the requests")
     else:
         axes.set_xticks(range(len(measurements)), [_place(found) for found in measurements])
-        axes.set(xlabel="requests/s sent, in flight", ylabel="seconds")
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="requests/s sent, in flight", ylabel="seconds (logarithmic)", yscale="log")
     return png(figure, axes)
 
 

@@ -38,9 +38,14 @@ def speedup_by_task(results: BenchResults) -> bytes | None:
     width = _WIDTH / max(1, len(bars))
     for index, (name, values) in enumerate(bars.items()):
         places = [place - _WIDTH / 2 + (index + 0.5) * width for place in range(len(tasks))]
-        axes.bar(places, [value or 0.0 for value in values], width, label=name)
+        drawn = axes.bar(
+            places, [0.0 if value is None else value - 1.0 for value in values], width, bottom=1.0, label=name
+        )
+        axes.bar_label(drawn, ["" if value is None else f"{value:.2f}" for value in values], fontsize=6, padding=1)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(tasks)), tasks, rotation=20, ha="right")
+    axes.set(xlabel="task", ylabel="speed ÷ plain decoding")
+    axes.margins(y=0.1)
     return png(figure, axes)
 
 
@@ -67,9 +72,10 @@ def throughput_by_batch(results: BenchResults) -> bytes | None:
         points = [(batch, _rate(found)) for batch, found in zip(batches, passes, strict=True) if found]
         style = "k--" if name == PLAIN else "o-"
         axes.plot([batch for batch, _ in points], [rate for _, rate in points], style, label=name)
-    axes.set_xlabel("requests in flight")
+    axes.set(xlabel="requests in flight (logarithmic)", ylabel="tokens per second (logarithmic)")
+    axes.set(xscale="log", yscale="log")
     axes.set_xticks(batches)
-    axes.set_ylim(bottom=0)
+    axes.set_xticks([], minor=True)
     return png(figure, axes)
 
 

@@ -6,6 +6,11 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+_DISTINCT = ("tab10", "Dark2")
+"""Palettes of matplotlib, used one after the other: together 18 colours, none of which is a shade of its neighbour."""
+
+_DECADE = 10.0
+
 
 def empty_plot(about: Sequence[str], title: str, width: float) -> tuple[Any, Any] | None:
     """An empty figure and its axes, with what was measured above the title; `None` without matplotlib."""
@@ -18,14 +23,19 @@ def empty_plot(about: Sequence[str], title: str, width: float) -> tuple[Any, Any
     figure = Figure(figsize=(width, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set_prop_cycle(color=[colormaps["tab20"](index) for index in range(20)])
+    axes.set_prop_cycle(color=[color for name in _DISTINCT for color in map(colormaps[name], range(colormaps[name].N))])
     axes.set_title("\n".join(filter(None, (*about, title))), fontsize=8, wrap=True)
     return figure, axes
 
 
 def png(figure: Any, axes: Any) -> bytes:
-    """The figure with a legend, as a PNG."""
-    axes.legend(fontsize=7)
+    """The figure with a legend beside what is drawn, as a PNG. Ticks are plain numbers."""
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_major_formatter("{x:g}")
+            low, high = axis.get_view_interval()
+            axis.set_minor_formatter("{x:g}" if high < _DECADE * low else "")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
     return picture.getvalue()

@@ -120,7 +120,8 @@ def stored_states(run: ModuleRun, model: Any, card: DraftCard) -> TapCache:
     cache = TapCache(options.work_directory, card.taps, card.hidden_size, MAX_STORED_LENGTH)
     # Held-out answers come first: without them nothing is measured.
     answers = (*data.held_out, *data.train, *data.evaluation)
-    with run.job.notices.stage("hidden states") as stage:
+    longest = max(0.0, run.budget.states_end - run.budget.clock())
+    with run.job.notices.stage("hidden states", longest) as stage:
 
         def report(done: int, wanted: int) -> None:
             stage(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
@@ -192,7 +193,7 @@ class ModuleTrainer:
             checkpoint,
             early_stopping=EarlyStopping(self._measure, self._engine.identity(self._prompts), cost=MEASURED),
         )
-        with run.job.notices.stage("training") as stage:
+        with run.job.notices.stage("training", run.budget.left_for_training()) as stage:
 
             def report(progress: Progress, done: float) -> None:
                 loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""
