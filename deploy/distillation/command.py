@@ -42,7 +42,13 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
         served=LocalTarget(models.configuration),
     )
     make = distill_model if options.kind == LAYERS else distill_module
-    make(job)
+    try:
+        make(job)
+    except KeyboardInterrupt:
+        notices.print(
+            f"stopped; what is done is in {options.out}, and the same command goes on from there", markup=False
+        )
+        raise
 
 
 class _TerminalNotices:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal, Protocol
 
 import torch
@@ -193,8 +197,13 @@ class TrainingLoop:
     def run(self, report: Report) -> Progress:
         """Train until the plan is finished or nothing improves; the learner then has the best measured parameters.
 
-        Raises `ConfigurationError` for a checkpoint of another training.
+        Ctrl-C and SIGTERM end the step that runs, write a checkpoint and raise `KeyboardInterrupt`. Raises
+        `ConfigurationError` for a checkpoint of another training.
         """
+        with _signals_between_steps() as was_signalled:
+            return self._run(report, was_signalled)
+
+    def _run(self, report: Report, was_signalled: Callable[[], bool]) -> Progress:
         plan, learner = self._plan, self._learner
         progress = (
             load_checkpoint(self._checkpoint, learner.parameters, learner.optimizers, self._fingerprint) or Progress()
@@ -223,9 +232,11 @@ class TrainingLoop:
                 if len(recent_losses) == _LOSS_EVERY:
                     progress.losses.append((progress.step, progress.seconds, sum(recent_losses) / len(recent_losses)))
                     recent_losses = []
-                if progress.seconds - saved >= plan.checkpoint_seconds:
+                if was_signalled() or progress.seconds - saved >= plan.checkpoint_seconds:
                     self._save(progress)
                     saved = progress.seconds
+                if was_signalled():
+                    raise KeyboardInterrupt
                 done = self._done(progress)
                 report(progress, done)
                 if done >= 1 or measures.must_end(progress, plan.seconds):
@@ -276,6 +287,36 @@ class TrainingLoop:
         save_checkpoint(
             self._checkpoint, self._learner.parameters, self._learner.optimizers, progress, self._fingerprint
         )
+
+
+@contextmanager
+def _signals_between_steps() -> Iterator[Callable[[], bool]]:
+    """Inside, the first SIGINT or SIGTERM is only noted; the next one acts at once. Yields whether there was one.
+
+    A thread other than the main one gets no signals, so nothing is changed there.
+    """
+    noted = False
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of signal handlers
+        nonlocal noted
+        if noted:
+            restore()
+            raise KeyboardInterrupt
+        noted = True
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    try:
+        yield lambda: noted
+    finally:
+        restore()
 
 
 def learning_rate(plan: TrainingPlan, done: float) -> float:

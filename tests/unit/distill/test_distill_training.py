@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -134,6 +135,30 @@ class TestTraining:
             interrupted.run(lambda progress, done: _stop_at(progress, 13))
         resumed, progress = train(target, answers, tmp_path / "parts", plan())
 
+        assert progress.step == 30
+        for name, value in whole.own_parameters().items():
+            assert torch.equal(value, resumed.own_parameters()[name]), name
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_writes_a_checkpoint_after_the_step_that_runs(
+        self, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path, number: signal.Signals
+    ) -> None:
+        whole, _ = train(target, answers, tmp_path / "whole", plan())
+        before, steps = signal.getsignal(number), list[int]()
+
+        def interrupt(progress: Progress, done: float) -> None:
+            steps.append(progress.step)
+            if progress.step == 13:
+                signal.raise_signal(number)
+
+        with pytest.raises(KeyboardInterrupt):  # long before the next checkpoint of the plan
+            Training(student_of(target), answers[:18], (), plan(checkpoint_seconds=9999), tmp_path / "parts").run(
+                interrupt
+            )
+        assert steps[-1] == 13
+        assert signal.getsignal(number) == before
+
+        resumed, progress = train(target, answers, tmp_path / "parts", plan())
         assert progress.step == 30
         for name, value in whole.own_parameters().items():
             assert torch.equal(value, resumed.own_parameters()[name]), name
