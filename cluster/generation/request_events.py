@@ -62,8 +62,7 @@ class RequestEvents:
         self.request = replace(request, resumed=parts)
         """The request to the engine."""
 
-    @property
-    def done(self) -> bool:
+    def have_ended(self) -> bool:
         """Whether all answers have ended."""
         return not self._running
 
@@ -84,11 +83,11 @@ class RequestEvents:
             if commit.finish is None:
                 self._engine.conclude(self.request.request_id, commit.index)
         self._waiting += events
-        return [] if self.done or self._valid.answers.selects_best or not self._waiting else self._released()
+        return [] if self.have_ended() or self._valid.answers.selects_best or not self._waiting else self._released()
 
     def rest(self) -> list[Event]:
         """Return the events after the last commit. Raises `TargetUnavailable` if an answer has not ended."""
-        if not self.done:
+        if not self.have_ended():
             raise TargetUnavailable(f"the answer to {self.request.request_id} broke off")
         answers = self._valid.answers
         if answers.selects_best:

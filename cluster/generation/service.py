@@ -86,12 +86,12 @@ class GenerationService:
             request, started = await self._tokenized(valid, info)
             request = replace(request, deadline=deadline)
             events = RequestEvents(valid, request, started, self._tokenizer, self._engine, self._recent)
-            if not events.done:
+            if not events.have_ended():
                 async with aclosing(self._engine.generate(events.request)) as commits:
                     async for commit in commits:
                         for event in events.take(commit):
                             yield event
-                        if events.done:
+                        if events.have_ended():
                             break  # close the engine's stream before the client reads the last event
             for event in events.rest():
                 yield event

@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import grpc
 
 from cluster.core.ids import check_request_id
 from cluster.ingress.client import AbortClient, GenerateClient, ModelClient, TextClient
-from cluster.ingress.observability.grpc_calls import logged
+from cluster.ingress.observability.request_log import log_request
+from cluster.ingress.observability.request_record import Fields, RequestRecord
 from cluster.wire.request_values import traceparent_of
 from pilotfish.v1 import generation_pb2, generation_pb2_grpc
 
@@ -43,7 +46,7 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             request.traceparent = traceparent_of(context.invocation_metadata()) or request.traceparent
         left, longest = context.time_remaining(), self._max_timeout_seconds
         timeout = longest if left is None else min(left, longest)
-        with logged(request) as record:
+        with _logged(request) as record:
             record.note_request(request)
             async with aclosing(self._client.generate(request, timeout)) as responses:
                 async for response in responses:
@@ -78,3 +81,20 @@ class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.GetModelResponse:
         """Return one model by name."""
         return generation_pb2.GetModelResponse(model=await self._client.get_model(request.model))
+
+
+@contextmanager
+def _logged(request: generation_pb2.GenerateRequest) -> Iterator[RequestRecord]:
+    """Yield the record of a call, and log one line at its end."""
+    record = RequestRecord(time.monotonic)
+    try:
+        yield record
+    except (asyncio.CancelledError, GeneratorExit):
+        record.error = "Cancelled"
+        raise
+    except Exception as error:
+        record.error = type(error).__name__
+        raise
+    finally:
+        begin: Fields = {"request_id": record.answer_id or request.request_id, "api": "grpc", "method": "Generate"}
+        log_request(begin | record.fields())

@@ -190,7 +190,9 @@ async def _generate(
     beginning = asyncio.ensure_future(begin())
     try:
         # A refused request fails here, before the status line is sent, unless it waits for long.
-        await while_connected(request, _settled(beginning, _SILENT_SECONDS if translated.stream else None))
+        await while_connected(
+            request, asyncio.wait({beginning}, timeout=_SILENT_SECONDS if translated.stream else None)
+        )
         if not translated.stream:
             metadata, _ = beginning.result()
             return JSONResponse(
@@ -209,11 +211,6 @@ async def _generate(
         raise
     parts = chunks(beginning, events, choices, translated.options, lambda error: failed(request, error))
     return EventStream(parts, translated.headers, silent_seconds=_SILENT_SECONDS)
-
-
-async def _settled(beginning: asyncio.Future[object], seconds: float | None) -> None:
-    """Return when the first event or its error has arrived, or after `seconds`."""
-    await asyncio.wait({beginning}, timeout=seconds)
 
 
 def _metadata(first: generation_pb2.GenerateResponse, translated: _Translated) -> ResponseMetadata:

@@ -190,7 +190,7 @@ class CoordinatorNode:
     async def _generate(self, request: bytes, seconds_left: float) -> AsyncGenerator[bytes, None]:
         message = generation_pb2.GenerateRequest.FromString(request)
         context = _Deadline(now() + seconds_left)
-        async with aclosing(self._servicer.Generate(message, context)) as responses:  # type: ignore[arg-type,type-var]
+        async with aclosing(self._servicer.Generate(message, context)) as responses:  # type: ignore[arg-type]
             async for response in responses:
                 yield response.SerializeToString()
 

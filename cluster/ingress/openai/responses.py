@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from cluster.ingress.openai.draft_report import report_drafts
-from cluster.ingress.openai.formats import Choice, EndpointFormat, reported_prompt, streamed_prompt
+from cluster.ingress.openai.formats import Choice, EndpointFormat, reported_prompt, streamed_prompt, token_text
 from cluster.ingress.openai.parsing.parts import Json
-from cluster.wire.origin_counts import count_origins, origins_as_json
+from cluster.wire.origin_counts import ORIGIN_NAMES, count_origins, origins_as_json
 from pilotfish.v1 import generation_pb2
 
 _PROGRAM = f"pilotfish-{version('pilotfish')}"
@@ -114,7 +113,7 @@ def add_delta(
     _count(choice, delta)
     choice.logprobs.extend(endpoint.logprobs(choice, delta))
     if options.drafts:
-        for name, entries in report_drafts(delta).items():
+        for name, entries in _reported_drafts(delta).items():
             choice.drafts.setdefault(name, []).extend(entries)
 
 
@@ -152,7 +151,7 @@ def delta_choice(
         "logprobs": endpoint.join(entries) if options.logprobs else None,
         "finish_reason": None,
         **_tokens(delta.token_ids, delta.accepted_draft_tokens, options),
-        **(report_drafts(delta) if options.drafts else {}),
+        **(_reported_drafts(delta) if options.drafts else {}),
         **(streamed_prompt(choice) if first and endpoint.reports_prompt_per_choice else {}),
     }
 
@@ -262,3 +261,19 @@ def _ending(choice: Choice, options: ResponseOptions) -> Json:
 
 def _tokens(token_ids: Iterable[int], accepted: int, options: ResponseOptions) -> Json:
     return {"token_ids": list(token_ids), "accepted_draft_tokens": accepted} if options.token_ids else {}
+
+
+def _reported_drafts(delta: generation_pb2.GenerationDelta) -> Json:
+    """Return the verified trees of a delta, and the text that became complete with each of its tokens."""
+    return {"token_texts": list(delta.token_texts), "drafts": [_verified_draft(draft) for draft in delta.drafts]}
+
+
+def _verified_draft(draft: generation_pb2.VerifiedDraft) -> Json:
+    return {
+        "token_ids": list(draft.token_ids),
+        "texts": [token_text(text) for text in draft.token_bytes],
+        "parents": list(draft.parents),
+        "accepted": list(draft.accepted),
+        "committed_tokens": draft.committed_tokens,
+        "origins": [ORIGIN_NAMES.get(origin) for origin in draft.origins],
+    }
