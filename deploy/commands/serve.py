@@ -14,6 +14,7 @@ from deploy.implied_settings import NOT_LOSSLESS
 from deploy.models import served_name
 from deploy.network.exposure import exposure_warning
 from deploy.preflight import check_files
+from deploy.ray.memory_watch import watch_memory
 from deploy.settings import load_settings
 from deploy.signals import SIGNALLED, Interrupted, raise_on_signals, wait_for_signal
 from deploy.terminal import notices, output
@@ -39,6 +40,8 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
             notices.print(exposure, style="bold red", markup=False)
         if not cluster.is_lossless:
             notices.print(NOT_LOSSLESS)
+        if settings.ray_address is None:
+            watch_memory(lambda text: notices.print(text, style="bold red", markup=False))
         wait_for_signal()
         notices.print("draining; a second signal stops at once")
         cluster.drain()
