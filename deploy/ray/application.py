@@ -34,6 +34,8 @@ _HEALTH_TIMEOUT_SECONDS = 10.0
 _CLOSING_SECONDS = 15.0
 """Time to stop after a replica has drained, in seconds. Then Serve kills it."""
 _NODE_CLAIM = 0.001
+_Common = tuple[str, str | None, PeerAccess]
+"""What targets and drafters are bound to alike: the version of the settings, the host they listen on, the access."""
 _MOST_HTTP_CALLS = 10_000
 """Far above the coordinator's queue limit, so that the coordinator rejects requests (`Overloaded`), not Serve."""
 
@@ -84,17 +86,44 @@ def bind(
     in the directory; the ingress is bound to the other deployments only so that all are deployed. Internal
     services demand `access`, the public APIs one of `api_keys` or of the configured file.
     """
+    settled = _on_devices(configuration, placement)
+    values = settled.model_dump(mode="json")
+    common = (_version(values), worker_host, access)
+    others = [_bind_targets(settled, placement, values, common)]
+    if not settled.draft.is_colocated:
+        others.append(_bind_drafters(settled, placement, values, common))
+    return serve.deployment(
+        name="Ingress",
+        max_ongoing_requests=_MOST_HTTP_CALLS,
+        ray_actor_options=actor_options(placement.ingress)
+        | {"resources": node_claim(settled.server.ingress_node_resource)},
+        num_replicas=settled.server.ingress_replicas,
+        **_supervision(settled),
+    )(IngressReplica).bind(values, access, tuple(api_keys), *others)
+
+
+def _on_devices(configuration: Configuration, placement: Placement) -> Configuration:
+    """The configuration with implied settings, and with the device of each role set.
+
+    A process that claims no GPU may still see all GPUs. Paths of drafting modules stay as they are named.
+    """
     named = configuration.draft
     found = configuration.model_copy(update={"draft": with_module_directories(named)})
-    configuration = with_implied_settings(found)
-    # A process that claims no GPU may still see all GPUs, so its device is set explicitly.
-    target = configuration.target.model_copy(update={"device": placement.target.device})
-    draft = configuration.draft.with_weights(device=placement.draft.device)
+    implied = with_implied_settings(found)
+    target = implied.target.model_copy(update={"device": placement.target.device})
+    draft = implied.draft.with_weights(device=placement.draft.device)
     for method, section in named.modules.items():
         draft = draft.with_module(method, path=section.path)
-    values = configuration.model_copy(update={"target": target, "draft": draft}).model_dump(mode="json")
-    version = _version(values)
-    targets = serve.deployment(
+    return implied.model_copy(update={"target": target, "draft": draft})
+
+
+def _bind_targets(
+    configuration: Configuration, placement: Placement, values: Mapping[str, Any], common: _Common
+) -> Application:
+    """The deployment of target replicas: a coordinator and its ranks on one node each."""
+    target = configuration.target
+    version, worker_host, access = common
+    return serve.deployment(
         name="Target",
         placement_group_bundles=[
             bundle.claims() | node_claim(target.node_resource)
@@ -105,25 +134,20 @@ def bind(
         **_supervision(configuration),
         **number_of_replicas(target.replicas, target.autoscaling),
     )(TargetReplica).bind(values, version, placement.target.threads, placement.target.environment, worker_host, access)
-    others = [targets]
-    if not draft.is_colocated:
-        # A drafter reads settings of the target, such as its weights, but computes on its own device.
-        read = values | {"target": values["target"] | {"device": placement.draft.device}}
-        drafters = serve.deployment(
-            name="Draft",
-            ray_actor_options=actor_options(placement.draft) | {"resources": node_claim(draft.node_resource)},
-            num_replicas=draft.replicas,
-            **_supervision(configuration),
-        )(DraftReplica)
-        others.append(drafters.bind(read, version, placement.draft.threads, worker_host, access))
+
+
+def _bind_drafters(
+    configuration: Configuration, placement: Placement, values: Mapping[str, Any], common: _Common
+) -> Application:
+    """The deployment of drafters. One reads settings of the target, such as its weights, and has its own device."""
+    read = {**values, "target": values["target"] | {"device": placement.draft.device}}
+    version, worker_host, access = common
     return serve.deployment(
-        name="Ingress",
-        max_ongoing_requests=_MOST_HTTP_CALLS,
-        ray_actor_options=actor_options(placement.ingress)
-        | {"resources": node_claim(configuration.server.ingress_node_resource)},
-        num_replicas=configuration.server.ingress_replicas,
+        name="Draft",
+        ray_actor_options=actor_options(placement.draft) | {"resources": node_claim(configuration.draft.node_resource)},
+        num_replicas=configuration.draft.replicas,
         **_supervision(configuration),
-    )(IngressReplica).bind(values, access, tuple(api_keys), *others)
+    )(DraftReplica).bind(read, version, placement.draft.threads, worker_host, access)
 
 
 def _version(values: Mapping[str, Any]) -> str:

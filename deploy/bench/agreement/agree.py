@@ -19,7 +19,7 @@ from deploy.bench.agreement.prediction import RoundTimes
 from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, markdown
 from deploy.bench.agreement.texts import Pair, read_pairs, read_texts
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
-from deploy.bench.contestants.model_kind import is_encoder_decoder
+from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import load_assistant, load_target
 from deploy.bench.measuring import measures
 from deploy.bench.measuring.competitors import BenchSettings, Competitor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,6 @@ from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.origin_counts import origins_as_json
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest, RequestOptions
-from deploy.bench.contestants.model_kind import is_encoder_decoder
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
@@ -186,3 +186,8 @@ async def local_contestant(
             yield LocalContestant(client, seconds, predicts=predicts, options=options, reads_source=reads_source)
         finally:
             await client.close()
+
+
+def is_encoder_decoder(directory: Path) -> bool:
+    """Whether the model in a directory reads a source with an encoder and writes with a decoder."""
+    return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("is_encoder_decoder", False))

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchTasks
-from deploy.bench.contestants.model_kind import is_encoder_decoder
+from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import GENERATE, PEERS, Peer
 from deploy.bench.evaluation.evaluation import Evaluation
 from deploy.bench.evaluation.options import EvaluationOptions
