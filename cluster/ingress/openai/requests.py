@@ -108,7 +108,9 @@ class Parameters(GrammarParameters, VllmParameters):
     speculation: Speculation | None = None
     """Turns speculation on or off, or bounds its draft tokens as `max_draft_tokens` does."""
     return_drafts: bool = False
-    """Report the draft tree of every verdict, and the text that each token completed."""
+    """Report the draft tree of every verdict with the origin of each node, and the text that each token completed. The
+    receipt of an answer counts its accepted draft tokens by origin (`accepted_by_origin`): `request`, `earlier`
+    (answers), `trained` (drafts) and `forced` (by a grammar)."""
     prediction: Prediction | None = None
     """The answer that the client expects. Drafts may be taken from it; the text does not depend on it."""
 

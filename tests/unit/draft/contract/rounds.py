@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, EvidenceNeeds, HiddenStates, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
@@ -34,6 +35,8 @@ def check_proposal(row: DraftRow, proposal: Proposal) -> None:
         above = 1.0 if parent == ROOT else proposal.probabilities[parent]
         assert 0.0 <= proposal.probabilities[node] <= above
     assert len(proposal.distributions) in (0, len(tree))
+    assert len(proposal.origins) in (0, len(tree))
+    assert DraftOrigin.FORCED not in proposal.origins  # only the coordinator knows what a grammar forces
 
 
 @dataclass
