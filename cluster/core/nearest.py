@@ -18,7 +18,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     Names with dots are paths: their last parts must be similar too, because long common beginnings say little.
     """
     for found in difflib.get_close_matches(name[:_LONGEST_NAME], tuple(known), n=3, cutoff=_LEAST_LIKENESS):
-        parts = (one.rpartition(".")[2] for one in (name[:_LONGEST_NAME], found))
-        if difflib.SequenceMatcher(None, *parts).ratio() >= _LEAST_LIKENESS_OF_LAST:
+        last, meant = (one.rpartition(".")[2] for one in (name[:_LONGEST_NAME], found))
+        if difflib.SequenceMatcher(None, last, meant).ratio() >= _LEAST_LIKENESS_OF_LAST:
             return found
     return None
