@@ -48,7 +48,7 @@ def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
         cluster.stop()
     except Interrupted:
         cluster.stop_at_once()
-        notices.print("stopped at once; running answers ended with an error")
+        notices.print("stopped at once; answers that still ran may be cut off")
         # Ray's handlers at the exit of Python wait for processes that have ended.
         sys.stdout.flush()
         os._exit(SIGNALLED)
