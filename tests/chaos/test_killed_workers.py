@@ -22,8 +22,8 @@ PROMPT = "Repeat this list twice: one two three four five six seven eight nine t
 
 
 @pytest.fixture
-def cluster(deploy: Deploy, target_directory: Path, draft_directory: Path) -> ServeProcess:
-    return deploy(configure(target_directory, draft_directory, "ngram", ranks=1, placement="drafter"))
+def cluster(deploy: Deploy, target_directory: Path) -> ServeProcess:
+    return deploy(configure(target_directory, None, "ngram", ranks=1, placement="drafter"))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,7 @@ async def test_a_drafter_killed_several_times_changes_no_text_and_is_used_again(
         assert await drafts_are_used(cluster.server, expected), "the new drafter is not used"
 
 
+@pytest.mark.essential
 async def test_killing_the_target_changes_no_text_and_its_coordinator_starts_it_again(
     cluster: ServeProcess, expected: Expected
 ) -> None:
@@ -99,3 +100,4 @@ async def test_killing_the_target_changes_no_text_and_its_coordinator_starts_it_
     await kill_during_answers(FIRST_RANK, cluster, expected)
     assert cluster.descendants(COORDINATOR) == coordinators
     assert metric(cluster.server, "pilotfish:target_replays_total") > 0
+    assert metric(cluster.server, "vllm:spec_decode_num_accepted_tokens_total") > 0

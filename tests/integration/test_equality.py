@@ -27,7 +27,7 @@ ALONE_TOKENS = 5
 Expected = dict[RequestCase, tuple[int, ...]]
 
 
-def configure(target: Path, draft: Path, method: str, ranks: int, placement: str = "auto") -> Configuration:
+def configure(target: Path, draft: Path | None, method: str, ranks: int, placement: str = "auto") -> Configuration:
     """A cluster that verifies drafts in every round, even where they do not increase the speed.
 
     Methods joined by `+` share a tree.
