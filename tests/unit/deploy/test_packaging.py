@@ -56,7 +56,16 @@ def test_the_cluster_depends_on_the_client_of_its_own_version() -> None:
     own, client = project(ROOT)["project"], project(ROOT / "protos")["project"]
     assert own["version"] == client["version"]
     assert f"pilotfish-client=={client['version']}" in own["dependencies"]
-    assert "-e ./protos -e '.[dev]'" in (ROOT / "Makefile").read_text("utf-8")
+
+
+def test_every_package_is_locked_with_its_hash_in_the_tested_version() -> None:
+    tested = set(re.findall(r"^(\S+==\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    locked = (ROOT / "requirements.lock").read_text("utf-8")
+    names = re.findall(r"^(\S+==\S+) \\\n    --hash=sha256:[0-9a-f]{64}", locked, re.MULTILINE)
+    (torch,) = (one for one in tested if one.startswith("torch=="))
+    assert {one.lower().replace("_", "-") for one in names} == {
+        one.lower().replace("_", "-") for one in tested - {torch}
+    }
 
 
 @pytest.mark.parametrize("name", PARTS)

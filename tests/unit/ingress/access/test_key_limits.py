@@ -18,6 +18,7 @@ def test_a_client_without_limits_is_never_refused() -> None:
     for _ in range(1000):
         free.enter("alice", 16, 0.0)
         free.count(10_000, 0.0)
+    assert free.answers == 16_000
 
 
 def test_requests_refill_evenly_and_the_wait_is_told() -> None:

@@ -19,7 +19,7 @@ from deploy.bench.measuring.competitors import Skipped
 from deploy.bench.measuring.exactness import Exactness
 from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry, KvLayer
 from deploy.bench.measuring.roofs import Roofs
-from tests.unit.race.test_report import MACHINE
+from tests.unit.deploy.bench.race.test_report import MACHINE
 
 CELL = Cell("sums", 1, 0.0)
 EXAMPLES = (Example("1+1?", "", ("#### 2",)), Example("2+1?", "", ("#### 3",)))

@@ -17,7 +17,7 @@ from deploy.bench.measuring.competitors import BenchSettings
 from deploy.local.local_cluster import LocalCluster
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH, save_translator
-from tests.unit.evaluation.support import write_jsonl
+from tests.unit.deploy.bench.evaluation.support import write_jsonl
 
 SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
 TRANSLATION = ({"fr": "the fish the fish", "en": "hello world"}, {"fr": "swim", "en": "swim"})

@@ -18,7 +18,7 @@ from deploy.bench.evaluation.tasks.execution import passes
 from deploy.bench.evaluation.tasks.spec_bench import read_spec_bench
 from deploy.bench.evaluation.tasks.task import Task
 from deploy.bench.evaluation.tasks.translation import read_translation
-from tests.unit.evaluation.support import FUNCTION, write_jsonl
+from tests.unit.deploy.bench.evaluation.support import FUNCTION, write_jsonl
 
 
 def scores(task: Task, *answers: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tenants.retained import Snapshot
+from tests.integration.tenants.retained import Snapshot
 
 SOURCE = """
 from collections import OrderedDict, deque

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from deploy.simulation.faults.run import run_schedule
-from tests.unit.simulation.planted_bugs import PLANTED
+from tests.unit.deploy.simulation.planted_bugs import PLANTED
 
 SCHEDULES = 1000
 

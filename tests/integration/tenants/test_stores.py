@@ -17,11 +17,11 @@ from cluster.core.ids import scoped_salt
 from cluster.ingress.http import create_app
 from cluster.ingress.router.choice import prefix_hashes
 from pilotfish.v1 import common_pb2, generation_pb2
+from tests.integration.tenants.retained import Snapshot
+from tests.integration.tenants.two_keys import ALICE, BOB, TwoKeys, configuration, settled, two_keys
 from tests.support.models import tiny_tokenizer
 from tests.support.translation.tiny_marian import FRENCH, save_translator
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase, make_directories
-from tests.unit.tenants.retained import Snapshot
-from tests.unit.tenants.two_keys import ALICE, BOB, TwoKeys, configuration, settled, two_keys
 from workers.draft.common.modules.context_store import SegmentKeys
 from workers.draft.registry import METHODS
 from workers.kv.sources import source_salt

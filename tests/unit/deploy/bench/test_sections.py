@@ -1,0 +1,67 @@
+"""What the benchmark sections measure with, and the processes that they start."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.sections import Configuration
+from cluster.core.config.target_section import TargetSection
+from tests.bench.agreement import Agreement, agreement
+from tests.bench.processes import clusters
+from tests.bench.processes.role_process import Role
+from tests.bench.sections import round as round_section
+from workers.draft.registry import create
+from workers.serve.configuration import load_configuration
+from workers.serve.worker_server import host_draft
+
+
+async def test_agreement_compares_the_first_drafted_token_at_every_position() -> None:
+    """Prompt lookup predicts only text that repeats itself."""
+    method = create(DraftSection(method="ngram"), TargetSection())
+    prompt, text = (5, 6, 7, 8, 5, 6), (7, 8, 5, 6, 9, 9)
+    async with host_draft("127.0.0.1", method) as host:
+        found = await agreement(host.address, [prompt, (3,)], [text, (4,)])
+    assert found == Agreement(4, 7)
+
+
+def test_a_process_reports_its_counters_and_its_errors() -> None:
+    configuration = load_configuration({}, {"draft.method": "ngram"})
+    with clusters.draft(configuration, clusters.all_cores()[:1]) as process:
+        assert process.address.startswith("127.0.0.1:")
+        counters = process.collect()
+    assert counters["busy_seconds"] == 0
+    assert counters["wall_seconds"] > 0
+    with pytest.raises(RuntimeError, match="Invalid argument"), clusters.draft(configuration, cores=()):
+        pass
+
+
+def test_a_role_survives_the_command_line() -> None:
+    role = Role("coordinator", Configuration().model_dump_json(), (0, 1), 2, "a:1", ("b:2", "c:3"))
+    assert Role.from_json(role.to_json()) == role
+
+
+def test_the_parts_of_a_prompts_way_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The histograms hold sums over all rounds, so those of one prompt are the differences."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "tiny"}]})
+        body = json.loads(request.content)
+        assert (body["model"], body["prompt"], body["max_tokens"]) == ("tiny", [5, 6, 7], 1)
+        return httpx.Response(200, text="id: 1\ndata: {}\n\n")
+
+    states = iter(
+        [
+            {"target_step": (1.0, 4), "round_overhead": (0.5, 4)},
+            {"target_step": (1.25, 6), "round_overhead": (0.625, 6)},
+        ]
+    )
+    monkeypatch.setattr(round_section, "histograms", lambda _: next(states))
+    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server") as client:
+        times = round_section.first_token(client, "http://server", (5, 6, 7))
+    assert (times["steps"], times["loop"]) == (250.0, 125.0)
+    assert times["first"] == pytest.approx(times["steps"] + times["loop"] + times["rest"])
