@@ -29,6 +29,8 @@ from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_SECONDS = 120.0
 """Far above the duration of any test on a busy machine."""
 VOCABULARY = 320

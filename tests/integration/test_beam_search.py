@@ -29,6 +29,8 @@ from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_SECONDS = 120.0
 """Seconds. Longer than any test takes, so that a hang becomes a failure."""
 PROMPT = tuple(range(40, 60))

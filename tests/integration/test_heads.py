@@ -19,6 +19,8 @@ from tests.support.models.plain_generation import write_alone
 from workers.model.draft_shapes import HeadsShape
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 320
 TOKENS = 24
 TAPS = (2,)
@@ -101,12 +103,7 @@ async def test_a_restarted_target_drafts_again_and_changes_no_token(
     configuration = configure(target, request.getfixturevalue(heads), "heads")
     async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         assert not cluster.drafters
-        answers = [await cluster.answer_all(CASES)]
-        running = asyncio.create_task(cluster.answer_all(CASES))
-        await asyncio.sleep(0.1)
-        await cluster.target.stop()
-        await cluster.target.start()
-        answers += [await running, await cluster.answer_all(CASES)]
+        answers = await cluster.answer_before_during_and_after_a_restart(CASES)
     for disturbed in answers:
         assert [answer.tokens for answer in disturbed] == expected
         assert sum(answer.drafted for answer in disturbed) > 0

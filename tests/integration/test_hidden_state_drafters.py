@@ -16,6 +16,8 @@ from tests.support.deadline import deadline
 from tests.support.models import drafting_modules, tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 320
 TOKENS = 40
 METHODS = ("block", "eagle")
@@ -84,12 +86,7 @@ async def test_a_target_that_restarts_in_the_middle_of_answers_changes_no_token(
 ) -> None:
     configuration = configure(target, modules, method, place)
     async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
-        answers = [await cluster.answer_all(CASES)]
-        running = asyncio.create_task(cluster.answer_all(CASES))
-        await asyncio.sleep(0.1)
-        await cluster.target.stop()
-        await cluster.target.start()
-        answers += [await running, await cluster.answer_all(CASES)]
+        answers = await cluster.answer_before_during_and_after_a_restart(CASES)
     for disturbed in answers:
         assert [answer.tokens for answer in disturbed] == plain
     for undisturbed in (answers[0], answers[2]):  # the second time, the target has every prompt in its cache
@@ -103,12 +100,5 @@ async def test_drafters_that_restart_change_no_token(
 ) -> None:
     configuration = configure(target, modules, method)
     async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
-        restarting = asyncio.create_task(cluster.restart_drafters(random.Random(method)))
-        answers: list[list[FullAnswer]] = []
-        while sum(drafter.starts - 1 for drafter in cluster.drafters) < 2:
-            if restarting.done():
-                restarting.result()  # raises the exception that ended the task
-            answers.append(await cluster.answer_all(CASES))
-        restarting.cancel()
-        await asyncio.gather(restarting, return_exceptions=True)
+        answers = await cluster.answer_while_drafters_restart(CASES, random.Random(method), 2)
     assert all([answer.tokens for answer in disturbed] == plain for disturbed in answers)

@@ -22,6 +22,8 @@ from workers.kv.pool import KvPool
 from workers.serve.configuration import load_configuration
 from workers.verify import build
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {"vocab_size": 320, "num_key_value_heads": 6, "head_dim": 16, "num_hidden_layers": 4}
 TOKEN_BYTES = 4 * 2 * 6 * 16 * 4
 """Bytes of the keys and values of one token in four layers."""

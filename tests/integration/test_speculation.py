@@ -19,6 +19,8 @@ from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 320
 TOKENS = 40
 RESTARTS = 4
@@ -122,14 +124,7 @@ async def test_restarted_drafters_change_no_token(
     configuration = configure(target, draft, **drafting)
     async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         undisturbed = await cluster.answer_all(CASES)
-        restarting = asyncio.create_task(cluster.restart_drafters(random.Random(str(drafting))))
-        disturbed: list[list[FullAnswer]] = []
-        while sum(drafter.starts - 1 for drafter in cluster.drafters) < RESTARTS:
-            if restarting.done():
-                restarting.result()  # raises the exception that ended the task
-            disturbed.append(await cluster.answer_all(CASES))
-        restarting.cancel()
-        await asyncio.gather(restarting, return_exceptions=True)
+        disturbed = await cluster.answer_while_drafters_restart(CASES, random.Random(str(drafting)), RESTARTS)
     for answers in (undisturbed, *disturbed):
         assert [answer.tokens for answer in answers] == expected
         assert [answer.logprobs for answer in answers] == logprobs
@@ -162,12 +157,7 @@ async def test_drafts_of_the_target_change_no_token_even_when_it_restarts(
     configuration = configure(target, draft, placement="target", **drafting)
     async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
         assert not cluster.drafters
-        answers = [await cluster.answer_all(CASES)]
-        running = asyncio.create_task(cluster.answer_all(CASES))
-        await asyncio.sleep(0.1)
-        await cluster.target.stop()
-        await cluster.target.start()
-        answers += [await running, await cluster.answer_all(CASES)]
+        answers = await cluster.answer_before_during_and_after_a_restart(CASES)
     for disturbed in answers:
         assert [answer.tokens for answer in disturbed] == expected
         assert [answer.logprobs for answer in disturbed] == logprobs

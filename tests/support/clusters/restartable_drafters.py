@@ -195,6 +195,31 @@ class RestartableCluster:
             await asyncio.sleep(draw.uniform(0.0, 0.1))
             await drafter.start()
 
+    async def answer_before_during_and_after_a_restart(
+        self, cases: Sequence[SamplingCase]
+    ) -> tuple[list[FullAnswer], list[FullAnswer], list[FullAnswer]]:
+        """The answers to all requests, three times. The target restarts in the middle of the second time."""
+        before = await self.answer_all(cases)
+        running = asyncio.create_task(self.answer_all(cases))
+        await asyncio.sleep(0.1)
+        await self.target.stop()
+        await self.target.start()
+        return before, await running, await self.answer_all(cases)
+
+    async def answer_while_drafters_restart(
+        self, cases: Sequence[SamplingCase], draw: random.Random, restarts: int
+    ) -> list[list[FullAnswer]]:
+        """The answers to all requests, again and again until so many drafters have restarted at random."""
+        restarting = asyncio.create_task(self.restart_drafters(draw))
+        answers: list[list[FullAnswer]] = []
+        while sum(drafter.starts - 1 for drafter in self.drafters) < restarts:
+            if restarting.done():
+                restarting.result()  # raises the exception that ended the task
+            answers.append(await self.answer_all(cases))
+        restarting.cancel()
+        await asyncio.gather(restarting, return_exceptions=True)
+        return answers
+
 
 def build_alone(configuration: Configuration) -> StepEngine:
     """The engine of a target with one rank, and the drafting method if it drafts itself."""

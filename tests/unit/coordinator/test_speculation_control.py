@@ -31,6 +31,8 @@ from tests.support.fakes.simulated_time import (
     simulate,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_speculation_follows_a_drafter_that_becomes_good_or_bad() -> None:
     async def scenario() -> tuple[float, float, float]:

@@ -21,6 +21,8 @@ from tests.support.fakes.simulated_time import (
     tokens_per_second,
 )
 
+pytestmark = pytest.mark.slow
+
 NEVER_SLOWER = 0.97
 
 

@@ -17,6 +17,8 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
+pytestmark = pytest.mark.slow
+
 TEXT = tuple((7 * index) % 90 + 3 for index in range(30))
 TREE = TokenTree((7, 8, 9, 7, 11, 12), (-1, -1, 0, 2, 1, 3))
 ROWS = ((TEXT[:1], EMPTY_TREE), (TEXT[:5], EMPTY_TREE), (TEXT[:23], EMPTY_TREE), (TEXT[:23], TREE))

@@ -16,7 +16,7 @@ from workers.forward.loaded_model import EncodedSources, SourceReader
 from workers.model import kernel_handover
 from workers.model.loading import load_model
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
 
 SOURCES = [tuple((11 * index + own) % 90 + 3 for index in range(length)) for own, length in enumerate((21, 1, 40, 7))]
 

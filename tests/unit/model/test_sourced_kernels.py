@@ -22,7 +22,7 @@ from workers.kv.sources import SourceStore
 from workers.model import kernel_handover
 from workers.model.loading import load_model
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
 
 SOURCE = tuple((11 * index) % 90 + 3 for index in range(21))
 TOKENS = tuple((7 * index) % 90 + 3 for index in range(30))

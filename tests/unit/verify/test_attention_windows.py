@@ -15,6 +15,8 @@ from tests.support.engines.engine_sequence import drafts_near, generate, sequenc
 from tests.support.models import tiny
 from tests.support.models.model_cases import BLOCK, WINDOW, ModelCase, gemma3, save_case
 
+pytestmark = pytest.mark.slow
+
 
 def test_text_beyond_the_window_is_the_models_own_with_and_without_trees(case: ModelCase) -> None:
     prompt = some_tokens(19)

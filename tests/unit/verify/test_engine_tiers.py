@@ -30,6 +30,8 @@ from workers.kv.tiers import Tiers
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("moved_out", [False, True], ids=["dropped", "moved out"])
 def test_prompts_for_several_pools_are_all_answered_correctly(case: ModelCase, moved_out: bool) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from workers.verify.engine import TargetEngine
     from workers.verify.group import DriverRank
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 LETTERS = Grammar(GrammarKind.REGEX, "[A-Za-z]{30,90}")
 SETTINGS = {

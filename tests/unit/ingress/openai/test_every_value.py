@@ -15,6 +15,8 @@ from cluster.core.errors import InvalidRequest
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fakes.http_app import HttpApi
 
+pytestmark = pytest.mark.slow
+
 HALF = "\ud800"
 TOOL = {"type": "function", "function": {"name": "swim", "description": "Swims.", "parameters": {"type": "object"}}}
 CALLED = {"id": "c", "type": "function", "index": 0, "function": {"name": "swim", "arguments": '{"to": "reef"}'}}
