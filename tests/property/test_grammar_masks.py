@@ -18,6 +18,8 @@ from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.models.tiny_tokenizer import byte_level
 from workers.sampling.grammar import GrammarCompiler, GrammarMatcher
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 320
 END = 2
 PROMPT = (7, 8, 9)

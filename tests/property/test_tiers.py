@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.core.config.target_section import KvSection
 from workers.kv.tiers import Tiers
+
+pytestmark = pytest.mark.slow
 
 BLOCK_BYTES = 512
 FILE_BYTES = BLOCK_BYTES + 200

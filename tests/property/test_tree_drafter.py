@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,6 +19,8 @@ from tests.support.fakes.fake_expander import BLOCK, FakeExpander, SourcedFakeEx
 from workers.draft.common.trees.draft_tree import DraftTree
 from workers.draft.common.trees.expansion_settings import ExpansionSettings
 from workers.draft.common.trees.tree_drafter import TreeDrafter
+
+pytestmark = pytest.mark.slow
 
 NAMES = "abc"
 SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(seed=1))

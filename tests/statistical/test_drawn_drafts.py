@@ -28,6 +28,8 @@ from workers.sampling.noise import gumbel
 from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 6
 PROMPT = (5, 1, 3, 4)
 LENGTH = 3

@@ -35,6 +35,8 @@ from workers.sampling.decide import decide
 from workers.sampling.noise import gumbel
 from workers.sampling.rules.coupled import walk
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 20_000
 WITH_DRAFTS = 4_000
 """Seeds whose answers are also written with drafts."""

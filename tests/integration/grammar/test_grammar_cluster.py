@@ -29,6 +29,8 @@ from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 120.0
 """Far above the duration of any test on a busy machine."""
 PHRASE = [40, 41, 42, 43, 44, 45, 46]

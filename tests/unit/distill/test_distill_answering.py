@@ -23,6 +23,8 @@ from workers.distill.job import Quota
 from workers.distill.prompts import Prompt, Task, schedule
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 ANSWER = (70, 71, 72)
 FOREVER = 3600.0

@@ -21,6 +21,8 @@ from tests.support.models import tiny, tiny_tokenizer
 from workers.distill.answers import read_answers
 from workers.distill.options import DistillOptions
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}
 
 

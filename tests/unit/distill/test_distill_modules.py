@@ -21,6 +21,8 @@ from workers.model.draft_shapes import ExitShape
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.table import SuccessorTable
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}
 
 

@@ -31,6 +31,8 @@ from workers.model.draft_card import read_card
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.table import SuccessorTable
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SOURCES = ((5, 9, 11, 2), (40, 41), (7, 8, 9, 10, 11, 12, 2))
 

@@ -23,6 +23,8 @@ from workers.distill.loop import TrainingPlan, learning_rate
 from workers.distill.student import Student, StudentPlan, load_target, make_student
 from workers.distill.train import Training, on_policy
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LENGTH = 12
 

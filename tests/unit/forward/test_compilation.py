@@ -20,6 +20,8 @@ from workers.kv.pool import KvPool
 from workers.model import loading
 from workers.model.loading import load_model
 
+pytestmark = pytest.mark.slow
+
 TREE = TokenTree((7, 8, 9, 7), (-1, -1, 0, 1))
 
 

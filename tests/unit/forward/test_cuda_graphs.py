@@ -35,6 +35,8 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
+pytestmark = pytest.mark.slow
+
 WITHOUT_CUDA = not torch.cuda.is_available()
 
 

@@ -17,6 +17,8 @@ from workers.forward.cuda_graphs import CudaGraphCapture
 from workers.verify.engine import TargetEngine
 from workers.verify.group_decider import GroupDecider
 
+pytestmark = pytest.mark.slow
+
 DEVICES = [
     "cpu",
     pytest.param(

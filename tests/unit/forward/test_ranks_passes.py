@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed
@@ -19,6 +20,8 @@ from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+
+pytestmark = pytest.mark.slow
 
 RANKS = 2
 TAPS = (0, 1, 2)

@@ -13,6 +13,8 @@ from deploy.simulation.faults.campaign import CampaignResult, run_all
 from deploy.simulation.faults.run import run_schedule
 from deploy.simulation.faults.schedule import derive
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = 60
 
 

@@ -9,6 +9,8 @@ import pytest
 from deploy.simulation.faults.run import run_schedule
 from tests.unit.deploy.simulation.planted_bugs import PLANTED
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = 1000
 
 

@@ -24,6 +24,8 @@ from tests.support.models import tiny
 from tests.support.translation.tiny_marian import FRENCH, save_translator
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_SECONDS = 60.0
 MOST = 20
 

@@ -17,6 +17,8 @@ from workers.draft.registry import create
 from workers.model.draft_shapes import HeadsShape
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 METHODS: dict[str, dict[str, Any]] = {
     "early_exit": {},
     "lookahead": {"window": 3, "ngram": 3},

@@ -27,6 +27,8 @@ from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, load_ends, make_module
 from workers.model.drafting.table import SuccessorTable
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TAPS = {"heads": (3,), "block": (1, 2, 3), "eagle": (1, 3), "exit": (1,)}
 MakeCache = Callable[[tuple[int, ...]], TapCache]

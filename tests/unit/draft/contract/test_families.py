@@ -11,6 +11,8 @@ from tests.support.models import tiny
 from tests.unit.draft.contract.methods import make_directories
 from tests.unit.draft.contract.test_streams import NEVER_RIGHT, RIGHT, answer_all, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("family", sorted(set(tiny.FAMILIES) - {"llama"}))
 async def test_a_draft_model_of_the_family_changes_no_token(

@@ -29,6 +29,8 @@ from workers.serve.configuration import load_configuration
 from workers.serve.target_servicer import StepEngine
 from workers.verify.build import build_engine
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 REQUESTS = [*RIGHT, NEVER_RIGHT[0], *USUAL[:2]]
 

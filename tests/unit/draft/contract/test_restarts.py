@@ -17,6 +17,8 @@ from tests.unit.draft.contract.methods import NAMES_AND_PLACES, Directories, cas
 from tests.unit.draft.contract.test_streams import BIAS, PHRASE, REPEATED, TIMEOUT_SECONDS, answer, parameters, request
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 """Steps before the target is killed: enough for every method to find that a token repeats."""
 TOKENS = 100

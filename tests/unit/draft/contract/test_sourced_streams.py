@@ -10,6 +10,8 @@ import pytest
 from tests.unit.draft.contract.methods import SOURCED_CASES, Directories, cases_of
 from tests.unit.draft.contract.test_streams import NEVER_RIGHT, REPEATED, RIGHT, TOKENS, Answer, answer_all, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def sourced(request: pytest.FixtureRequest, models: Callable[[str], Directories]) -> Directories:

@@ -31,6 +31,8 @@ from workers.serve.configuration import load_configuration
 from workers.verify.decider import LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
 
+pytestmark = pytest.mark.slow
+
 BUDGET = DraftBudget(6, 4)
 COUNT = 16
 SOURCES = {"a": SOURCE, "b": tuple(some_tokens(21, 1)), "c": (7, 2), "d": SOURCE}

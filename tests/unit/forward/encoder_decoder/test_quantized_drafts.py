@@ -29,6 +29,8 @@ from workers.model.loading import load_model
 from workers.verify.decider import LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
 
+pytestmark = pytest.mark.slow
+
 needs_kernels = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 VOCABULARY = tuple(range(0, 96, 2))
 TOKENS = (3, 8, 11, 40)

@@ -25,6 +25,8 @@ from workers.draft.model.model_expander import ModelExpander
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
+pytestmark = pytest.mark.slow
+
 SOURCES = (SOURCE, (7, 2), tuple(some_tokens(21, 1)), tuple(some_tokens(12, 2)))
 BUDGET = DraftBudget(4, 4)
 WIDE = DraftBudget(8, 4)

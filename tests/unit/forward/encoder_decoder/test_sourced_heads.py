@@ -32,6 +32,8 @@ from workers.serve.configuration import load_configuration
 from workers.verify.decider import LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TEXT = tuple(some_tokens(14, 3))
 COUNT = 18

@@ -29,6 +29,8 @@ from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
 from workers.verify.engine import TargetEngine
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 SOURCES = (SOURCE, tuple(some_tokens(13, 2)))
 REQUESTS = {"greedy": GREEDY, "sampled": SAMPLED}

@@ -19,6 +19,8 @@ from tests.support.models import tiny, tiny_tokenizer
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH, save_translator
 from tests.unit.deploy.bench.evaluation.support import write_jsonl
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
 TRANSLATION = ({"fr": "the fish the fish", "en": "hello world"}, {"fr": "swim", "en": "swim"})
 CORRECTION = ({"source": "the fish swim", "references": ["the fish swims"]},)

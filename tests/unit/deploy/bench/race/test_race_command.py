@@ -19,6 +19,8 @@ from deploy.bench.race.race import run
 from deploy.local.local_cluster import LocalCluster
 from tests.support.models import tiny, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
 TOKENS = 12
 
