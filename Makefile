@@ -12,7 +12,6 @@ TEST_WEIGHTS := $(VENV)/.test-weights
 TRANSLATORS := $(VENV)/.translators
 FUZZ := $(VENV)/.fuzz
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
-SCHEMATHESIS := schemathesis==4.32.5
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
@@ -38,7 +37,6 @@ $(INSTALLED): pyproject.toml protos/pyproject.toml constraints.txt requirements.
 	$(INSTALL) --no-deps --require-hashes -r requirements.lock
 	$(INSTALL) -c constraints.txt $(TORCH)
 	$(INSTALL) --no-deps --no-build-isolation -e ./protos -e .
-	$(BIN)/pip check
 	touch $@
 
 .PHONY: lock
@@ -133,9 +131,9 @@ clients: $(WEIGHTS)  ## Real clients, each in an environment of its own, against
 	$(BIN)/python -m tests.clients $(ARGS)
 
 # Schemathesis has an environment of its own: it is a plugin of pytest, which every test run would load.
-$(FUZZ): $(INSTALLED)
+$(FUZZ): $(INSTALLED) tests/fuzz/requirements.txt
 	test -x $(VENV)/fuzz/bin/python || $(PYTHON) -m venv $(VENV)/fuzz
-	$(VENV)/fuzz/bin/pip install --disable-pip-version-check -c constraints.txt $(SCHEMATHESIS)
+	$(VENV)/fuzz/bin/pip install --disable-pip-version-check -c constraints.txt -r tests/fuzz/requirements.txt
 	touch $@
 
 .PHONY: fuzz

@@ -29,6 +29,18 @@ async def held(gate: Gate) -> AsyncIterator[tuple[DraftServicer, EchoDrafter]]:
     await servicer.close()
 
 
+class HeldRunAhead(EchoDrafter):
+    """A drafter that waits at the gate in every piece of idle work."""
+
+    def __init__(self, gate: Gate, passes_left: int) -> None:
+        super().__init__(passes_left=passes_left)
+        self._held_at = gate
+
+    def run_ahead(self) -> bool:
+        self._held_at.pass_through()
+        return super().run_ahead()
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())

@@ -10,6 +10,7 @@ import pytest
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
 from tests.support.fakes.echo_workers import EchoDrafter, Gate, draft_row, propose, release, row_without_budget, until
+from tests.unit.serve.conftest import HeldRunAhead
 from workers.serve.draft_servicer import DraftServicer
 
 
@@ -70,14 +71,7 @@ async def test_tokens_that_cannot_be_computed_are_left_to_the_next_proposal(capl
 
 
 async def test_a_waiting_call_runs_before_the_next_idle_work(gate: Gate) -> None:
-    method = EchoDrafter(passes_left=5)
-    run_ahead = method.run_ahead
-
-    def held_run_ahead() -> bool:
-        gate.pass_through()
-        return run_ahead()
-
-    method.run_ahead = held_run_ahead  # type: ignore[method-assign]
+    method = HeldRunAhead(gate, passes_left=5)
     servicer = DraftServicer(method)
     await propose(servicer, draft_row("a", 1))
     await gate.reached()

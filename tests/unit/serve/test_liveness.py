@@ -8,7 +8,8 @@ import pytest
 
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.verification import StepBatch, StepResult
-from tests.support.fakes.echo_workers import EchoDrafter, EchoEngine, Gate, draft_row, propose, step, until, verify_row
+from tests.support.fakes.echo_workers import EchoEngine, Gate, draft_row, propose, step, until, verify_row
+from tests.unit.serve.conftest import HeldRunAhead
 from workers.serve.compute_thread import ComputeThread
 from workers.serve.draft_servicer import DraftServicer
 from workers.serve.heartbeat import MOST_UNANSWERED, until_lost
@@ -31,14 +32,7 @@ async def test_a_compute_thread_reports_how_long_its_call_has_been_running(gate:
 
 
 async def test_a_piece_of_idle_work_counts_as_a_call(gate: Gate) -> None:
-    method = EchoDrafter(passes_left=1)
-    run_ahead = method.run_ahead
-
-    def held_run_ahead() -> bool:
-        gate.pass_through()
-        return run_ahead()
-
-    method.run_ahead = held_run_ahead  # type: ignore[method-assign]
+    method = HeldRunAhead(gate, passes_left=1)
     servicer = DraftServicer(method)
     await propose(servicer, draft_row("a", 1))
     await gate.reached()
