@@ -14,6 +14,7 @@ from cluster.core.draft_origin import OriginCounts
 from cluster.core.request import FinishReason, TokenLogprobs
 from cluster.generation.events import Delta, Event, Finished, ServedModel, Started, VerifiedDraft
 from cluster.generation.service import GenerationService
+from cluster.wire.origin_counts import encode_origins
 from cluster.wire.request_values import traceparent_of
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -131,7 +132,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             text=delta.text,
             token_ids=delta.tokens,
             accepted_draft_tokens=delta.accepted,
-            accepted_origins=delta.origins,
+            accepted_origins=encode_origins(delta.origins),
             drafted_tokens=delta.drafted,
             logprobs=[self._encode_logprobs(entry) for entry in delta.logprobs],
             token_bytes=[self._service.token_bytes(entry.token) for entry in delta.logprobs],
@@ -146,7 +147,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_bytes=[self._service.token_bytes(token) for token in draft.tree.tokens],
             accepted=draft.accepted,
             committed_tokens=len(draft.texts),
-            origins=draft.origins,
+            origins=encode_origins(draft.origins),
         )
 
     def _encode_logprobs(self, entry: TokenLogprobs) -> common_pb2.TokenLogprobs:

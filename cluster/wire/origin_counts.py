@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import cast
 
 from cluster.core.draft_origin import DraftOrigin
 from pilotfish.v1 import common_pb2
 
 ORIGIN_NAMES: Mapping[int, str] = MappingProxyType({int(origin): origin.name.lower() for origin in DraftOrigin})
 """The name of each origin, for clients, and of its field in `OriginCounts`."""
+
+
+def encode_origins(origins: Iterable[DraftOrigin]) -> Iterable[common_pb2.DraftOrigin.ValueType]:
+    """Return origins as the messages take them: their numbers are those on the wire."""
+    return cast("Iterable[common_pb2.DraftOrigin.ValueType]", origins)
 
 
 def count_origins(counts: common_pb2.OriginCounts, origins: Iterable[int]) -> None:

@@ -12,7 +12,7 @@ FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 _SEED_BITS = 53
 """JSON numbers hold that many bits exactly."""
-_ORIGINS = {
+_ORIGINS: dict[int, str] = {
     common_pb2.DRAFT_ORIGIN_REQUEST: "request",
     common_pb2.DRAFT_ORIGIN_EARLIER: "earlier",
     common_pb2.DRAFT_ORIGIN_TRAINED: "trained",

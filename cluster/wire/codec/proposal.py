@@ -10,6 +10,7 @@ from cluster.core.drafting import DraftDistribution, Evidence, HiddenStates, Pro
 from cluster.core.errors import InvalidRequest
 from cluster.core.tree import ROOT, TokenTree
 from cluster.wire.codec.common import decode_fault, decode_id, decode_tree, encode_fault, encode_tree
+from cluster.wire.origin_counts import encode_origins
 from pilotfish.v1 import common_pb2 as pb
 
 _SUM_TOLERANCE = 1e-3
@@ -26,7 +27,7 @@ def encode_proposal(proposal: Proposal, prefix: str = "") -> pb.Proposal:
         ready=proposal.ready,
         distributions=encode_distributions(proposal.distributions),
         whole=not proposal.is_prunable,
-        origins=proposal.origins,
+        origins=encode_origins(proposal.origins),
     )
 
 
