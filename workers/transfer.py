@@ -30,3 +30,10 @@ def tensor_on(device: torch.device, values: Sequence[object], dtype: torch.dtype
 def row_indices(rows: Sequence[int], like: Tensor) -> Tensor:
     """Row numbers as an index on the device of `like`: int64 [n]."""
     return tensor_on(like.device, rows, torch.int64)
+
+
+def to_device_together(arrays: Sequence[IntegerArray], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to the device in one piece. Each tensor has the shape of its array."""
+    whole = to_device(np.concatenate([array.ravel() for array in arrays]), device)
+    parts = torch.split(whole, [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -15,7 +15,7 @@ from cluster.core.tree import ROOT
 from workers.forward.layout import RowShape, blocks_read, slots_of, source_of
 from workers.forward.padded_step import RowPadding
 from workers.kv.groups import AttentionWindow, KvCacheGroups
-from workers.transfer import IntegerArray, to_device
+from workers.transfer import IntegerArray, to_device, to_device_together
 
 _LONGEST_PADDED_ROW = 32  # rows at least this wide form a group of their own
 _EVERYTHING = AttentionWindow()
@@ -82,7 +82,7 @@ def gather_rows(
     arrays = [np.array(slots, dtype=np.int64).reshape(-1, tokens)]
     for builder in builders:
         arrays.extend(builder.arrays)
-    tensors = iter(_send(arrays, device))
+    tensors = iter(to_device_together(arrays, device))
     return GatheredStep(next(tensors), [builder.build([next(tensors) for _ in builder.arrays]) for builder in builders])
 
 
@@ -108,13 +108,6 @@ def _bucket_rows(rows: Sequence[RowShape], block_size: int) -> list[list[int]]:
         key = ((row.width - 1).bit_length() // 2, (blocks - 1).bit_length())
         buckets.setdefault(key, []).append(index)
     return list(buckets.values())
-
-
-def _send(arrays: Sequence[IntegerArray], device: torch.device) -> list[torch.Tensor]:
-    """Copy all arrays to the device in one piece."""
-    whole = to_device(np.concatenate([array.ravel() for array in arrays]), device)
-    parts = torch.split(whole, [array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 class _RowGroupBuilder:

@@ -1,0 +1,168 @@
+"""The attention kernels, interpreted: equal to the reference backend for every kind of row, and free of neighbours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.core.ids import BlockId
+from cluster.core.kv import KvLayout
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from workers.forward.backends import choice
+from workers.forward.backends.base import AttentionSetting, StepKind, all_backends
+from workers.forward.backends.sdpa import SdpaBackend
+from workers.forward.backends.triton import TritonBackend
+from workers.forward.layout import RowShape
+from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
+from workers.kv.spec import LayerShape
+from workers.kv.store import KvStore
+
+pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are interpreted with TRITON_INTERPRET=1 alone"
+)
+
+POOL = 40
+WINDOWS = [AttentionWindow(), AttentionWindow(19), AttentionWindow(19, sinks=3)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+    size: int
+
+
+def setting_of(shape: Shape, dtype: torch.dtype, blocks: int = POOL) -> AttentionSetting:
+    """Layers with each window over one pool of random numbers."""
+    layer = LayerShape(shape.kv_heads, shape.dim, heads_per_kv=shape.heads // shape.kv_heads)
+    placements = tuple(LayerPlacement(0, 0, window) for window in WINDOWS)
+    store = KvStore(KvCacheGroups(KvLayout(shape.size), placements, (layer,)), [], [])
+    generator = torch.Generator().manual_seed(0)
+    for part in (store.keys, store.values):
+        part.append(torch.randn((blocks + 1, shape.size, shape.kv_heads, shape.dim), generator=generator).to(dtype))
+    return AttentionSetting(store, (layer,) * len(WINDOWS), blocks, dtype, torch.device("cpu"))
+
+
+def rows_of(shapes: Sequence[tuple[int, int, TokenTree]], size: int, seed: int = 1) -> list[RowShape]:
+    """Rows (stored, fresh, tree) whose blocks lie anywhere in the pool."""
+    order = iter(torch.randperm(POOL, generator=torch.Generator().manual_seed(seed)).tolist())
+    return [
+        RowShape([[BlockId(next(order)) for _ in range(-(-(stored + fresh + len(tree)) // size))]], stored, fresh, tree)
+        for stored, fresh, tree in shapes
+    ]
+
+
+def poison(setting: AttentionSetting, rows: Sequence[RowShape]) -> None:
+    """Write NaN wherever no row may read: behind every row's end and into blocks that no row holds."""
+    size = setting.block_size
+    held = {block: index * size for row in rows for index, block in enumerate(row.blocks[0])}
+    ends = {block: row.end for row in rows for block in row.blocks[0]}
+    for stored in (*setting.store.keys, *setting.store.values):
+        for block in range(len(stored)):
+            used = 0 if block not in held else max(0, min(size, ends[BlockId(block)] - held[BlockId(block)]))
+            stored[block, used:] = float("nan")
+
+
+def attended(backend: object, rows: Sequence[RowShape], queries: torch.Tensor) -> list[torch.Tensor]:
+    plan = backend.plan(rows)  # type: ignore[attr-defined]
+    return [backend.attend(layer, queries, plan, None) for layer in range(len(WINDOWS))]  # type: ignore[attr-defined]
+
+
+def queries_of(rows: Sequence[RowShape], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    tokens = sum(row.width for row in rows)
+    drawn = torch.randn((tokens, shape.heads, shape.dim), generator=torch.Generator().manual_seed(2))
+    return drawn.to(dtype)
+
+
+TREE = TokenTree((1, 2, 3, 4, 5, 6), (-1, -1, 0, 0, 3, 4))
+WIDE = TokenTree(tuple(range(70)), tuple(index - 1 if index % 3 else -1 for index in range(70)))
+MIXED = [
+    (37, 1, TREE),
+    (16, 1, EMPTY_TREE),
+    (0, 70, EMPTY_TREE),
+    (5, 3, TokenTree.chain(range(9))),
+    (21, 1, EMPTY_TREE),
+]
+
+
+@pytest.mark.parametrize("shape", [
+    Shape(4, 4, 64, 16), Shape(8, 2, 64, 16), Shape(6, 2, 80, 32), Shape(4, 1, 96, 16), Shape(16, 1, 128, 16),
+    Shape(4, 2, 256, 16), Shape(8, 2, 64, 128),
+])  # fmt: skip
+def test_every_kind_of_row_equals_the_reference(shape: Shape) -> None:
+    setting = setting_of(shape, torch.float32)
+    rows = rows_of(MIXED, shape.size)
+    queries = queries_of(rows, shape, torch.float32)
+    expected = attended(SdpaBackend(setting), rows, queries)
+    poison(setting, rows)
+    for window, ours, theirs in zip(WINDOWS, attended(TritonBackend(setting), rows, queries), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6, msg=lambda text, at=window: f"{at}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close(dtype: torch.dtype) -> None:
+    shape = Shape(8, 2, 64, 16)
+    setting, rows = setting_of(shape, dtype), rows_of(MIXED, 16)
+    queries = queries_of(rows, shape, dtype)
+    expected = attended(SdpaBackend(setting), rows, queries)
+    for ours, theirs in zip(attended(TritonBackend(setting), rows, queries), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+def test_the_trial_of_the_choice_passes() -> None:
+    plugins = {plugin.name: plugin for plugin in all_backends()}
+    setting = choice._trial_setting(setting_of(Shape(8, 2, 32, 16), torch.float32), LayerShape(2, 32, heads_per_kv=4))
+    assert choice._agrees(plugins["triton"], plugins["sdpa"], setting, StepKind.RAGGED)
+
+
+def test_trees_of_more_than_one_word() -> None:
+    shape = Shape(4, 2, 32, 16)
+    setting, rows = setting_of(shape, torch.float32), rows_of([(30, 1, WIDE), (3, 1, TREE)], 16)
+    queries = queries_of(rows, shape, torch.float32)
+    expected = attended(SdpaBackend(setting), rows, queries)
+    for ours, theirs in zip(attended(TritonBackend(setting), rows, queries), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+
+
+def test_neighbours_change_no_bit() -> None:
+    shape = Shape(4, 2, 32, 64)  # POOL blocks of 64: a long row has several splits
+    setting = setting_of(shape, torch.float32)
+    shapes = [(37, 1, TREE), (1500, 1, EMPTY_TREE), (0, 66, EMPTY_TREE), (700, 1, TokenTree.chain(range(5)))]
+    rows = rows_of(shapes, 64)
+    queries = queries_of(rows, shape, torch.float32)
+    backend, first = TritonBackend(setting), 0
+    together = attended(backend, rows, queries)
+    expected = attended(SdpaBackend(setting), rows, queries)
+    for row in rows:
+        own = slice(first, first + row.width)
+        for alone, beside, right in zip(attended(backend, [row], queries[own]), together, expected, strict=True):
+            assert torch.equal(alone, beside[own])
+            torch.testing.assert_close(alone, right[own], atol=2e-6, rtol=2e-6)
+        first += row.width
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    nodes = draw(st.integers(0, 64))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(nodes)]
+    return TokenTree(tuple(range(nodes)), tuple(parents))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5), trees()), min_size=1, max_size=3))
+def test_any_trees_equal_the_reference(shapes: list[tuple[int, int, TokenTree]]) -> None:
+    shape = Shape(2, 1, 16, 16)
+    setting, rows = setting_of(shape, torch.float32), rows_of(shapes, 16)
+    queries = queries_of(rows, shape, torch.float32)
+    expected = attended(SdpaBackend(setting), rows, queries)
+    poison(setting, rows)
+    for ours, theirs in zip(attended(TritonBackend(setting), rows, queries), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)

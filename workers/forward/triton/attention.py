@@ -1,0 +1,227 @@
+"""Triton kernels for attention over a paged KV pool, for prompt chunks, single tokens, chains and trees alike.
+
+Nothing is gathered and no mask is in memory. The queries of the heads that share a KV head form one tile. A query sees
+the positions up to its last committed one, within its layer's window, and those whose bits are set in its word: the
+nodes of its draft tree. The keys of a row are divided into splits of a fixed number of keys, so that neither the batch
+nor the other rows change a bit (split-KV with a reduction, after Dao's FlashDecoding).
+
+The module needs the package `triton`; only `workers.forward.backends.triton` imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+SPLIT_KEYS = 512
+"""Keys of one split. It depends on nothing, so the number of splits depends on a row's length alone."""
+_KEY_NUMBERS = 4096
+"""Numbers of the keys of one iteration: 64 keys of 64 numbers, 32 of 128, 16 of 256. More would not fit registers."""
+_WORD = tl.constexpr(64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """Tiles of queries of rows that are computed alike, and what each query sees. int32 unless said otherwise."""
+
+    items: torch.Tensor
+    """`[tiles, 3]`: row, first query, number of queries."""
+    tokens: torch.Tensor
+    """`[queries]`: the token of the step that a query is."""
+    last: torch.Tensor
+    """`[queries]`: the last position that a query sees, tree nodes apart."""
+    positions: torch.Tensor
+    """`[queries]`: position of a query, for its window."""
+    words: torch.Tensor
+    """int64 `[queries, words]`: bit `i % 64` of word `i // 64` says whether a query sees position `starts[row] + i`.
+    Without trees there are no words."""
+    starts: torch.Tensor
+    """`[rows]`: position of the first bit of the first word."""
+    tile: int
+    """Queries of a tile, a power of two."""
+    splits: int
+    """Splits of the row with the most keys; 1 computes all keys of a row in one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The blocks that each row reads, in ascending order of their positions. int32."""
+
+    blocks: torch.Tensor
+    """`[rows, most blocks]`: block of the pool."""
+    order: torch.Tensor
+    """`[rows, most blocks]`: index of the block in its sequence."""
+    counts: torch.Tensor
+    """`[rows]`: number of blocks."""
+
+
+def key_tile(width: int) -> int:
+    """Keys of one iteration, for heads padded to `width` numbers."""
+    return max(16, min(64, _KEY_NUMBERS // width))
+
+
+def paged_attention(
+    queries: torch.Tensor,
+    stored: tuple[torch.Tensor, torch.Tensor],
+    plan: Queries,
+    read: Blocks,
+    output: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks: int = 0,
+) -> None:
+    """Write the attention of the plan's queries, of `queries` `[tokens, heads, dim]`, into `output` of that shape.
+
+    `stored` are keys and values, `[blocks, block size, KV heads, dim]` each, with contiguous heads. `window` 0 is none.
+    """
+    keys, values = stored
+    heads, dim = queries.shape[1:]
+    kv_heads, size = keys.shape[2], keys.shape[1]
+    group = heads // kv_heads
+    width = triton.next_power_of_2(dim)
+    partial = plan.splits > 1
+    shape = (plan.splits, len(plan.tokens), heads)
+    sums = torch.empty((*shape, width) if partial else (1,), dtype=torch.float32, device=queries.device)
+    stats = torch.empty((2, *shape) if partial else (1,), dtype=torch.float32, device=queries.device)
+    attend_tiles[(len(plan.items), kv_heads, plan.splits)](
+        queries, keys, values, output, sums, stats,
+        plan.items, plan.tokens, plan.last, plan.positions, plan.words, plan.starts,
+        read.blocks, read.order, read.counts,
+        scale, window, sinks, len(plan.tokens), read.blocks.shape[1],
+        queries.stride(0), queries.stride(1), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
+        output.stride(0), output.stride(1),
+        HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
+        TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
+        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(width),
+        SPLIT=SPLIT_KEYS, SPLITS=plan.splits,
+        num_warps=8 if plan.tile * triton.next_power_of_2(group) >= 64 else 4,
+        EXACT=queries.dtype == torch.float32 or not queries.is_cuda,  # the interpreter has no products of bfloat16
+    )  # fmt: skip
+    if partial:
+        join_splits[(len(plan.tokens), heads)](
+            sums, stats, output, plan.tokens, len(plan.tokens), output.stride(0), output.stride(1),
+            HEADS=heads, DIM=dim, WIDTH=width, SPLITS=plan.splits, SPLITS_TILE=triton.next_power_of_2(plan.splits),
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_tiles(
+    queries, keys, values, output, sums, stats,
+    items, tokens, lasts, positions, words, starts, blocks, order, counts,
+    scale, window, sinks, query_count, most_blocks,
+    query_token, query_head, key_slot, key_head, value_slot, value_head, output_token, output_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr,
+    WORDS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries, one KV head and one split of the keys: an online softmax over the row's blocks."""
+    item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(items + 3 * item)
+    first = tl.load(items + 3 * item + 1)
+    count = tl.load(items + 3 * item + 2)
+    index = tl.arange(0, TILE * GROUP_TILE)
+    query = first + index // GROUP_TILE
+    is_query = (index // GROUP_TILE < count) & (index % GROUP_TILE < GROUP)
+    head = kv_head * GROUP + index % GROUP_TILE
+    token = tl.load(tokens + query, mask=is_query, other=0).to(tl.int64)
+    last = tl.load(lasts + query, mask=is_query, other=-1)
+    position = tl.load(positions + query, mask=is_query, other=0)
+    start = tl.load(starts + row)
+    used = tl.load(counts + row)
+    dims = tl.arange(0, WIDTH)
+    is_dim = dims < DIM
+    query_tile = tl.load(
+        queries + token[:, None] * query_token + head[:, None] * query_head + dims[None, :],
+        mask=is_query[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    most = tl.full([TILE * GROUP_TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE * GROUP_TILE], tl.float32)
+    result = tl.zeros([TILE * GROUP_TILE, WIDTH], tl.float32)
+    # A tile of a prompt ends at the last position that one of its queries sees; words begin behind the prompt.
+    reach = tl.max(tl.where(last == start - 1, start + _WORD * WORDS - 1, last), axis=0)
+    begin = split * SPLIT
+    end = used * SIZE
+    if SPLITS > 1:
+        end = tl.minimum(end, begin + SPLIT)
+    for key_first in range(begin, end, KEY_TILE):
+        flat = key_first + tl.arange(0, KEY_TILE)
+        is_read = flat < end
+        entry = row * most_blocks + flat // SIZE
+        key = tl.load(order + entry, mask=is_read, other=0) * SIZE + flat % SIZE
+        if tl.min(tl.where(is_read, key, 2147483647), axis=0) <= reach:
+            slot = tl.load(blocks + entry, mask=is_read, other=0).to(tl.int64) * SIZE + flat % SIZE
+            before = key[None, :] <= last[:, None]
+            if window > 0:
+                before = before & ((position[:, None] - key[None, :] < window) | (key[None, :] < sinks))
+            if WORDS > 0:
+                bit = key[None, :] - start
+                in_words = (bit >= 0) & (bit < _WORD * WORDS) & is_query[:, None]
+                word = tl.load(words + query[:, None] * WORDS + bit // _WORD, mask=in_words, other=0)
+                before = before | (in_words & (((word >> (bit % _WORD).to(tl.int64)) & 1) != 0))
+            sees = before & is_read[None, :] & is_query[:, None]
+            is_seen = tl.max(sees.to(tl.int32), axis=0) != 0
+            key_tile = tl.load(
+                keys + slot[:, None] * key_slot + kv_head * key_head + dims[None, :],
+                mask=is_seen[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            if EXACT:
+                products = tl.dot(query_tile.to(tl.float32), tl.trans(key_tile.to(tl.float32)), input_precision="ieee")
+            else:
+                products = tl.dot(query_tile, tl.trans(key_tile))
+            scores = tl.where(sees, products * scale, float("-inf"))
+            highest = tl.maximum(most, tl.max(scores, axis=1))
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            weights = tl.exp(scores - base[:, None])
+            shrink = tl.exp(most - base)
+            total = total * shrink + tl.sum(weights, axis=1)
+            value_tile = tl.load(
+                values + slot[:, None] * value_slot + kv_head * value_head + dims[None, :],
+                mask=is_seen[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            if EXACT:
+                added = tl.dot(weights, value_tile.to(tl.float32), input_precision="ieee")
+            else:
+                added = tl.dot(weights.to(value_tile.dtype), value_tile)
+            result = result * shrink[:, None] + added
+            most = highest
+    if SPLITS == 1:
+        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :],
+            result.to(output.dtype.element_ty),
+            mask=is_query[:, None] & is_dim[None, :],
+        )
+    else:
+        entry = (split * query_count + query) * HEADS + head
+        tl.store(sums + entry[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
+        tl.store(stats + entry, most, mask=is_query)
+        tl.store(stats + SPLITS * query_count * HEADS + entry, total, mask=is_query)
+
+
+@triton.jit
+def join_splits(
+    sums, stats, output, tokens, query_count, output_token, output_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLITS_TILE: tl.constexpr,
+):  # fmt: skip
+    """The softmax over all splits of one query and head, in the order of the splits."""
+    query, head = tl.program_id(0), tl.program_id(1)
+    split = tl.arange(0, SPLITS_TILE)
+    entry = (split * query_count + query) * HEADS + head
+    most = tl.load(stats + entry, mask=split < SPLITS, other=float("-inf"))
+    total = tl.load(stats + SPLITS * query_count * HEADS + entry, mask=split < SPLITS, other=0.0)
+    highest = tl.max(most, axis=0)
+    weights = tl.exp(most - tl.where(highest == float("-inf"), 0.0, highest))
+    dims = tl.arange(0, WIDTH)
+    parts = tl.load(sums + entry[:, None] * WIDTH + dims[None, :], mask=(split < SPLITS)[:, None], other=0.0)
+    whole = tl.sum(total * weights, axis=0)
+    result = tl.sum(parts * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    token = tl.load(tokens + query).to(tl.int64)
+    place = output + token * output_token + head * output_head + dims
+    tl.store(place, result.to(output.dtype.element_ty), mask=dims < DIM)
