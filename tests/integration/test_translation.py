@@ -22,6 +22,7 @@ from deploy.local.local_cluster import LocalCluster
 from deploy.packaged_drafts import packaged_drafts
 from deploy.settings import load_settings
 from pilotfish.v1 import generation_pb2
+from tests.support.models import drafting_modules
 from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights
@@ -29,7 +30,9 @@ pytestmark = pytest.mark.weights
 TIMEOUT_SECONDS = 120.0
 MAX_TOKENS = 24
 MODEL = "opus-mt-fr-en"
-DRAFT, HEADS = (packaged_drafts()[f"opus-mt-fr-en-{kind}"] for kind in ("draft", "heads"))
+DRAFT = packaged_drafts()["opus-mt-fr-en-draft"]
+LAYERS, FREQUENT = 6, range(4096)
+"""What random heads read, and what they propose: the tokens of a Marian vocabulary are sorted by frequency."""
 SENTENCES = (
     "Une femme joue de la guitare.",
     "Deux hommes en tenue de chantier regardent une machine.",
@@ -41,14 +44,14 @@ def directory() -> Path:
     return load_settings().cache_directory / MODEL
 
 
-def configure(method: str) -> Configuration:
+def configure(method: str, heads: Path) -> Configuration:
     target: dict[str, Any] = {"path": str(directory()), "device": "cpu", "kv": {"pool_bytes": 100 << 20}}
     drafting: dict[str, Any] = {"method": method, "controller": "off", "max_nodes": 6, "max_depth": 4}
     if method == "model":
         drafting["timeout_seconds"] = 60.0
         drafting["model"] = {"path": str(DRAFT), "device": "cpu", "kv": {"pool_bytes": 50 << 20}}
     elif method != "none":
-        drafting[method] = {"path": str(HEADS)} if method in ("heads", "blockwise") else {}
+        drafting[method] = {"path": str(heads)} if method in ("heads", "blockwise") else {}
     return load_configuration(
         {
             "target": target,
@@ -80,9 +83,17 @@ def expected(library: Any) -> dict[int, list[tuple[int, ...]]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def heads(library: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random heads, most of whose drafts are wrong."""
+    written = tmp_path_factory.mktemp("drafts") / "heads"
+    drafting_modules.save(directory(), written, "heads", (LAYERS,), FREQUENT)
+    return written
+
+
 @pytest.fixture(params=["none", "ngram", "model", "heads", "blockwise"])
-async def client(request: pytest.FixtureRequest, library: Any) -> AsyncIterator[GenerationClient]:
-    async with LocalCluster(configure(request.param)) as cluster:
+async def client(request: pytest.FixtureRequest, library: Any, heads: Path) -> AsyncIterator[GenerationClient]:
+    async with LocalCluster(configure(request.param, heads)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
         yield client
         await client.close()
@@ -120,8 +131,11 @@ async def test_tokens_and_texts_are_those_of_transformers(
             assert tokens == wanted, (beams, sentence)
             assert text == library.decode(wanted, skip_special_tokens=True)
             drafted, accepted = drafted + usage.drafted_tokens, accepted + usage.accepted_draft_tokens
-    if request.node.callspec.params["client"] in ("model", "heads", "blockwise"):
-        assert 0 < accepted < drafted
+    method = request.node.callspec.params["client"]
+    if method in ("model", "heads", "blockwise"):
+        assert accepted < drafted
+    if method == "model":
+        assert accepted > 0
 
 
 def test_the_command_translates_in_one_process(

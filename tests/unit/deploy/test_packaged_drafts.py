@@ -25,14 +25,22 @@ def test_a_method_without_a_path_loads_the_packaged_draft_of_the_target(method: 
     assert loaded.draft.model_extra[method].path == packaged
 
 
-@pytest.mark.parametrize(
-    ("method", "packaged"),
-    [("model", "opus-mt-fr-en-draft"), ("heads", "opus-mt-fr-en-heads"), ("blockwise", "opus-mt-fr-en-heads")],
-)
-def test_a_translator_has_packaged_drafts_of_its_own(method: str, packaged: str) -> None:
-    assignments = [f"draft.method={method}", "target.path=opus-mt-fr-en"]
-    loaded = load_settings("cpu", assignments, {}).configuration
-    assert loaded.draft.model_extra[method].path == packaged
+def test_a_translator_has_a_packaged_draft_of_its_own() -> None:
+    loaded = load_settings("cpu", ["draft.method=model", "target.path=opus-mt-fr-en"], {}).configuration
+    assert loaded.draft.model_extra["model"].path == "opus-mt-fr-en-draft"
+
+
+def test_a_translator_has_no_heads_of_another_target() -> None:
+    with pytest.raises(ConfigurationError, match=r"draft\.heads: path must be set"):
+        load_settings("cpu", ["draft.method=heads", "target.path=opus-mt-fr-en"], {})
+
+
+@pytest.mark.parametrize("name", sorted(packaged_drafts()))
+def test_no_draft_was_trained_on_sources_for_research_alone(name: str) -> None:
+    card = (packaged_drafts()[name] / "README.md").read_text("utf-8")
+    command, _, _ = card.partition("## How it was made")[2].partition("\n## ")
+    assert "multi30k_train" not in command
+    assert "research and education only" not in card
 
 
 def test_each_of_several_methods_finds_its_draft() -> None:
