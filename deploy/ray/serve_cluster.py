@@ -162,7 +162,7 @@ class ServeCluster:
         ray.shutdown()
 
     def stop_at_once(self) -> None:
-        """End running answers with an error and kill the processes of this machine's Ray, within two seconds.
+        """End running answers, with an error where time allows, and kill this machine's Ray within two seconds.
 
         In a Ray cluster that was joined, its application is deleted without waiting for it. Nothing can follow.
         """

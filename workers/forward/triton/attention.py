@@ -155,25 +155,15 @@ def attend_tiles(
         key = tl.load(order + entry, mask=is_read, other=0) * SIZE + flat % SIZE
         if tl.min(tl.where(is_read, key, 2147483647), axis=0) <= reach:
             slot = tl.load(blocks + entry, mask=is_read, other=0).to(tl.int64) * SIZE + flat % SIZE
-            before = key[None, :] <= last[:, None]
-            if window > 0:
-                before = before & ((position[:, None] - key[None, :] < window) | (key[None, :] < sinks))
-            if WORDS > 0:
-                bit = key[None, :] - start
-                in_words = (bit >= 0) & (bit < _WORD * WORDS) & is_query[:, None]
-                word = tl.load(words + query[:, None] * WORDS + bit // _WORD, mask=in_words, other=0)
-                before = before | (in_words & (((word >> (bit % _WORD).to(tl.int64)) & 1) != 0))
-            sees = before & is_read[None, :] & is_query[:, None]
+            sees = sees_keys(words, query, is_query, last, position, key, start, window, sinks, WORDS)
+            sees = sees & is_read[None, :] & is_query[:, None]
             is_seen = tl.max(sees.to(tl.int32), axis=0) != 0
             key_tile = tl.load(
                 keys + slot[:, None] * key_slot + kv_head * key_head + dims[None, :],
                 mask=is_seen[:, None] & is_dim[None, :],
                 other=0.0,
             )
-            if EXACT:
-                products = tl.dot(query_tile.to(tl.float32), tl.trans(key_tile.to(tl.float32)), input_precision="ieee")
-            else:
-                products = tl.dot(query_tile, tl.trans(key_tile))
+            products = product(query_tile, tl.trans(key_tile), EXACT)
             scores = tl.where(sees, products * scale, float("-inf"))
             highest = tl.maximum(most, tl.max(scores, axis=1))
             base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -185,11 +175,7 @@ def attend_tiles(
                 mask=is_seen[:, None] & is_dim[None, :],
                 other=0.0,
             )
-            if EXACT:
-                added = tl.dot(weights, value_tile.to(tl.float32), input_precision="ieee")
-            else:
-                added = tl.dot(weights.to(value_tile.dtype), value_tile)
-            result = result * shrink[:, None] + added
+            result = result * shrink[:, None] + product(weights, value_tile, EXACT)
             most = highest
     if SPLITS == 1:
         result = result / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -203,6 +189,30 @@ def attend_tiles(
         tl.store(sums + entry[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
         tl.store(stats + entry, most, mask=is_query)
         tl.store(stats + SPLITS * query_count * HEADS + entry, total, mask=is_query)
+
+
+@triton.jit
+def sees_keys(words, query, is_query, last, position, key, start, window, sinks, WORDS: tl.constexpr):
+    """Whether each query sees each key: the keys up to its last one, within the window, and those its words name."""
+    sees = key[None, :] <= last[:, None]
+    if window > 0:
+        sees = sees & ((position[:, None] - key[None, :] < window) | (key[None, :] < sinks))
+    if WORDS > 0:
+        bit = key[None, :] - start
+        in_words = (bit >= 0) & (bit < _WORD * WORDS) & is_query[:, None]
+        word = tl.load(words + query[:, None] * WORDS + bit // _WORD, mask=in_words, other=0)
+        sees = sees | (in_words & (((word >> (bit % _WORD).to(tl.int64)) & 1) != 0))
+    return sees
+
+
+@triton.jit
+def product(left, right, EXACT: tl.constexpr):
+    """The product of two tiles in float32: of float32 where it is to be exact, else of the right tile's type."""
+    if EXACT:
+        result = tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    else:
+        result = tl.dot(left.to(right.dtype), right)
+    return result
 
 
 @triton.jit
