@@ -115,9 +115,9 @@ class TestTranslator:
     async def test_a_refused_text_has_the_message_of_the_server(self, served: Any) -> None:
         client = Translator(served.http, "http://pilotfish", TranslateOptions(max_tokens=40))
         await client.choose_model(None)
-        with pytest.raises(RefusedText, match=r"^prompt: .* at most 48 tokens") as refused:
+        with pytest.raises(RefusedText, match=r"^prompt is too long: .* 48 maximum") as refused:
             await client.translate("un chien " * 60)
-        assert str(refused.value.of_line(3)).startswith("line 3: prompt: ")
+        assert str(refused.value.of_line(3)).startswith("line 3: prompt is too long: ")
 
     async def test_a_model_that_continues_texts_is_refused(self, tmp_path: Path) -> None:
         api = HttpApi(tmp_path)
@@ -183,7 +183,7 @@ async def test_the_command_translates_a_file(
         assert await run(str(tmp_path / "long.txt"), "--url", url, "--max-tokens", "40") == 2
         captured = capsys.readouterr()
         assert captured.out.split("\n") == [ENGLISH[0], ""]
-        assert "line 2: prompt:" in captured.err
+        assert "line 2: prompt is too long:" in captured.err
 
 
 @pytest.mark.parametrize("wrong", [("--beams", "0"), ("--max-tokens", "0"), ("--in-flight", "0")])
