@@ -9,6 +9,8 @@ import pytest
 from tests.chaos.harness import ChaosOptions, run_chaos
 from tests.chaos.report import ChaosReport
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:

@@ -20,6 +20,8 @@ from tests.translations.run import Plan, translate
 from tests.translations.sentences import Sentence
 from workers.serve.configuration import load_configuration
 
+pytestmark = pytest.mark.slow
+
 SENTENCES = [Sentence(" ".join((*FRENCH[number:], *FRENCH[:number])), "") for number in range(4)] * 5
 PLAN = Plan("model", 1, 5, 60, "target")
 

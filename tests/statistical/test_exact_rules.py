@@ -19,6 +19,8 @@ from workers.sampling.rules.block import Block
 from workers.sampling.rules.rejection import Rejection
 from workers.sampling.uniform import uniform
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 2000
 CHAIN, TREE = (1, 1, 1), (3, 2, 1)
 REJECTION, BLOCK = Rejection(), Block()

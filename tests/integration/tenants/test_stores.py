@@ -26,6 +26,8 @@ from workers.draft.common.modules.context_store import SegmentKeys
 from workers.draft.registry import METHODS
 from workers.kv.sources import source_salt
 
+pytestmark = pytest.mark.slow
+
 SECRET = (10, 11, 12, 201, 202, 203, 204, 205)
 """What one client has in its text."""
 AROUND = tuple(range(60, 92))
@@ -155,6 +157,7 @@ STORES: dict[str, Trial] = {
     "PrefixIndex._key_of": finds_blocks,
     "PrefixIndex._idle": finds_blocks,
     "KvPool.keys": finds_blocks,
+    "KvPool.store": finds_blocks,
     "KvPool.values": finds_blocks,
     "KvPool._stacks": finds_blocks,
     # drafts from earlier texts

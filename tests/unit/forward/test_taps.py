@@ -122,6 +122,7 @@ def test_taps_are_the_hidden_states_of_transformers(family: str, native: str, co
     check_prompts_and_trees(runner, pool, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_compiled_layers_have_the_same_taps(family: str, code: Path, tmp_path: Path) -> None:
     directory = tiny.save(tmp_path, FAMILIES[family](), sharpness=1.5)

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
+from cluster.core.draft_origin import DraftOrigin
 from cluster.core.errors import NotReady, WorkerUnavailable
 from cluster.core.request import Commit
 from cluster.core.scheduling import scheduler
@@ -51,10 +52,10 @@ async def test_a_bug_in_one_request_ends_that_request_alone(monkeypatch: pytest.
     wanted = requests(3)
     plain = Sequence.commit
 
-    def broken(self: Sequence, verdict: Verdict) -> Commit | None:
+    def broken(self: Sequence, verdict: Verdict, origins: tuple[DraftOrigin, ...] = ()) -> Commit | None:
         if self.request.request_id == "failing" and len(self) > 10:
             raise ZeroDivisionError("a bug")
-        return plain(self, verdict)
+        return plain(self, verdict, origins)
 
     monkeypatch.setattr(Sequence, "commit", broken)
     async with serving(target, WrongDrafter(target)) as coordinator:

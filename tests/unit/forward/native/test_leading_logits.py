@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import tiny
 from workers.draft.registry import create
 from workers.forward.encoder_decoder import native_decoder
-from workers.forward.loaded_model import PassOptions
+from workers.forward.loaded_model import WHOLE_PASS, PassOptions
 from workers.forward.native import build
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import INT8_TILES, has_int8_tiles, linear_function
@@ -155,9 +154,9 @@ def test_a_method_that_reads_ranks_asks_for_as_many_leaders_and_drafts_the_same(
     asked: list[int] = []
     forward = ModelRunner.forward
 
-    def recorded(self: ModelRunner, *arguments: Any, **options: Any) -> torch.Tensor:
-        asked.append(options.get("leaders", 0))
-        return forward(self, *arguments, **options)
+    def recorded(self: ModelRunner, rows: Sequence[ForwardRow], options: PassOptions = WHOLE_PASS) -> torch.Tensor:
+        asked.append(options.leaders)
+        return forward(self, rows, options)
 
     monkeypatch.setattr(ModelRunner, "forward", recorded)
     requests = dict.fromkeys(("a", "b"), ((5, 8), GREEDY))
