@@ -69,17 +69,18 @@ def test_a_source_is_read_alike_beside_others(
         assert torch.equal(one, alone) and torch.equal(other, alone)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.02), ("bfloat16", 1e-6)])
-def test_a_known_output_of_the_encoder_gives_the_same_keys_and_values(
-    sourced_directory: Path, dtype: str, bound: float
-) -> None:
-    """The output is kept in bfloat16, so float32 keys and values differ by its rounding."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_known_output_of_the_encoder_gives_the_same_keys_and_values(sourced_directory: Path, dtype: str) -> None:
+    """The output is kept in bfloat16: keys and values differ by its rounding where linear layers read float32.
+
+    In bfloat16, they do so on machines without AMX.
+    """
     reader = load(sourced_directory, dtype=dtype)
     assert isinstance(reader, NativeSourceEncoder)
     for states, hidden in read(reader, SOURCES):
         found = reader.project(hidden)
         assert torch.equal(found.hidden, hidden)
-        assert kernel_handover.relative_error(found.states.flatten(1).float(), states.flatten(1).float()) < bound
+        assert kernel_handover.relative_error(found.states.flatten(1).float(), states.flatten(1).float()) < 0.02
 
 
 def test_tokens_that_the_encoder_does_not_have_are_refused(sourced_directory: Path) -> None:
