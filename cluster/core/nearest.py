@@ -1,4 +1,4 @@
-"""Which known name somebody meant who wrote an unknown one."""
+"""Finds the known name that an unknown name misspells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 _LEAST_LIKENESS = 0.75
 """Least similarity of two names, from 0 to 1, for the one to be a misspelling of the other."""
 _LEAST_LIKENESS_OF_LAST = 0.65
-"""The same of the last parts of two paths."""
+"""Least similarity of the last parts of two dotted paths, from 0 to 1, for a misspelling."""
 _LONGEST_NAME = 100
 
 

@@ -46,7 +46,7 @@ class LocalTarget:
     """The target of a configuration, served in this process. It is a `ServedTarget`."""
 
     configuration: Configuration
-    """It names models by their directories."""
+    """The configuration of the target. Its models are named by their directories."""
 
     def read_sources(self, path: Path, field: str | None) -> tuple[str, ...]:
         """The sources in a file. Raises `InvalidRequest`, which names the line."""

@@ -134,7 +134,7 @@ def test_the_other_commands_say_what_to_install(lean: Path) -> None:
 
 
 def test_each_further_wheel_adds_its_command(lean: Path, wheels: dict[str, Path]) -> None:
-    """It changes the environment, so it is the last."""
+    """This test installs into the shared environment, so it is the last one of the file."""
     further = [str(wheel) for name, wheel in wheels.items() if name not in ("pilotfish", "pilotfish_client")]
     pip(lean / "python", "install", "-q", "--no-deps", *further)
     for command in ("bench", "distill", "simulate"):

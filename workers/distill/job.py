@@ -97,7 +97,7 @@ class DistillJob:
 
     options: DistillOptions
     configuration: Configuration
-    """The configuration of the command. It names models by their directories."""
+    """The configuration of the command. Its models are named by their directories."""
     target: Path
     """The target's directory."""
     name: str

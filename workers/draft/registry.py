@@ -47,7 +47,7 @@ class Places:
 
 
 ON_TARGET_FIRST = Places(("target", "drafter"))
-"""Of a method that takes less time than a call to another process, or that reads hidden states of the target."""
+"""Places of a drafting method that takes less time than a remote call, or that reads the target's hidden states."""
 
 
 @dataclass(frozen=True, slots=True)

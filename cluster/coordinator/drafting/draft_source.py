@@ -22,7 +22,7 @@ class Proposed:
 
     requests: Mapping[SequenceId, DraftRequest] = field(default_factory=dict)
     proposals: Proposals = field(default_factory=dict)
-    """Those that fit the present length of their sequences."""
+    """The proposals that start at the present length of their sequences, by sequence."""
     waited: float = 0.0
     """How long the round waited, in seconds. For drafts on the target, the expected time."""
     sample: DraftSample | None = None

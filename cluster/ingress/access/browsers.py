@@ -26,7 +26,7 @@ _ALL = "*"
 
 @dataclass(frozen=True, slots=True)
 class BrowserRules:
-    """Which pages may call, and under which names of this server."""
+    """The origins of pages that may call this server, and the host names under which they may call it."""
 
     origins: tuple[str, ...] = ()
     """Origins of further pages that may call, as `https://chat.example.com`, or `*` for all."""

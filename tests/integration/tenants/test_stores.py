@@ -50,7 +50,7 @@ async def finds_blocks(clients: TwoKeys) -> bool:
 
 
 async def finds_evicted_blocks(clients: TwoKeys) -> bool:
-    """The same once the blocks have moved to the host's memory and to the disk."""
+    """Whether one key finds the other's blocks after they moved to the host's memory and to the disk."""
     prompt = [250 - number for number in range(200)]
     await cached(clients, ALICE, prompt)
     await fill(clients, 60)

@@ -51,7 +51,7 @@ class Feature(Enum):
 
 
 class StepKind(Enum):
-    """Which steps a backend computes."""
+    """A kind of step that an attention backend can compute."""
 
     RAGGED = "steps of any size"
     """Rows of any number and width, planned on the host: `plan`."""
@@ -188,7 +188,7 @@ class BackendPlugin:
     name: str
     capabilities: Capabilities
     preference: int
-    """Of the backends that support a model, the one with the highest preference is tried first."""
+    """Order of trials: the supported backend with the highest preference is tried first."""
     open: Callable[[AttentionSetting], AttentionBackend[Any]]
     """Raises `BackendUnavailable`."""
 

@@ -30,7 +30,7 @@ _BETWEEN = _SEPARATORS + "[]"
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Which calls of an answer are passed on, and when."""
+    """Options of the parser: which tool calls of an answer it passes on, and when."""
 
     parallel: bool = True
     """Whether all calls are passed on, or the first one alone."""

@@ -1,4 +1,4 @@
-"""Which values of a request count for the answers that are kept for its resumed calls."""
+"""The key under which a resumable answer is kept: which fields of the request it contains."""
 
 from __future__ import annotations
 
