@@ -23,6 +23,7 @@ from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress, load_checkpoint, save_checkpoint
 from workers.distill.divergence import divergence_named
 from workers.distill.examples import batches_of_epoch
+from workers.distill.options import DistillOptions
 
 Clock = Callable[[], float]
 Report = Callable[[Progress, float], None]
@@ -102,6 +103,21 @@ class TrainingPlan:
             found.update(value.detach().cpu().numpy().tobytes())
         found.update(vocabulary.cpu().numpy().tobytes())
         return found.hexdigest()[:16]
+
+
+def training_plan(options: DistillOptions) -> TrainingPlan:
+    """The settings of the training that a command's options ask for. Raises `ConfigurationError`."""
+    return TrainingPlan(
+        loss=options.loss,
+        on_policy=options.on_policy,
+        learning_rate=options.learning_rate,
+        batch_tokens=options.batch_tokens,
+        max_length=options.max_length,
+        seed=options.seed,
+        precision="bfloat16" if options.precision == "bfloat16" else "float32",
+        steps=options.steps,
+        seconds=None if options.minutes is None else options.minutes * 60,
+    )
 
 
 @dataclass(frozen=True, slots=True)

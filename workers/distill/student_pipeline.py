@@ -15,7 +15,7 @@ from workers.distill.chart import loss_curve
 from workers.distill.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
 from workers.distill.export import export
 from workers.distill.job import DistillJob
-from workers.distill.loop import TrainingPlan
+from workers.distill.loop import TrainingPlan, training_plan
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
@@ -37,7 +37,7 @@ _MAX_EVALUATED_LENGTH = 4096
 def distill_model(job: DistillJob) -> None:
     """Make a draft model: collect answers, train a student, measure, write. Raises `PilotfishError`."""
     options, configuration = job.options, job.configuration
-    training_plan, student_plan = _training_plan(options), _student_plan(options)
+    plan, student_plan = training_plan(options), _student_plan(options)
     is_frozen = (options.work_directory / checkpoints.TENSORS).exists()
     has_encoder = is_encoder_decoder(job.target)
     target: PreTrainedModel | None = None
@@ -53,8 +53,8 @@ def distill_model(job: DistillJob) -> None:
         data = collect_answers(job, files, budget, is_frozen=is_frozen)
         target = load_target(job.target, choose_device(options.device, 0))
         student = _make_student(job, target, student_plan, data)
-    training_plan = budgeted(training_plan, options.work_directory / checkpoints.TENSORS, budget)
-    progress = _train(job, student, data, training_plan, target if training_plan.on_policy else None)
+    plan = budgeted(plan, options.work_directory / checkpoints.TENSORS, budget)
+    progress = _train(job, student, data, plan, target if plan.on_policy else None)
     held_out = _measure(student, data.held_out, options, options.max_length)
     evaluation = _measure(student, data.evaluation, options, _MAX_EVALUATED_LENGTH)
     curve = loss_curve(progress)
@@ -85,7 +85,7 @@ def distill_model(job: DistillJob) -> None:
 
 def check_options(options: DistillOptions) -> None:
     """Raise `ConfigurationError` for options that no training of a draft model takes."""
-    _training_plan(options)
+    training_plan(options)
     _student_plan(options)
 
 
@@ -104,20 +104,6 @@ def _make_student(job: DistillJob, target: PreTrainedModel, plan: StudentPlan, d
         vocabulary = draft_vocabulary(job, options, data, int(target.config.vocab_size))
         plan = replace(plan, vocabulary=vocabulary)
     return make_student(target, plan, options.seed)
-
-
-def _training_plan(options: DistillOptions) -> TrainingPlan:
-    return TrainingPlan(
-        loss=options.loss,
-        on_policy=options.on_policy,
-        learning_rate=options.learning_rate,
-        batch_tokens=options.batch_tokens,
-        max_length=options.max_length,
-        seed=options.seed,
-        precision="bfloat16" if options.precision == "bfloat16" else "float32",
-        steps=options.steps,
-        seconds=None if options.minutes is None else options.minutes * 60,
-    )
 
 
 def _train(

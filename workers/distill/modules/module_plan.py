@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
-from workers.distill.loop import TrainingPlan
+from workers.distill.loop import training_plan
 from workers.distill.modules.batches import tap_batch
 from workers.distill.modules.learner import ModulePlan, TappedModule
 from workers.distill.modules.start import copy_layers, fit_context
@@ -135,18 +135,9 @@ def start_module(tapped: TappedModule, options: DistillOptions, target: Path, an
     return words
 
 
-def training_plan(options: DistillOptions) -> ModulePlan:
-    """The settings of the training."""
-    training = TrainingPlan(
-        loss=options.loss,
-        learning_rate=options.learning_rate,
-        batch_tokens=options.batch_tokens,
-        max_length=options.max_length,
-        seed=options.seed,
-        precision="bfloat16" if options.precision == "bfloat16" else "float32",
-        steps=options.steps,
-        seconds=None if options.minutes is None else options.minutes * 60,
-    )
+def module_training_plan(options: DistillOptions) -> ModulePlan:
+    """The settings of the training of a module."""
+    training = training_plan(options)
     paths = max(1, options.batch_tokens // 4 if options.kind in ("heads", "block") else 0)
     scale = _TRAINED_LAYER_SCALE if options.start is not None or options.layers else 1.0
     return ModulePlan(training, paths=paths, layer_scale=scale, optimizer=options.optimizer)

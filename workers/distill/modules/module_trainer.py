@@ -22,7 +22,7 @@ from workers.distill.data import DistillData, budgeted
 from workers.distill.job import DistillJob, ServedTokens
 from workers.distill.loop import EarlyStopping
 from workers.distill.modules.learner import Acceptance, ModuleTraining, TappedModule, measure
-from workers.distill.modules.module_plan import checkpoint_of, training_plan
+from workers.distill.modules.module_plan import checkpoint_of, module_training_plan
 from workers.distill.modules.tap_cache import TapCache
 from workers.distill.modules.tree_search import MOST_NODES, greedy_tree, rank_accuracies
 from workers.distill.options import DistillOptions
@@ -154,7 +154,7 @@ class ModuleTrainer:
         self._run, self._card, self._vocabulary = run, card, vocabulary
         self._tapped = tapped
         self._held_out = [answer for answer in run.data.held_out if tapped.cache.has(answer)]
-        self._plan = training_plan(run.options)
+        self._plan = module_training_plan(run.options)
         self._engine = ServedMeasure(run.job, card.kind, run.options.max_length)
         self._prompts = self._engine.chosen(run.data.held_out)
         self._cost = 0.0  # seconds of the longest measurement
