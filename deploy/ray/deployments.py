@@ -218,12 +218,16 @@ class IngressReplica:
         self._limits, self._section = configuration.limits, configuration.server
         self._application = context.app_name
         self._drain_seconds = configuration.server.drain_timeout_seconds
-        self._directory = DirectoryClient(context.app_name, is_complete=lambda view: bool(view.of(MemberRole.TARGET)))
         server = configuration.server
         router = Router(
             self._coordinators,
             lambda address: CoordinatorClient(fixed_address(address), access),
             shares_between_keys=server.sharing_between_keys == "on",
+        )
+        self._directory = DirectoryClient(
+            context.app_name,
+            on_drain=lambda _: router.drain(),
+            is_complete=lambda view: bool(view.of(MemberRole.TARGET)),
         )
         self._browsers = BrowserRules(server.cors_origins, server.allowed_hosts)
         self._client = PublicClient(router, lambda name: self._keys.limits_of(name) or server.client_limits)

@@ -26,8 +26,8 @@ _CALL_SECONDS = 5.0
 """Timeout of a call to the directory, in seconds."""
 _MOST_TIMEOUTS = 4
 """Calls in a row without an answer after which a directory counts as frozen."""
-_FIRST_BEAT_SECONDS = 0.2
-"""Time between two calls while something is missing, in seconds."""
+_FAST_BEAT_SECONDS = 0.2
+"""Time between two calls while something is missing or the member drains, in seconds."""
 _DRAIN_POLL_SECONDS = 0.1
 _LATE_SECONDS = 5.0
 """How much longer than the drain itself its caller waits, in seconds."""
@@ -61,7 +61,7 @@ class DirectoryClient:
 
     `describe` returns the member to register, or `None` as long as this process does not serve others. `on_view` is
     called with every view, `on_drain` with the seconds that are left for requests. Heartbeats follow each other quickly
-    until `is_complete` is true for the view.
+    until `is_complete` is true for the view, and again while the member drains.
     """
 
     def __init__(
@@ -141,8 +141,9 @@ class DirectoryClient:
                 await self.beat()
             except Exception:
                 logger.exception("a heartbeat failed")
-            is_complete = self._is_complete(self.view)
-            await asyncio.sleep(BEAT_SECONDS if is_complete else _FIRST_BEAT_SECONDS)
+            # A member that drains hears soon that it is to drain at once.
+            is_settled = self._is_complete(self.view) and self._drain_seconds is None
+            await asyncio.sleep(BEAT_SECONDS if is_settled else _FAST_BEAT_SECONDS)
 
 
 def drain(application: str, seconds: float) -> None:

@@ -42,6 +42,8 @@ _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 _LAST_ERRORS_SECONDS = 1.2
 """How long answers may take to end with an error when everything stops at once."""
+_DELIVERY_SECONDS = 0.2
+"""How long ingresses may take to send these errors to their clients."""
 _LONGEST_REASON = 2000
 
 
@@ -162,7 +164,7 @@ class ServeCluster:
         ray.shutdown()
 
     def stop_at_once(self) -> None:
-        """End running answers, with an error where time allows, and kill this machine's Ray within two seconds.
+        """End running answers with an error and kill the processes of this machine's Ray, within two seconds.
 
         In a Ray cluster that was joined, its application is deleted without waiting for it. Nothing can follow.
         """
@@ -172,6 +174,7 @@ class ServeCluster:
 
         with suppress(RayError, TimeoutError):
             _in_thread(lambda: drain(self.application, 0.0)).result(_LAST_ERRORS_SECONDS)
+            time.sleep(_DELIVERY_SECONDS)
         if not self._owns_ray:
             with suppress(Exception):  # nobody is left to hear of it
                 _in_thread(lambda: serve.delete(self.application, _blocking=False)).result(_LAST_ERRORS_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -92,7 +93,7 @@ def running_serve(directory: Path, *settings: str) -> Iterator[RunningServe]:
             server.process.kill()
 
 
-def test_a_second_signal_ends_answers_and_the_process_within_two_seconds(tmp_path: Path) -> None:
+def test_a_second_signal_ends_answers_with_an_error_and_the_process_within_two_seconds(tmp_path: Path) -> None:
     with running_serve(tmp_path) as server:
         events: list[str] = []
         reading = threading.Thread(target=lambda: events.extend(server.stream()), daemon=True)
@@ -107,7 +108,10 @@ def test_a_second_signal_ends_answers_and_the_process_within_two_seconds(tmp_pat
         assert server.process.wait(30) == 130
         assert time.monotonic() - begun < 2.0
         reading.join(5)
-        assert not reading.is_alive()  # the answer ended: with an error, or cut off
-        assert events[-1] != "[DONE]"
+        *_, last, done = events
+        assert done == "[DONE]"
+        error = json.loads(last)["error"]
+        assert error["code"] == "service_unavailable"
+        assert error["message"] == "the server cannot answer now; try again"
         time.sleep(0.2)
         assert "stopped at once" in server.lines[-1]

@@ -19,7 +19,8 @@ class Attempts:
         self._failures: dict[str, PilotfishError] = {}
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._paused_seconds = 0.0
-        self._latest: PilotfishError = NotReady("no coordinator is ready")
+        self.latest: PilotfishError = NotReady("no coordinator is ready")
+        """The reason of the last failed attempt."""
         self.may_move = True
         """Whether the request may leave a stalled coordinator. It does so once: a slow cluster is no loss."""
 
@@ -31,7 +32,7 @@ class Attempts:
     def fail(self, coordinator: str, error: PilotfishError, *, has_moved: bool = False) -> None:
         """Record that an attempt at a coordinator failed, or that the request left it because it is stalled."""
         self.may_move = self.may_move and not has_moved
-        self._failures[coordinator] = self._latest = error
+        self._failures[coordinator] = self.latest = error
 
     def succeed(self) -> None:
         """Record a response."""
@@ -46,13 +47,13 @@ class Attempts:
         patience: then the reason is raised.
         """
         if seconds_left <= 0:
-            raise DeadlineExceeded(f"the deadline passed while no coordinator was ready: {self._latest}")
+            raise DeadlineExceeded(f"the deadline passed while no coordinator was ready: {self.latest}")
         if not has_started:
             for error in self._failures.values():
                 if isinstance(error, Overloaded):
                     raise error
             if self._paused_seconds >= self._patience_seconds:
-                raise self._latest
+                raise self.latest
         self._failures.clear()
         seconds = min(self._pause_seconds, seconds_left)
         await asyncio.sleep(seconds)

@@ -47,6 +47,11 @@ class Router:
         self._memory = PrefixMemory()
         self._patience_seconds = patience_seconds
         self._shares_between_keys = shares_between_keys
+        self._is_draining = False
+
+    def drain(self) -> None:
+        """Wait for no coordinator any more, because all drain: a request that one refuses ends with its error."""
+        self._is_draining = True
 
     async def generate(self, request: generation_pb2.GenerateRequest, timeout_seconds: float) -> Responses:
         """Yield the responses of one request as one stream, also when coordinators are lost on the way.
@@ -64,6 +69,8 @@ class Router:
             in_flight, earlier = self._pool.in_flight, request.coordinator
             view = choose(hashes, views, in_flight, self._memory, attempts.failed, earlier) if left > 0 else None
             if view is None:
+                if self._is_draining and left > 0:
+                    raise attempts.latest
                 await attempts.pause(left, has_started=progress.has_started)
                 continue
             missing = self._memory.missing(hashes, view.id)

@@ -81,6 +81,25 @@ async def test_a_coordinator_that_stops_hands_its_streams_over(tmp_path: Path) -
     assert second.target.batches
 
 
+async def test_streams_that_a_whole_cluster_ends_have_its_error_and_new_requests_are_refused_at_once(
+    tmp_path: Path,
+) -> None:
+    async with fake_replicas(tmp_path, 1, step_delay=STEP_SECONDS) as cluster:
+        router, (replica,) = cluster.router(), cluster.replicas
+        reading = asyncio.create_task(answers_of(router, request_of("sampled", 4, max_tokens=200)))
+        await asyncio.sleep(0.02)
+        assert not reading.done()
+        router.drain()
+        await replica.leave(0.0)
+        async with asyncio.timeout(1.0):
+            with pytest.raises(NotReady, match="shutting down"):
+                await reading
+            with pytest.raises(NotReady):
+                await answers_of(router, request_of("sampled", 5))
+        assert cluster.resumed == []
+        await router.close()
+
+
 async def test_a_silent_coordinator_that_left_the_view_is_lost(tmp_path: Path) -> None:
     request = request_of("sampled", 5)
     expected = await undisturbed(tmp_path, [request])
