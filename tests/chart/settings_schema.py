@@ -84,6 +84,8 @@ def _relaxed(schema: Any, *, names: bool = False) -> Any:
             relaxed[key] = value.replace("#/$defs/", f"#/$defs/{_PREFIX}.")
         elif key == "description":
             relaxed[key] = " ".join(value.split())
+        elif key == "enum":
+            relaxed[key] = sorted(value)  # `typing` keeps the order of whichever equal `Literal` was imported first
         elif key not in _DROPPED:
             relaxed[key] = _relaxed(value, names=key == "properties")
     return relaxed

@@ -72,7 +72,8 @@ def _rows(prefix: str, section: Schema, kinds: Mapping[str, Schema]) -> Iterator
 def _kind(field: Schema) -> str:
     """What the value may be: its choices, or its type and bounds."""
     if "enum" in field:
-        return ", ".join(f"`{choice}`" for choice in field["enum"])
+        # Sorted: `typing` keeps the order of whichever equal `Literal` was imported first.
+        return ", ".join(f"`{choice}`" for choice in sorted(field["enum"]))
     if "anyOf" in field:
         return " or ".join(_kind(one) for one in field["anyOf"] if one.get("type") != "null")
     if "const" in field:
