@@ -19,10 +19,12 @@ from tests.support.clusters.serve_process import START_SECONDS
 class SeveralNodes:
     """Nodes with logical GPUs, by name. A context manager that stops everything on exit."""
 
-    def __init__(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, nodes: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str] | None = None) -> None:
         ray_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)}
         self._process = JsonProcess(
-            "tests.support.clusters.several_nodes_main", json.dumps(nodes), environment=ray_token
+            "tests.support.clusters.several_nodes_main",
+            json.dumps(nodes),
+            environment=ray_token | dict(environment or {}),
         )
 
     def __enter__(self) -> Self:
@@ -49,6 +51,10 @@ class SeveralNodes:
     def remove(self, name: str) -> None:
         """Kill all processes of a node."""
         self._call("remove", name)
+
+    def restart_control_store(self, pause_seconds: float) -> None:
+        """Kill the control store of the head, and start it again after a pause."""
+        self._call("restart_control_store", pause_seconds)
 
     def processes(self, title: str) -> dict[str, list[psutil.Process]]:
         """The processes whose title begins with `title`, by the name of their node."""

@@ -85,6 +85,12 @@ class RunningNodes:
         """Kill all processes of a node."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
+    def restart_control_store(self, pause_seconds: float) -> None:
+        """Kill the control store of the head, and start it again after a pause. What it knows is in Redis."""
+        self._cluster.head_node.kill_gcs_server()
+        time.sleep(pause_seconds)
+        self._cluster.head_node.start_gcs_server()
+
     def close(self) -> None:
         """Stop everything."""
         ray.shutdown()
@@ -102,6 +108,7 @@ def main() -> None:
         "deploy": lambda values: nodes.deploy(load_configuration(values)),
         "deploy_file": nodes.deploy_file,
         "remove": nodes.remove,
+        "restart_control_store": nodes.restart_control_store,
     }
     try:
         for line in sys.stdin:
