@@ -68,7 +68,8 @@ class Metrics(RequestMetrics):
 
     def _declare_speculation_metrics(self) -> None:
         self._lossless = self._gauge(
-            "pilotfish:lossless", "1 if every answer is that of the target alone, 0 for a lossy configuration."
+            "pilotfish:lossless",
+            "1 if every answer has the distribution of the target alone, 0 for a lossy configuration.",
         )
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Number of draft trees verified.")
         self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Number of drafted tokens verified.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, overload
 
 from cluster.core.request import SamplingParameters, ThinkingBudget
@@ -86,8 +87,12 @@ class DecisionContext:
     @property
     def is_truncated(self) -> bool:
         """Whether top-k, top-p or min-p exclude some tokens."""
-        sampling = self.sampling
-        return not self.is_greedy and bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
+        return is_truncated(self.sampling)
+
+
+def is_truncated(sampling: SamplingParameters) -> bool:
+    """Whether top-k, top-p or min-p exclude some tokens. They exclude none where the best token is taken."""
+    return sampling.temperature >= GREEDY_BELOW and bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
 
 
 def forced_end(thinking: ThinkingBudget, tokens: Sequence[int], prompt_len: int) -> int | None:
@@ -167,20 +172,21 @@ def leaders_of(sampling: SamplingParameters) -> int:
     """Among this many of the largest logits is the one that is chosen; 0 where the others matter too.
 
     A greedy token has the largest logit of those that are not excluded. Whatever changes logits, draws, or reports
-    probabilities needs them all.
+    probabilities needs them all, and so does any parameter that is not known here to leave the order of logits alone.
     """
-    if sampling.temperature >= GREEDY_BELOW or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+    if sampling.temperature >= GREEDY_BELOW or _needs_all_logits(sampling) != _DEFAULTS:
         return 0
-    if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
-        return 0
-    if sampling.logit_bias or sampling.allowed_token_ids or sampling.grammar or sampling.thinking:
-        return 0
-    if sampling.bad_texts:
-        return 0  # they may exclude any number of tokens
-    if sampling.no_repeat_ngram_size:
-        return 0  # it may exclude any number of tokens
     ends = len(sampling.end_token_ids) if sampling.min_tokens else 0
     return 1 + ends + len(sampling.bad_words)
+
+
+_EXCLUDING = {"min_tokens", "end_token_ids", "bad_words"}
+"""Parameters that exclude a known number of tokens at most."""
+_WITHOUT_EFFECT = {"temperature", "top_k", "top_p", "min_p", "seed", "logprob_token_ids"}
+"""Parameters that change no greedy decision; `logprob_token_ids` is read with `logprobs` alone."""
+_OTHERS = [field.name for field in fields(SamplingParameters) if field.name not in _EXCLUDING | _WITHOUT_EFFECT]
+_needs_all_logits = attrgetter(*_OTHERS)
+_DEFAULTS = _needs_all_logits(SamplingParameters())
 
 
 def common_leaders(samplings: Iterable[SamplingParameters]) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.context import GREEDY_BELOW, DecisionContext, leaders_of
+from workers.sampling.context import DecisionContext, is_truncated, leaders_of
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
@@ -74,11 +74,9 @@ def largest(logits: Tensor) -> list[int] | None:
 def is_shardable(sampling: SamplingParameters) -> bool:
     """Whether the best token of a vocabulary shard can be found without the other shards.
 
-    False for parameters that need the whole distribution: top-k, top-p and min-p (which change nothing at temperature
-    0), and reported log-probabilities.
+    False for parameters that need the whole distribution: those that truncate it, and reported log-probabilities.
     """
-    whole = sampling.top_k == 0 and sampling.top_p >= 1.0 and sampling.min_p == 0.0
-    return sampling.logprobs is None and (whole or sampling.temperature < GREEDY_BELOW)
+    return sampling.logprobs is None and not is_truncated(sampling)
 
 
 def shard_winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -> tuple[Tensor, Tensor]:

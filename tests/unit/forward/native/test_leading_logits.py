@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,13 @@ def test_what_a_decision_needs(sampling: SamplingParameters, expected: int) -> N
     assert leaders_of(sampling) == expected
     assert common_leaders([sampling, GREEDY]) == expected
     assert common_leaders([]) == 0
+
+
+def test_every_parameter_needs_all_logits_unless_it_is_known_not_to() -> None:
+    known = {"temperature", "top_k", "top_p", "min_p", "seed", "logprob_token_ids"}
+    known |= {"min_tokens", "end_token_ids", "bad_words"}
+    others = {field.name for field in fields(SamplingParameters)} - known
+    assert {name for name in others if leaders_of(replace(GREEDY, **{name: 3})) != 0} == set()
 
 
 def test_a_method_that_reads_ranks_asks_for_as_many_leaders_and_drafts_the_same(
