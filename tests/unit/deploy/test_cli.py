@@ -17,6 +17,7 @@ from deploy import cli, settings
 from deploy.commands.serve import usage_examples
 from deploy.placement import Resources
 from pilotfish.v1 import generation_pb2
+from tests.support.models import tiny
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -123,8 +124,13 @@ class TestCommands:
         assert run(monkeypatch, "--version") == 0
         assert capsys.readouterr().out.startswith("pilotfish ")
 
-    def test_a_plan_shows_every_rank(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(monkeypatch, "plan", "--config", "cpu", "--set", "target.tensor_parallel=3") == 0
+    def test_a_plan_shows_every_rank(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        tiny.save(tmp_path, tiny.llama(num_attention_heads=6, num_key_value_heads=3))
+        arguments = ("--set", f"target.path={tmp_path}", "--set", "target.tensor_parallel=3")
+
+        assert run(monkeypatch, "plan", "--config", "cpu", *arguments) == 0
 
         shown = capsys.readouterr().out
         assert all(f"rank {rank} of 3" in shown for rank in range(3))

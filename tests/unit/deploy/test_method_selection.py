@@ -13,6 +13,7 @@ from cluster.core.errors import ConfigurationError
 from deploy import cli
 from deploy.bench.measuring.competitors import BenchSettings
 from deploy.settings import load_settings, settings_from_arguments
+from tests.support.models import tiny
 from workers.serve.configuration import load_configuration
 
 SEVERAL = "draft: {methods: [suffix, recycling]}\n"
@@ -65,11 +66,13 @@ def test_set_wins_over_a_preset(preset: str) -> None:
         assert load_settings(preset, assignments, {}).configuration.draft.name == selected
 
 
-def test_a_later_layer_of_assignments_wins_over_an_earlier_one() -> None:
+def test_a_later_layer_of_assignments_wins_over_an_earlier_one(tmp_path: Path) -> None:
     below = ["draft.methods=[suffix, recycling]"]
     assert load_settings("cpu", ["draft.method=none"], {}, below=below).configuration.draft.name == "none"
     assert load_settings("cpu", ["draft.max_nodes=3"], {}, below=below).configuration.draft.name == "suffix+recycling"
-    competitor = BenchSettings("cpu", ("draft.method=model",)).settings(("draft.methods=[ngram, suffix]",))
+    tiny.save(tmp_path, tiny.llama())
+    common = ("draft.method=model", f"target.path={tmp_path}")
+    competitor = BenchSettings("cpu", common).settings(("draft.methods=[ngram, suffix]",))
     assert competitor.configuration.draft.name == "ngram+suffix"
 
 
