@@ -60,8 +60,8 @@ $(TEST_WEIGHTS): $(WEIGHTS) deploy/test-weights.txt
 
 .PHONY: gpu-proof
 gpu-proof: $(GPU_PROOF)  ## Prove the GPU kernels without a GPU: interpreted against their reference, compiled for three generations
-	PYTHONPATH=$(GPU_PROOF) TRITON_INTERPRET=1 $(PYTEST) tests/gpu_proof/test_attention.py $(ARGS)
-	PYTHONPATH=$(GPU_PROOF) TRITON_DEFAULT_FP_FUSION=1 $(PYTEST) -n 2 tests/gpu_proof/test_compiled.py $(ARGS)
+	PYTHONPATH=$(GPU_PROOF) TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_proof $(ARGS)
+	PYTHONPATH=$(GPU_PROOF) TRITON_DEFAULT_FP_FUSION=1 $(PYTEST) -n 2 tests/gpu_proof $(ARGS)
 
 # Triton (286 MB) stays out of .venv: torch would compile with it.
 $(GPU_PROOF): $(INSTALLED)
