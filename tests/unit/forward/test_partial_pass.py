@@ -136,6 +136,7 @@ def test_a_partial_pass_computes_the_model_without_the_other_parts(
     check_part(bench, part_of(directory, PartialPass()), PartialPass())  # the whole model, after its parts
 
 
+@pytest.mark.slow
 def test_a_partial_pass_of_compiled_layers_computes_the_same(llama: Path, code: Path) -> None:
     bench = Bench(llama, code, "off", compile="on")
     for partial in (PARTS["first layer"], PARTS["without some parts"], PartialPass()):
