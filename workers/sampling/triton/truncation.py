@@ -34,7 +34,7 @@ def edges_of(
     `bests` float32 `[truncated rows]` are the largest warped logits.
     """
     count = len(rows.truncated)
-    edges, prefixes, wanted = torch.zeros((3, count), dtype=torch.int64, device=logits.device)
+    edges, prefixes, wanted = (torch.zeros(count, dtype=torch.int64, device=logits.device) for _ in range(3))
     sums = torch.zeros((count, _BINS), dtype=torch.int64, device=logits.device)
     for by_mass in [False] * with_limits + [True] * with_shares:
         for shift in _SHIFTS:
