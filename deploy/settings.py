@@ -32,6 +32,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.access.api_keys import ApiKey, parse_keys
 from cluster.wire.peer_access import ClusterToken, PeerAccess
+from deploy.chosen_draft import chosen_draft
 from deploy.network.cluster_token import draw_token, find_token
 from deploy.packaged_drafts import implied_paths, translator_method
 from workers.serve.configuration import load_configuration
@@ -125,9 +126,11 @@ def _settle(config: str | None, layers: Iterable[Mapping[str, Any]], environment
     """The settings of a preset or file, with each layer of dotted overrides on top of what is before it."""
     name = config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET
     below, layers = read_values(name), list(layers)
-    values = reduce(merge, layers, below)
-    chosen = reduce(merge, layers, {} if name in presets() else below).get("draft")  # a preset's methods are a default
-    if not (isinstance(chosen, Mapping) and any(chosen.get(key.removeprefix("draft.")) for key in SELECTORS)):
+    nothing: dict[str, Any] = {}
+    values, given = reduce(merge, layers, below), reduce(merge, layers, nothing)
+    chosen = reduce(merge, layers, {} if name in presets() else below)  # a preset's methods are a default
+    values = merge(values, chosen_draft(values, given if _has_draft(given) else chosen))
+    if not _has_draft(chosen, *SELECTORS):
         method = translator_method(values)
         values = values if method is None else merge(values, {"draft.method": method})
     configuration = load_configuration(values, implied_paths(values))
@@ -139,6 +142,12 @@ def _settle(config: str | None, layers: Iterable[Mapping[str, Any]], environment
         api_keys=parse_keys(environment.get("PILOTFISH_API_KEYS", "").replace(";", "\n"), "PILOTFISH_API_KEYS"),
         api_key=environment.get("PILOTFISH_API_KEY") or None,
     )
+
+
+def _has_draft(values: Mapping[str, Any], *keys: str) -> bool:
+    """Whether nested values have one of these keys of drafting; without any, whether they have `draft.path`."""
+    draft = values.get("draft")
+    return isinstance(draft, Mapping) and any(draft.get(key.removeprefix("draft.")) for key in keys or ("path",))
 
 
 def cache_directory(environment: Mapping[str, str] | None = None) -> Path:

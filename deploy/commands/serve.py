@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Annotated
+
+import typer
 
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import Configuration
 from cluster.wire.address import http_url, join_host_port
+from deploy.chosen_draft import from_speculative_config
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.models import served_name
@@ -19,10 +23,22 @@ from deploy.settings import load_settings
 from deploy.signals import SIGNALLED, Interrupted, raise_on_signals, wait_for_signal
 from deploy.terminal import notices, output
 
+SpeculativeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        metavar="JSON",
+        help="The draft as vLLM's option of this name describes it. `--set` overrides it.",
+    ),
+]
 
-def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
+
+def serve(
+    config: ConfigOption = None, assignments: SetOption = None, speculative_config: SpeculativeOption = None
+) -> None:
     """Start the cluster and serve until SIGTERM or Ctrl-C. Then drain and stop everything."""
-    settings = load_settings(config, assignments or ())
+    below = () if speculative_config is None else from_speculative_config(speculative_config)
+    settings = load_settings(config, assignments or (), below=below)
     check_files(settings)
     raise_on_signals()
     # Importing Ray and torch takes seconds, so the settings are checked first.

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from cluster.core.config.base import PluginHost, Positive, Seconds, Section
+from cluster.core.config.base import PluginHost, Positive, Seconds, Section, Taps
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.server import AutoscalingSection
 
@@ -35,8 +35,9 @@ class KvSection(PoolSection):
 class EvidenceSection(Section):
     """What the target shows to drafters beyond committed tokens. The selected drafting methods set it."""
 
-    taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
-    """Numbers of decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer's output."""
+    taps: Taps = ()
+    """Numbers of decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer's output,
+    `middle` half of all layers."""
     top: Annotated[int, Field(ge=0, le=64)] = 0
     """Number of most probable tokens at the root and at each accepted node of a draft tree."""
     decisions: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
-from workers.draft.common.modules.module_settings import ModuleSettings, module_taps
+from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.modules.tap_reader import TapReader
@@ -133,7 +132,7 @@ def load_heads_drafter(
 
     Raises `ModelLoadError`, and `ConfigurationError` if the target does not take the taps.
     """
-    heads = ParallelHeads(Path(settings.path), target, settings.weights)
+    heads = ParallelHeads(settings, target)
     heads.warm_up(form.siblings)
-    reader = TapReader(module_taps(settings), target, heads.hidden_size)
+    reader = TapReader(heads.taps, target, heads.hidden_size)
     return HeadsDrafter(heads, reader, draft, form)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch.nn.functional import silu
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
-from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.product import MakeProduct, Product
 from workers.draft.common.modules.ranked_paths import RankedPaths
@@ -25,10 +24,11 @@ from workers.sampling.context import DecisionContext
 class ParallelHeads:
     """The weights of trained heads, packed for the device, and the ranking of their candidates."""
 
-    def __init__(self, directory: Path, target: TargetSection, weights: Weights) -> None:
-        """Load the heads in `directory`. Raises `ModelLoadError`, and `ConfigurationError` without the device."""
-        loaded = load_served_module(directory, weights, target, "heads", MedusaHeads)
+    def __init__(self, settings: ModuleSettings, target: TargetSection) -> None:
+        """Load the heads. Raises `ModelLoadError`, and `ConfigurationError` without the device."""
+        loaded = load_served_module(settings, target, "heads", (MedusaHeads,))
         module, ends, make = loaded.module, loaded.ends, loaded.make
+        self.taps = loaded.card.taps
         self.depths = module.shape.depths
         self.hidden_size = ends.hidden_size
         self.vocabulary_size = len(ends.embedding)
