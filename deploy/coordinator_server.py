@@ -14,7 +14,7 @@ from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
 from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
-from cluster.generation.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Parsers, Tokenizer
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.observability.operations import OperationsServicer
@@ -92,7 +92,8 @@ class CoordinatorServer:
     async def start(self) -> int:
         """Start listening and return the bound port. Raises `ConfigurationError` if the model has no tokenizer."""
         configuration = self._configuration
-        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path))
+        parsers = Parsers(configuration.target.tool_parser, configuration.target.reasoning_parser)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path), parsers)
         generation = GenerationService(
             self._coordinator,
             tokenizer,

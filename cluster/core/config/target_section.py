@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from cluster.core.answer_format_rows import call_format_names, reasoning_format_names
 from cluster.core.config.base import PluginHost, Positive, Seconds, Section, Taps
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.server import AutoscalingSection
@@ -58,6 +59,11 @@ class TargetSection(ModelSection, PluginHost):
     """Model name that clients send; unset takes the last part of `path`."""
     aliases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=64)] = ()
     """Further names that clients may send for the model. Its answers have the first name."""
+    tool_parser: str = "auto"
+    """How the model writes calls of tools, by vLLM's name of the parser; `auto` sees it in the chat template."""
+    reasoning_parser: str = "auto"
+    """How the model writes what it thinks, by vLLM's name of the parser; `auto` sees it in the chat template, `none`:
+    what it thinks is content."""
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of targets. Each has its own coordinator and ranks, and answers a part of the requests."""
     autoscaling: AutoscalingSection = AutoscalingSection()
@@ -83,6 +89,16 @@ class TargetSection(ModelSection, PluginHost):
     """The KV cache on each rank."""
     evidence: EvidenceSection = EvidenceSection()
     """What the target shows to drafters."""
+
+    @model_validator(mode="after")
+    def _check_parsers(self) -> TargetSection:
+        for name, value, known, others in (
+            ("tool_parser", self.tool_parser, call_format_names(), ("auto",)),
+            ("reasoning_parser", self.reasoning_parser, reasoning_format_names(), ("auto", "none")),
+        ):
+            if value not in (*others, *known):
+                raise ValueError(f"{name} ({value}) must be one of {', '.join((*others, *known))}")
+        return self
 
 
 _FIELDS = ("path", "revision", "load_format", "dtype", "quantization", "max_context_len", "acceptance")

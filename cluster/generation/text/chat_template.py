@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.core.answer_format import ToolFormat
+from cluster.core.answer_format_rows import call_format_of, reasoning_format_of
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.core.json_text import find_half
 
@@ -148,14 +148,16 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            variables = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ConfigurationError(f"chat template: {error}") from None
         self._special_tokens = dict(special_tokens)
         self._characters = frozenset(source).union(*special_tokens.values())
-        self.reasons = "</think>" in source
-        """Whether the model writes what it thinks between `<think>` and `</think>`."""
-        self._renders_tools = "tools" in source
-        self.tool_format = _tool_format(source)
+        self._renders_tools = "tools" in variables
+        self.call_format = call_format_of(source if self._renders_tools else "")
+        """How the model writes calls of tools."""
+        self.reasoning_format = reasoning_format_of(source)
+        """How the model writes what it thinks; `None` if it does not."""
 
     def render(
         self, messages: Sequence[Message], options: TemplateOptions = PLAIN, most_chars: int | None = None
@@ -299,13 +301,6 @@ def _variables(message: Message, arguments: Callable[[CalledTool], object]) -> d
             for call in message.tool_calls
         ]
     return found
-
-
-def _tool_format(source: str) -> ToolFormat:
-    if "[TOOL_CALLS]" in source:
-        return ToolFormat.MISTRAL
-    is_llama = "<|python_tag|>" in source or ("<|start_header_id|>" in source and "tools" in source)
-    return ToolFormat.LLAMA if is_llama and "<tool_call>" not in source else ToolFormat.HERMES
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from cluster.core.answer_format import ToolFormat
+from cluster.core.answer_format import CallFormat, ReasoningFormat
+from cluster.core.answer_format_rows import call_format, call_format_of, reasoning_format
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.core.token_bytes import METASPACE, PieceToBytes, reader
 from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
@@ -19,6 +21,28 @@ from cluster.generation.text.text_executor import TextExecutor
 from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """The settings `tool_parser` and `reasoning_parser`: names of formats, `auto` or `none`."""
+
+    tool: str = "auto"
+    reasoning: str = "auto"
+
+    def formats(self, template: ChatTemplate | None) -> tuple[CallFormat, ReasoningFormat | None]:
+        """Return how calls of tools and reasoning are written: as the settings say, else as the chat template shows."""
+        calls = call_format_of("") if template is None else template.call_format
+        if self.tool not in ("auto", calls.name, *calls.names):
+            calls = call_format(self.tool) or calls
+        reasoning = None if template is None else template.reasoning_format
+        if self.reasoning != "auto":
+            reasoning = reasoning_format(self.reasoning)
+        return calls, reasoning
+
+
+BY_TEMPLATE = Parsers()
+"""The formats that the chat template shows."""
 
 
 class Tokenizer:
@@ -33,15 +57,18 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         eos_token_ids: tuple[int, ...] = (),
         file: Path | None = None,
+        parsers: Parsers = BY_TEMPLATE,
     ) -> None:
         self.file = file
         """The `tokenizer.json` that was read. Grammars need it."""
         self._vocabulary = vocabulary
         self._piece_to_bytes = piece_to_bytes
+        self._specials_in: dict[tuple[str, ...], Mapping[str, int]] = {}
         self._bytes: dict[int, bytes] = {}
         """The bytes of the tokens that were asked for; most answers use the same few thousand."""
         self._strips_first_space = strips_first_space
         self._template = template
+        self.call_format, self.reasoning_format = parsers.formats(template)
         self.eos_token_ids = eos_token_ids
         self.texts = TextExecutor()
         """Threads for work on texts of more than a few tokens."""
@@ -49,7 +76,7 @@ class Tokenizer:
         """Most characters of a token. A text has at least its length ÷ this number of tokens."""
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
+    def load(cls, directory: Path, parsers: Parsers = BY_TEMPLATE) -> Tokenizer:
         """Read `tokenizer.json`, or the files of a MarianMT model, and the other tokenizer files of a model directory.
 
         Raises `ConfigurationError` if a file is missing, unreadable or of an unknown kind.
@@ -72,6 +99,7 @@ class Tokenizer:
             template=None if template is None else ChatTemplate(template, special_tokens),
             eos_token_ids=_eos_token_ids(directory, vocabulary, special_tokens),
             file=file if file.is_file() else None,
+            parsers=parsers,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -94,16 +122,6 @@ class Tokenizer:
     def has_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._template is not None
-
-    @property
-    def reasons(self) -> bool:
-        """Whether the model writes what it thinks between `<think>` and `</think>`."""
-        return self._template is not None and self._template.reasons
-
-    @property
-    def tool_format(self) -> ToolFormat:
-        """How the model writes calls of tools."""
-        return ToolFormat.HERMES if self._template is None else self._template.tool_format
 
     def render_chat(
         self, messages: Sequence[Message], options: TemplateOptions = PLAIN, most_chars: int | None = None
@@ -136,18 +154,28 @@ class Tokenizer:
         """Return the entry of the vocabulary for a token, as the tokenizer spells it; empty for an unused id."""
         return self._vocabulary.piece(token) or ""
 
-    def special_token(self, piece: str) -> int | None:
-        """Return the id of a special token, or `None` if the vocabulary has no such special token."""
-        found = (token for token in self._vocabulary.special_ids if self._vocabulary.piece(token) == piece)
-        return next(found, None)
+    def special_tokens_in(self, texts: tuple[str, ...]) -> Mapping[str, int]:
+        """Return the special tokens that are part of the texts of a format, by their text."""
+        found = self._specials_in.get(texts)
+        if found is None:
+            pieces = ((self._vocabulary.piece(token) or "", token) for token in self._vocabulary.special_ids)
+            found = {piece: token for piece, token in pieces if piece and any(piece in text for text in texts)}
+            self._specials_in[texts] = found
+        return found
 
     def is_special(self, token: int) -> bool:
         """Whether the token is a special token."""
         return token in self._vocabulary.special_ids
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
-        """Return a detokenizer for one answer. `starts_text` removes the first space if the tokenizer adds one."""
-        return Detokenizer(self, skip_special_tokens, starts_text and self._strips_first_space)
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, starts_text: bool = False, kept: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """Return a detokenizer for one answer. `starts_text` removes the first space if the tokenizer adds one.
+
+        The special tokens `kept` are not skipped.
+        """
+        hidden = self._vocabulary.special_ids - kept if skip_special_tokens else frozenset[int]()
+        return Detokenizer(self, hidden, starts_text and self._strips_first_space)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens. Bytes that are not valid UTF-8 become U+FFFD."""
@@ -161,17 +189,17 @@ class Detokenizer:
     All parts together equal `Tokenizer.decode` of all tokens, apart from the first space of a continuation.
     """
 
-    __slots__ = ("_drop_space", "_skip_special_tokens", "_tokenizer", "_utf8")
+    __slots__ = ("_drop_space", "_hidden", "_tokenizer", "_utf8")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, drop_space: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], drop_space: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden = hidden
         self._drop_space = drop_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that is now complete."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token):
+        if token in self._hidden:
             return ""
         return self._first_space_dropped(self._utf8.decode(self._tokenizer.token_bytes(token)))
 
