@@ -33,6 +33,7 @@ from deploy.bench.measuring.setup import context_len, empty_results
 from deploy.bench.report.charts import speedup_by_task
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
+from deploy.settings import Settings
 from deploy.terminal import notices
 from workers.model.stretch import read_stretch
 
@@ -58,7 +59,7 @@ def run(options: EvaluationOptions, settings_source: BenchSettings) -> tuple[Eva
     """
     transformers_logging.disable_progress_bar()
     if options.url:
-        return (_run_endpoints(options),)
+        return (_run_endpoints(options, settings_source.given()),)
     return tuple(_run_clusters(part, settings) for part, settings in by_target(options, settings_source))
 
 
@@ -116,25 +117,16 @@ def find_peers(competitors: tuple[Competitor, ...]) -> tuple[Peer, ...]:
     return (*PEERS, *(Peer(GENERATE, request) for request in beams))
 
 
-def _run_endpoints(options: EvaluationOptions) -> Evaluation:
+def _run_endpoints(options: EvaluationOptions, settings: Settings) -> Evaluation:
     tasks, left_out = read_suite(options)
-    url, model = options.url or "", options.model or ""
     tasks, prompts = with_prompts(tasks, None, None, source_alone=options.form == "source")
-    results = empty_results(f"{model} at {url}; {sum(map(len, prompts.values()))} prompts ({', '.join(prompts)})")
+    described = f"{sum(map(len, prompts.values()))} prompts ({', '.join(prompts)})"
+    results = empty_results(f"{options.model} at {options.url}; {described}")
     results.skipped.extend(left_out)
     evaluation = Evaluation(results, tasks, _scoreboard(tasks, None))
     with ProgressReporter(notices, "tasks") as report:
         session = _session(options, evaluation, prompts, report, 1)
-        asyncio.run(
-            bench_endpoints(
-                session,
-                url,
-                options.plain_url,
-                model,
-                devices=options.devices,
-                predicts=options.send_prediction,
-            )
-        )
+        asyncio.run(bench_endpoints(session, options, settings, predicts=options.send_prediction))
     write(evaluation, options.out)
     return evaluation
 

@@ -14,7 +14,8 @@ import psutil
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
-from deploy.bench.contestants.endpoint import endpoint_contestant
+from deploy.bench.contest_options import ContestOptions
+from deploy.bench.contestants.endpoint import EndpointContestant
 from deploy.bench.contestants.local import LocalContestant, local_contestant
 from deploy.bench.contestants.peers import ASSISTED, GENERATE, Peer, TransformersPeer, load_assistant, load_target
 from deploy.bench.measuring.competitors import Competitor
@@ -22,11 +23,17 @@ from deploy.bench.measuring.costs import configuration_cost, resident_bytes
 from deploy.bench.measuring.exactness import ROUNDING, Judge
 from deploy.bench.measuring.results import Cost, Entry
 from deploy.bench.measuring.session import BenchSession, Started
+from deploy.commands.client.connection import server_client
+from deploy.network.https_client import check_reachable
+from deploy.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _ROOM = 2.5
 """A second cluster with the target's weights is started only where this many times their bytes are free."""
+
+_ENDPOINT_TIMEOUT_SECONDS = 3600.0
+"""Longest answer of a server at a URL."""
 
 _COUPLED = "coupled"
 """The acceptance rule with which sampled answers equal those of plain decoding."""
@@ -152,14 +159,24 @@ async def _bench_peers(
 
 
 async def bench_endpoints(
-    session: BenchSession, url: str, plain_url: str | None, model: str, *, devices: int = 1, predicts: bool = False
+    session: BenchSession, options: ContestOptions, settings: Settings, *, predicts: bool = False
 ) -> None:
-    """Measure an OpenAI-compatible server, against another one without drafts if there is one."""
+    """Measure the OpenAI-compatible server at `options.url`, against that at `options.plain_url` if there is one.
+
+    Raises `WorkerUnavailable` for a server that does not answer or refuses the API key, before anything is measured.
+    """
     async with AsyncExitStack() as stack:
-        contestant = await stack.enter_async_context(endpoint_contestant(url, model, predicts=predicts))
-        plain = None if plain_url is None else await stack.enter_async_context(endpoint_contestant(plain_url, model))
-        entry = Entry(url, "endpoint", (), Cost(devices=devices))
-        await session.measure([Started(entry, contestant, Judge(0.0))], plain)
+
+        async def contestant(url: str | None, option: str, *, predicts: bool = False) -> EndpointContestant:
+            opened = server_client(settings, url, options.cacert, _ENDPOINT_TIMEOUT_SECONDS, option)
+            client = await stack.enter_async_context(opened)
+            await check_reachable(client)
+            return EndpointContestant(client, options.model or "", predicts=predicts)
+
+        own = await contestant(options.url, "--url", predicts=predicts)
+        plain = None if options.plain_url is None else await contestant(options.plain_url, "--plain-url")
+        entry = Entry(options.url or "", "endpoint", (), Cost(devices=options.devices))
+        await session.measure([Started(entry, own, Judge(0.0))], plain)
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ from deploy.bench.race.tasks import read_tasks
 from deploy.bench.report.charts import speedup_by_task, throughput_by_batch
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
+from deploy.settings import Settings
 from deploy.terminal import notices
 from workers.model.stretch import read_stretch
 
@@ -32,7 +33,7 @@ from workers.model.stretch import read_stretch
 def run(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
     """Run the race and write `race.json`, `race.md` and the plots into `options.out`. Raises `PilotfishError`."""
     transformers_logging.disable_progress_bar()
-    return _run_endpoints(options) if options.url else _run_clusters(options, settings_source)
+    return _run_endpoints(options, settings_source.given()) if options.url else _run_clusters(options, settings_source)
 
 
 def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
@@ -57,14 +58,13 @@ def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> Bench
     return results
 
 
-def _run_endpoints(options: RaceOptions) -> BenchResults:
-    url, model = options.url or "", options.model or ""
+def _run_endpoints(options: RaceOptions, settings: Settings) -> BenchResults:
     tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, None, None)
-    results = empty_results(f"{model} at {url}; {sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})")
+    described = f"{sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})"
+    results = empty_results(f"{options.model} at {options.url}; {described}")
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, 1)
-        endpoints = bench_endpoints(session, url, options.plain_url, model, devices=options.devices)
-        _run_to_the_end(endpoints, results, options.out)
+        _run_to_the_end(bench_endpoints(session, options, settings), results, options.out)
     return results
 
 

@@ -21,7 +21,7 @@ from deploy.commands.client.connection import InProcessOption, connected, post, 
 from deploy.commands.client.conversation import HELP, Conversation
 from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.network.https_client import CacertOption, UrlOption
+from deploy.network.https_client import CacertOption, UrlOption, check_reachable
 from deploy.settings import load_settings
 from deploy.signals import SIGNALLED
 from deploy.terminal import notify, output
@@ -56,6 +56,7 @@ def chat(
 
     async def run() -> None:
         async with connected(settings, url, in_process, notify, cacert) as client:
+            await check_reachable(client)
             notify(f"connected to {client.base_url}. {HELP.splitlines()[0]}")
             talking = asyncio.ensure_future(talk(client, conversation, _prompting(), output, notify, interrupts))
             interrupts.conversation = talking

@@ -20,11 +20,11 @@ from rich.live import Live
 
 from cluster.core.errors import PilotfishError
 from deploy.commands.client.cluster_table import ReplicaStatus, status_table, statuses
-from deploy.commands.client.connection import configured_url, connected, get
+from deploy.commands.client.connection import get, server_client
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
 from deploy.settings import load_settings
-from deploy.terminal import notify, output
+from deploy.terminal import output
 
 _PATH = "/cluster"
 
@@ -45,8 +45,7 @@ def top(
     settings = load_settings(config, assignments or ())
 
     async def run() -> None:
-        found = url or configured_url(settings.configuration)
-        async with connected(settings, found, False, notify, cacert) as client:
+        async with server_client(settings, url, cacert) as client:
             if once or as_json:
                 await print_statuses(client, interval, output, once=once, as_json=as_json)
             else:

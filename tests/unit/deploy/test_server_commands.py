@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
@@ -33,6 +34,9 @@ COMMANDS = {
     "run-batch": ["-i", "in.jsonl", "-o", "out.jsonl"],
     "top": ["--once"],
     "bench serve": ["--num-prompts", "1", "--random-input-len", "4", "--max-tokens", "8"],
+    "bench race": ["--prompts", "prompts.jsonl", "--max-tokens", "8", "--model", "tiny", "--out", "race"],
+    "bench tasks": ["--correction", "pairs.jsonl", "--max-tokens", "8", "--model", "tiny", "--out", "tasks"],
+    "chat": [],
 }
 
 
@@ -40,6 +44,8 @@ COMMANDS = {
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text(BATCH_LINE)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi"}\n')
+    (tmp_path / "pairs.jsonl").write_text('{"source": "he go", "references": ["he goes"]}\n')
 
 
 Run = Callable[..., Awaitable[tuple[int, list[str]]]]
@@ -94,7 +100,53 @@ async def test_a_missing_key_names_the_variable(run: Run, command: str, tmp_path
     assert "answered 401" in lines[0] and "set PILOTFISH_API_KEY" in lines[0]
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "top"])
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_server_of_another_kind_is_one_line(run: Run, command: str) -> None:
+    async with listening(PlainTextResponse("hello")) as url:
+        status, lines = await run(command, "--url", url)
+    assert status == 1
+    assert len(lines) == 1
+    assert lines[0].startswith(f"pilotfish: {url}/")
+    assert lines[0].endswith("is it the address of an OpenAI-compatible server?")
+
+
+@pytest.mark.parametrize("command", ["bench race", "bench tasks"])
+async def test_a_benchmark_asks_for_both_servers_before_it_measures(run: Run, command: str, tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "model")
+    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        status, lines = await run(command, "--url", url, "--plain-url", NOWHERE)
+        assert (status, len(lines)) == (1, 1) and lines[0].startswith(
+            f"pilotfish: {NOWHERE}: the connection is refused"
+        )
+        status, lines = await run(command, "--url", url, "--plain-url", "localhost")
+        assert (status, lines) == (
+            2,
+            ["pilotfish: --plain-url: needed http://HOST:PORT or https://HOST:PORT, found 'localhost'"],
+        )
+
+
+@pytest.mark.parametrize("command", ["bench serve", "bench race", "bench tasks"])
+async def test_the_key_of_the_environment_opens_the_server(
+    run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = HttpApi(tmp_path / "model")
+    api.engine.context = 400
+    app = create_app(api.client, LimitsSection(), keys=KeyRing(parse_keys("alice alice-key-0123456789", "here")))
+    monkeypatch.setenv("PILOTFISH_API_KEY", "alice-key-0123456789")
+    async with api.http, listening(app) as url:
+        assert await run(command, "--url", url) == (0, [])
+
+
+@pytest.mark.parametrize("command", ["bench race", "bench tasks"])
+async def test_a_benchmark_without_a_measurement_fails(run: Run, command: str, tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "model")
+    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        status, lines = await run(command, "--url", url, "--model", "another")
+    assert status == 1
+    assert len(lines) == 1 and lines[0].startswith("pilotfish: nothing was measured; ") and "answered 404" in lines[0]
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("top", "chat")])
 async def test_certificates_are_checked_by_cacert(run: Run, command: str, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     certificate, key = authority.issue("server")
