@@ -60,7 +60,11 @@ def translate(
             report = stack.enter_context(ProgressReporter(notices, "translating"))
             await write_translations(translator, sources, in_flight, file, report)
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        notify(f"stopped; {out or 'the output'} has the translations of the first lines")
+        raise
 
 
 async def write_translations(

@@ -12,9 +12,9 @@ MIB = 1024 * 1024
 
 
 class Section(BaseModel):
-    """A part of the configuration. It is frozen and refuses unknown keys."""
+    """A part of the configuration. It is frozen and refuses unknown keys, and numbers that are not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class PluginSettings(Section):

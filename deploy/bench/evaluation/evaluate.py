@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from deploy.bench.measuring.meter import ResourceMeter
 from deploy.bench.measuring.results import BenchResults
 from deploy.bench.measuring.roofs import measure_roofs
 from deploy.bench.measuring.runner import bench_clusters, bench_endpoints
-from deploy.bench.measuring.session import BenchSession, Report
+from deploy.bench.measuring.session import BenchSession, Report, run_to_the_end
 from deploy.bench.measuring.setup import context_len, empty_results
 from deploy.bench.report.charts import speedup_by_task
 from deploy.models import served_name
@@ -106,8 +105,8 @@ def _run_clusters(options: EvaluationOptions, settings_source: BenchSettings) ->
         session = _session(options, evaluation, prompts, report, len(competitors) + len(peers))
         find_draft = partial(draft_model_directory, settings_source)
         clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
-        asyncio.run(clusters(session, plain, competitors, peers, find_draft))
-    write(evaluation, options.out)
+        measuring = clusters(session, plain, competitors, peers, find_draft)
+        run_to_the_end(measuring, partial(write, evaluation), options.out)
     return evaluation
 
 
@@ -126,8 +125,8 @@ def _run_endpoints(options: EvaluationOptions, settings: Settings) -> Evaluation
     evaluation = Evaluation(results, tasks, _scoreboard(tasks, None))
     with ProgressReporter(notices, "tasks") as report:
         session = _session(options, evaluation, prompts, report, 1)
-        asyncio.run(bench_endpoints(session, options, settings, predicts=options.send_prediction))
-    write(evaluation, options.out)
+        measuring = bench_endpoints(session, options, settings, predicts=options.send_prediction)
+        run_to_the_end(measuring, partial(write, evaluation), options.out)
     return evaluation
 
 

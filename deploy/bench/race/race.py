@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -17,7 +14,7 @@ from deploy.bench.contestants.peers import PEERS
 from deploy.bench.measuring.competitors import BenchSettings, draft_model_directory, find_competitors
 from deploy.bench.measuring.results import BenchResults, write_results
 from deploy.bench.measuring.runner import bench_clusters, bench_endpoints
-from deploy.bench.measuring.session import BenchSession, Report
+from deploy.bench.measuring.session import BenchSession, Report, run_to_the_end
 from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results
 from deploy.bench.race.options import RaceOptions
 from deploy.bench.race.report import markdown
@@ -54,7 +51,7 @@ def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> Bench
         session = _session(options, tasks, results, report, len(competitors) + len(peers))
         find_draft = partial(draft_model_directory, settings_source)
         clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
-        _run_to_the_end(clusters(session, plain, competitors, peers, find_draft), results, options.out)
+        run_to_the_end(clusters(session, plain, competitors, peers, find_draft), partial(write, results), options.out)
     return results
 
 
@@ -64,19 +61,8 @@ def _run_endpoints(options: RaceOptions, settings: Settings) -> BenchResults:
     results = empty_results(f"{options.model} at {options.url}; {described}")
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, 1)
-        _run_to_the_end(bench_endpoints(session, options, settings), results, options.out)
+        run_to_the_end(bench_endpoints(session, options, settings), partial(write, results), options.out)
     return results
-
-
-def _run_to_the_end(race: Coroutine[Any, Any, None], results: BenchResults, directory: Path) -> None:
-    """Run the measurements and write the results, also those of a race that Ctrl-C stops."""
-    try:
-        asyncio.run(race)
-    except KeyboardInterrupt:
-        write(results, directory)
-        notices.print(f"stopped; {directory} has what was measured")
-        raise
-    write(results, directory)
 
 
 def _session(

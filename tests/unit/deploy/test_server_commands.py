@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import pytest
@@ -144,6 +144,25 @@ async def test_a_benchmark_without_a_measurement_fails(run: Run, command: str, t
         status, lines = await run(command, "--url", url, "--model", "another")
     assert status == 1
     assert len(lines) == 1 and lines[0].startswith("pilotfish: nothing was measured; ") and "answered 404" in lines[0]
+
+
+@pytest.mark.parametrize("command", ["bench race", "bench tasks", "run-batch", "translate"])
+def test_ctrl_c_keeps_what_there_is_and_says_so(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(running: Coroutine[object, object, None]) -> None:
+        running.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", interrupted)
+    options = [*COMMANDS[command], "--url", NOWHERE]
+    monkeypatch.setattr(sys, "argv", ["pilotfish", *command.split(), *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert "stopped; " in capsys.readouterr().err
+    for name in {"bench race": ("race/race.json",), "bench tasks": ("tasks/tasks.json",)}.get(command, ()):
+        assert (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("top", "chat")])
