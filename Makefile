@@ -92,9 +92,10 @@ test: fast essential  ## Run the fast tests, and one path through everything rea
 fast: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "$(SMALL) and not slow" $(ARGS) $(OR_NOTHING)
 
+# Collecting all files would take twenty seconds and more.
 .PHONY: essential
 essential: $(WEIGHTS)
-	@$(PYTEST) -m essential $(ARGS) $(OR_NOTHING)
+	@$(PYTEST) -m essential $(or $(ARGS),$$(grep -rl --include='test_*.py' 'mark\.essential' tests)) $(OR_NOTHING)
 
 test-all: $(TEST_WEIGHTS)  ## Run the tests that `make test` leaves out (ARGS goes to pytest)
 	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "$(SMALL) and slow" $(ARGS) $(OR_NOTHING)
