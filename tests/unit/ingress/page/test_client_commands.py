@@ -177,7 +177,7 @@ async def test_a_stream_that_breaks_off_continues_after_its_last_event() -> None
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request.headers.get("last-event-id"))
         text = 'id: a\ndata: {"n": 1}\n\n' if len(seen) == 1 else 'id: b\ndata: {"n": 2}\n\nid: c\ndata: [DONE]\n\n'
-        return httpx.Response(200, content=text)
+        return httpx.Response(200, content=text, headers={"content-type": "text/event-stream"})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://pilotfish") as client:
         found = [chunk["n"] async for chunk in stream(client, "/v1/completions", {})]
