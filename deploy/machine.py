@@ -79,6 +79,25 @@ def free_memory_limit(control_group: Path) -> int:
     return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else 1 << 62
 
 
+def used_memory_share(control_group: Path = _CONTROL_GROUP) -> float:
+    """The share of the memory of this machine or container that is in use, the larger of both: 0 to 1.
+
+    What the kernel can take back at once, such as files that it keeps in memory, is not in use.
+    """
+    memory = psutil.virtual_memory()
+    return max(1 - memory.available / memory.total, _used_limit_share(control_group))
+
+
+def _used_limit_share(control_group: Path) -> float:
+    """The used share of the container's memory limit; 0 without a limit."""
+    limit, used = _read(control_group / "memory.max"), _read(control_group / "memory.current")
+    if not (limit.isdigit() and used.isdigit() and int(limit)):
+        return 0.0
+    counts = dict(line.split(" ", 1) for line in _read(control_group / "memory.stat").splitlines() if " " in line)
+    files = sum(int(counts.get(name, "0")) for name in ("active_file", "inactive_file"))
+    return max(0, int(used) - files) / int(limit)
+
+
 def _read(file: Path) -> str:
     try:
         return file.read_text("ascii").strip()
