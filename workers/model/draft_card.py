@@ -33,7 +33,7 @@ class DraftDescription:
     target: str
     """Name of the target."""
     target_vocabulary_size: int
-    """Number of tokens of the target, and of rows of its embedding."""
+    """Number of tokens of the target, and of rows of its embedding; 0 where a public draft does not tell it."""
     hidden_size: int
     """Width of the embedding, equal in target and draft."""
     layers: tuple[int, ...]

@@ -132,4 +132,29 @@ class FeatureShape:
         return found | self.body.tensors(inputs, has_first_norm=self.has_first_norm)
 
 
-PublicShape = FeatureShape
+@dataclass(frozen=True, slots=True)
+class MedusaShape:
+    """Medusa heads: blocks `x + SiLU(W x + b)` and an output head for each depth (Cai et al. 2024)."""
+
+    hidden_size: int
+    depths: int
+    blocks: int
+    """Blocks of one head."""
+    rows: int
+    """Tokens of each own output head; 0: the target's head serves all depths."""
+    has_bias: bool = True
+
+    def tensors(self) -> Sizes:
+        """The tensors of all heads."""
+        size, found = self.hidden_size, Sizes()
+        for depth in range(self.depths):
+            for block in range(self.blocks):
+                found[f"{depth}.{block}.weight"] = (size, size)
+                if self.has_bias:
+                    found[f"{depth}.{block}.bias"] = (size,)
+            if self.rows:
+                found[f"{depth}.head.weight"] = (self.rows, size)
+        return found
+
+
+PublicShape = FeatureShape | MedusaShape

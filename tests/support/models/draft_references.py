@@ -129,3 +129,34 @@ class Eagle3:
     def changed(self, **fields: object) -> Eagle3:
         """Another reading of the same checkpoint."""
         return replace(self, **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Eagle1:
+    """EAGLE-1 (Li et al. 2024): `fc [e, f]` is the input of one layer without a norm before its attention."""
+
+    tensors: Mapping[str, Tensor]
+    embedding: Tensor
+    head: Tensor
+    body: Body = Body()
+    is_feature_first: bool = False
+
+    def features(self, states: Sequence[Tensor]) -> Tensor:
+        """The features: the target's last hidden state after its final norm."""
+        (found,) = states
+        return found
+
+    def outputs(self, features: Tensor, following: Sequence[int]) -> Tensor:
+        """What the head feeds back, [tokens, hidden size], from features and the tokens after them."""
+        layer, tokens = part(self.tensors, "layers.0."), self.embedding[list(following)]
+        joined = torch.cat([features, tokens] if self.is_feature_first else [tokens, features], -1)
+        rows = joined @ self.tensors["fc.weight"].T + self.tensors.get("fc.bias", torch.zeros(1))
+        return mlp(layer, rows + attention(layer, rows, range(len(following)), self.body), self.body)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, by the target's head."""
+        return outputs @ self.head.T
+
+    def changed(self, **fields: object) -> Eagle1:
+        """Another reading of the same checkpoint."""
+        return replace(self, **fields)  # type: ignore[arg-type]

@@ -130,3 +130,33 @@ def speculators_config(**changes: Any) -> dict[str, Any]:
         "norm_output": False,
         "embed_requires_grad": False,
     } | changes
+
+
+def eagle1(*, has_bias: bool = True, biases: Sequence[str] = ()) -> Tensors:
+    """The tensors of an EAGLE-1 head."""
+    draw = Draw(6)
+    found = {"fc.weight": draw.matrix(HIDDEN, 2 * HIDDEN)} | draw.layer("layers.0.", biases=biases)
+    return found | ({"fc.bias": draw.matrix(HIDDEN)} if has_bias else {})
+
+
+def medusa(prefix: str = "", *, depths: int = 3, blocks: int = 1, has_heads: bool = True) -> Tensors:
+    """The tensors of Medusa heads as their authors store them."""
+    draw, found = Draw(7), Tensors()
+    for depth in range(depths):
+        for block in range(blocks):
+            found[f"{prefix}{depth}.{block}.linear.weight"] = draw.matrix(HIDDEN, HIDDEN)
+            found[f"{prefix}{depth}.{block}.linear.bias"] = draw.matrix(HIDDEN)
+        if has_heads:
+            found[f"{prefix}{depth}.{blocks}.weight"] = 4 * draw.matrix(VOCABULARY, HIDDEN)
+    return found
+
+
+def medusa_of_vllm(tokens: Sequence[int] | None, *, depths: int = 3, has_bias: bool = False) -> Tensors:
+    """The tensors of Medusa heads as vLLM's converter stored them, with absolute ids of `tokens`."""
+    draw, found = Draw(8), Tensors()
+    for depth in range(depths):
+        found[f"blocks.{depth}.layers.0.weight"] = draw.matrix(HIDDEN, HIDDEN)
+        if has_bias:
+            found[f"blocks.{depth}.layers.0.bias"] = draw.matrix(HIDDEN)
+        found[f"lm_heads.{depth}.weight"] = 4 * draw.matrix(VOCABULARY if tokens is None else len(tokens), HIDDEN)
+    return found | ({} if tokens is None else {"token_map": torch.tensor(tokens)})

@@ -43,7 +43,10 @@ def test_a_draft_of_pilotfish_and_a_whole_model_choose_their_methods(target: Pat
     def method(path: Path, *more: str) -> str:
         return load_settings("cpu", [f"draft.path={path}", *more], {}).configuration.draft.name
 
-    assert method(tmp_path) == "heads"
+    medusa = public_drafts.write(tmp_path / "medusa", {"medusa_num_heads": 3}, public_drafts.medusa())
+    eagle = public_drafts.write(tmp_path / "eagle", LLAMA, public_drafts.eagle1(), "pytorch_model.bin")
+    assert method(tmp_path) == method(medusa) == "heads"
+    assert method(eagle) == "eagle"
     assert method(tmp_path, "draft.method=blockwise") == "blockwise"
     assert method(target) == "model"
 

@@ -20,7 +20,7 @@ from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import public_drafts, tiny
-from tests.support.models.draft_references import Body, Eagle3
+from tests.support.models.draft_references import Body, Eagle1, Eagle3
 from tests.support.models.public_drafts import DRAFTED, HIDDEN, LLAMA, Tensors
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
@@ -39,10 +39,13 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 @dataclass(frozen=True)
 class Shown:
-    """A target and its hidden states over `TOKENS[:KNOWN]`: entry i is the input of layer i, [tokens, hidden size]."""
+    """A target and its hidden states over `TOKENS[:KNOWN]`, [tokens, hidden size] each."""
 
     directory: Path
     states: Sequence[Tensor]
+    """Entry i is the input of layer i, and the last one the output of the last layer before the final norm."""
+    final: Tensor
+    """The last hidden state after the final norm."""
     embedding: Tensor
     head: Tensor
 
@@ -51,10 +54,14 @@ class Shown:
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     directory = tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(num_hidden_layers=LAYERS, rope_theta=5e5))
     model = AutoModelForCausalLM.from_pretrained(directory)
+    last: list[Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0]))
     with torch.no_grad():
         found = model(torch.tensor([TOKENS[:KNOWN]]), output_hidden_states=True)
-    states = [one[0] for one in found.hidden_states]
-    return Shown(directory, states, model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach())
+    *states, final = (one[0] for one in found.hidden_states)
+    return Shown(
+        directory, [*states, *last], final, model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
+    )
 
 
 Passes = list[tuple[Tensor, Tensor]]
@@ -83,7 +90,7 @@ def served(draft: Path, shown: Shown) -> Passes:
     return [(outputs, head.logits(outputs)) for outputs in steps]
 
 
-def published(reference: Eagle3, states: Sequence[Tensor]) -> Passes:
+def published(reference: Eagle1 | Eagle3, states: Sequence[Tensor]) -> Passes:
     """What the format's own forward pass computes from its features, without any cache."""
     features = reference.features(states)
     steps = []
@@ -114,21 +121,24 @@ class Case:
     tensors: Tensors
     reading: dict[str, Any]
     """Fields of the reference."""
-    states: tuple[int, ...] = (2, LAYERS // 2, LAYERS - 3)
+    states: tuple[int, ...] | None = (2, LAYERS // 2, LAYERS - 3)
+    """`None`: the last state after the final norm, which EAGLE-1 reads."""
     file: str = "model.safetensors"
 
     def write(self, directory: Path) -> Path:
         """Write the checkpoint."""
         return public_drafts.write(directory, self.config, self.tensors, self.file)
 
-    def reference(self, shown: Shown) -> Eagle3:
+    def reference(self, shown: Shown) -> Eagle1 | Eagle3:
         """The published pass."""
         embedding = self.tensors.get("embed_tokens.weight", shown.embedding)
+        if self.states is None:
+            return Eagle1(self.tensors, embedding, shown.head, **self.reading)
         return Eagle3(self.tensors, embedding, **self.reading)
 
     def read(self, shown: Shown) -> list[Tensor]:
         """The hidden states that the checkpoint was made for."""
-        return [shown.states[number] for number in self.states]
+        return [shown.final] if self.states is None else [shown.states[number] for number in self.states]
 
 
 AUTHORS = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(DRAFTED)}
@@ -145,6 +155,15 @@ def joint(tensors: Tensors) -> Tensors:
 
 
 CASES = {
+    "eagle 1": Case(LLAMA, public_drafts.eagle1(), {}, None),
+    "eagle 1, own base": Case(
+        LLAMA | {"bias": False, "rope_theta": 700.0},
+        public_drafts.eagle1(has_bias=False) | OWN,
+        {"body": Body(theta=700.0)},
+        None,
+        "pytorch_model.bin",
+    ),
+    "eagle 1, qwen2": Case(LLAMA | {"model_type": "qwen2"}, public_drafts.eagle1(biases="qkv"), {}, None),
     "authors": Case(AUTHORS, public_drafts.eagle3(), {}),
     "authors, torch file": Case(AUTHORS, public_drafts.eagle3(), {}, file="pytorch_model.bin"),
     "own embedding": Case(AUTHORS, public_drafts.eagle3() | OWN, {}),
@@ -192,7 +211,7 @@ class TestWrongReadings:
 
     def test_the_layer_after_each_one(self, shown: Shown, tmp_path: Path) -> None:
         case = CASES["authors"]
-        after = replace(case, states=tuple(number + 1 for number in case.states))
+        after = replace(case, states=tuple(number + 1 for number in case.states or ()))
         assert_differs(served(case.write(tmp_path), shown), published(case.reference(shown), after.read(shown)))
 
     @pytest.mark.parametrize(
@@ -204,6 +223,8 @@ class TestWrongReadings:
             ("speculators", {"norm_before_residual": False}),
             ("3.1", {"norm_output": False}),
             ("own base", {"body": Body()}),
+            ("eagle 1", {"is_feature_first": True}),
+            ("eagle 1", {"body": Body(theta=5e5)}),
         ],
     )
     def test_another_arithmetic(self, name: str, reading: dict[str, Any], shown: Shown, tmp_path: Path) -> None:
@@ -233,7 +254,9 @@ def greedy_drafts(draft: Path, shown: Shown, count: int) -> tuple[int, ...]:
     return proposal.tree.tokens
 
 
-def published_drafts(reference: Eagle3, states: Sequence[Tensor], vocabulary: Sequence[int], count: int) -> list[int]:
+def published_drafts(
+    reference: Eagle1 | Eagle3, states: Sequence[Tensor], vocabulary: Sequence[int], count: int
+) -> list[int]:
     """The greedy chain of the published pass. Row i of the head is the token `vocabulary[i]`."""
     features = reference.features([one.bfloat16().float() for one in states])
     tokens, drafted = TOKENS[: KNOWN + 1], []
@@ -255,3 +278,8 @@ def test_a_method_drafts_the_tokens_of_the_published_pass(name: str, shown: Show
     assert list(drafted) == published_drafts(case.reference(shown), case.read(shown), DRAFTED, count)
     absolute = [int(one) for one in case.tensors["d2t"]]
     assert list(drafted) != published_drafts(case.reference(shown), case.read(shown), absolute, count)
+
+
+def test_eagle_1_reads_the_last_state_after_the_final_norm(shown: Shown, tmp_path: Path) -> None:
+    case = CASES["eagle 1"]
+    assert_differs(served(case.write(tmp_path), shown), published(case.reference(shown), [shown.states[-1]]))

@@ -66,6 +66,23 @@ def test_settings_that_change_the_arithmetic(changes: dict[str, Any], message: s
         read_draft(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bias": False}, r"its weights lack 'nothing' and have \['fc.bias'\] in excess"),
+        ({"bias": 1}, "bias in config.json: 1 is refused; it must be true or false"),
+        ({"attention_bias": True}, r"its weights lack \['layers.0.self_attn.k_proj.bias'"),
+        ({"scale_embedding": True}, "scale_embedding in config.json: True is refused; it may change"),
+        ({"num_hidden_layers": 2}, r"its weights lack \['layers.1.input_layernorm.weight'"),
+    ],
+)
+def test_settings_of_eagle_1(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, LLAMA | changes, public_drafts.eagle1())
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
 def test_the_taps_of_the_settings_take_the_place_of_ambiguous_layers(tmp_path: Path) -> None:
     write(tmp_path, EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}, public_drafts.eagle3())
 
@@ -144,7 +161,7 @@ class TestFiles:
     def test_a_directory_of_no_known_format(self, tmp_path: Path) -> None:
         write(tmp_path, LLAMA, {"odd": torch.zeros(1)})
 
-        with pytest.raises(ModelLoadError, match="its format is unknown; known ones are eagle3"):
+        with pytest.raises(ModelLoadError, match="its format is unknown; known ones are eagle, eagle3, medusa"):
             read_draft(tmp_path)
 
     def test_a_draft_for_a_target_of_another_size(self, target: Path, tmp_path: Path) -> None:
