@@ -18,14 +18,8 @@ from cluster.core.errors import ContextLengthExceeded, InvalidRequest, context_r
 from cluster.core.json_text import WHOLE, find_half
 from cluster.core.nearest import nearest
 from cluster.core.verification import TargetInfo
-from cluster.generation.text.chat_template import (
-    OWN_VARIABLES,
-    PLAIN,
-    CalledTool,
-    Message,
-    TemplateOptions,
-    TextTooLong,
-)
+from cluster.generation.text.chat_messages import CalledTool, Message
+from cluster.generation.text.chat_template import OWN_VARIABLES, PLAIN, TemplateOptions, TextTooLong
 from cluster.generation.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2
 
@@ -185,7 +179,10 @@ def _chat_message(field: str, message: generation_pb2.ChatMessage) -> Message:
     # What an earlier answer called is shown to the model as it is, whether or not a tool could take it.
     calls = tuple(CalledTool(call.id, call.name, call.arguments) for call in message.tool_calls)
     reasoning = message.reasoning if message.HasField("reasoning") else None
-    return Message(message.role, message.content, name, calls, call_id, reasoning)
+    content, parts = message.content, tuple(message.content_parts)
+    if parts and content:
+        raise InvalidRequest(f"{field}.content", content, "left out where there are content_parts")
+    return Message(message.role, content or "\n".join(parts), name, calls, call_id, reasoning, parts)
 
 
 async def encode_prompt(

@@ -15,7 +15,8 @@ from cluster.core.answer_format import CallFormat, ReasoningFormat
 from cluster.core.answer_format_rows import call_format, call_format_of, reasoning_format
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.core.token_bytes import METASPACE, PieceToBytes, reader
-from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
+from cluster.generation.text.chat_messages import Message
+from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions
 from cluster.generation.text.marian_vocabulary import MarianVocabulary, is_marian
 from cluster.generation.text.text_executor import TextExecutor
 from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
@@ -27,18 +28,21 @@ _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 class Parsers:
     """The settings `tool_parser` and `reasoning_parser`: names of formats, `auto` or `none`."""
 
-    tool: str = "auto"
-    reasoning: str = "auto"
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
-    def formats(self, template: ChatTemplate | None) -> tuple[CallFormat, ReasoningFormat | None]:
-        """Return how calls of tools and reasoning are written: as the settings say, else as the chat template shows."""
-        calls = call_format_of("") if template is None else template.call_format
-        if self.tool not in ("auto", calls.name, *calls.names):
-            calls = call_format(self.tool) or calls
-        reasoning = None if template is None else template.reasoning_format
-        if self.reasoning != "auto":
-            reasoning = reasoning_format(self.reasoning)
-        return calls, reasoning
+    def calls(self, template: ChatTemplate | None) -> CallFormat:
+        """Return how calls of tools are written: as the setting says, else as the chat template shows."""
+        seen = call_format_of("") if template is None else template.call_format
+        if self.tool_parser in ("auto", seen.name, *seen.names):
+            return seen
+        return call_format(self.tool_parser) or seen
+
+    def reasoning(self, template: ChatTemplate | None) -> ReasoningFormat | None:
+        """Return how reasoning is written: as the setting says, else as the chat template shows."""
+        if self.reasoning_parser != "auto":
+            return reasoning_format(self.reasoning_parser)
+        return None if template is None else template.reasoning_format
 
 
 BY_TEMPLATE = Parsers()
@@ -55,6 +59,7 @@ class Tokenizer:
         *,
         strips_first_space: bool = False,
         template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
         eos_token_ids: tuple[int, ...] = (),
         file: Path | None = None,
         parsers: Parsers = BY_TEMPLATE,
@@ -68,7 +73,10 @@ class Tokenizer:
         """The bytes of the tokens that were asked for; most answers use the same few thousand."""
         self._strips_first_space = strips_first_space
         self._template = template
-        self.call_format, self.reasoning_format = parsers.formats(template)
+        self._tool_template = tool_template or template
+        """The template of conversations with tools."""
+        self.call_format = parsers.calls(self._tool_template)
+        self.reasoning_format = parsers.reasoning(template)
         self.eos_token_ids = eos_token_ids
         self.texts = TextExecutor()
         """Threads for work on texts of more than a few tokens."""
@@ -91,12 +99,17 @@ class Tokenizer:
             piece_to_bytes, strips_first_space = reader(decoder)
         settings = _read_json(directory / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
-        template = _template_source(directory, settings)
+        templates = {
+            name: ChatTemplate(source, special_tokens)
+            for name, source in _template_sources(directory, settings).items()
+            if name in ("default", "tool_use")
+        }
         return cls(
             vocabulary,
             piece_to_bytes,
             strips_first_space=strips_first_space,
-            template=None if template is None else ChatTemplate(template, special_tokens),
+            template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
             eos_token_ids=_eos_token_ids(directory, vocabulary, special_tokens),
             file=file if file.is_file() else None,
             parsers=parsers,
@@ -130,7 +143,8 @@ class Tokenizer:
         if self._template is None:
             roles = [message.role for message in messages]
             raise InvalidRequest("messages", roles, "sent as a prompt instead: this model has no chat template")
-        return self._template.render(messages, options, most_chars)
+        template = self._tool_template if options.tools and self._tool_template is not None else self._template
+        return template.render(messages, options, most_chars)
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions = PLAIN) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
@@ -247,15 +261,20 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the template: from its own file, or from the settings, alone or in a list under `default`."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = settings.get("chat_template")
-    if isinstance(source, list):
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
-    return source if isinstance(source, str) else None
+def _template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name: from files of their own, else from the settings of tokenizer or processor."""
+    own = directory / "chat_template.jinja"
+    more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    files = (
+        {"default": own, **{path.stem: path for path in more}} if own.is_file() else {path.stem: path for path in more}
+    )
+    found: dict[str, str] = {}
+    for given in (_read_json(directory / "chat_template.json"), settings):
+        source = given.get("chat_template")
+        entries = source if isinstance(source, list) else [{"name": "default", "template": source}]
+        named = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict))
+        found |= {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+    return found | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
 
 
 def _eos_token_ids(directory: Path, vocabulary: Vocabulary, special_tokens: Mapping[str, str]) -> tuple[int, ...]:

@@ -182,7 +182,7 @@ class ChatTurn(StrictModel):
     path: ClassVar[str] = "messages."
 
     role: Text
-    content: Text
+    content: Text | list[Text]
     name: Text | None = None
     tool_calls: Annotated[list[ToolCall], FirstErrorOnly()] = Field(default_factory=list)
     """Calls of tools by the assistant."""
@@ -233,7 +233,7 @@ class ChatRequest(ChatExtensions, Parameters):
 
 
 def plain_messages(value: object) -> object:
-    """Drop the nulls of messages, and join their text parts. Raises `InvalidRequest` (`messages…`)."""
+    """Drop the nulls of messages, and take the texts of their parts. Raises `InvalidRequest` (`messages…`)."""
     if not isinstance(value, list):
         return value
     return [_plain_message(f"messages[{position}]", message) for position, message in enumerate(value)]
@@ -257,7 +257,7 @@ def _list_of_prompts(value: object) -> object:
 
 
 def _plain_message(field: str, message: object) -> object:
-    """Drop nulls, join text parts, and take what other servers' answers have. Raises `InvalidRequest`."""
+    """Drop nulls, take the texts of parts, and what other servers' answers have. Raises `InvalidRequest`."""
     if not isinstance(message, dict):
         return message
     present = {name: value for name, value in message.items() if value is not None}
@@ -273,9 +273,7 @@ def _plain_message(field: str, message: object) -> object:
         present["content"] = present.get("content") or refusal
     if isinstance(present.get("content"), list):
         parts = present["content"]
-        present["content"] = "\n".join(
-            part_text(f"{field}.content[{position}]", part) for position, part in enumerate(parts)
-        )
+        present["content"] = [part_text(f"{field}.content[{position}]", part) for position, part in enumerate(parts)]
     return present
 
 

@@ -44,9 +44,9 @@ def test_any_other_form_of_prompt_is_refused(prompt: object) -> None:
     assert caught.value.field == "prompt"
 
 
-def test_text_parts_are_joined() -> None:
+def test_text_parts_stay_apart_for_the_template() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "one\ntwo"
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == ["one", "two"]
 
 
 def test_other_parts_are_refused_by_name() -> None:

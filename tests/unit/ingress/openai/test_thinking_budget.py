@@ -27,9 +27,9 @@ SCHEMA = {"type": "json_object"}
 class ThinkingModel:
     """The HTTP API over a scripted engine whose model thinks. `writes_start`: its prompts do not end with `<think>`."""
 
-    def __init__(self, directory: Path, *, writes_start: bool = False) -> None:
+    def __init__(self, directory: Path, *, writes_start: bool = False, template: str = "") -> None:
         settings = byte_level(directory) / "tokenizer_config.json"
-        template = CHAT_TEMPLATE + ("{# </think> #}" if writes_start else OPENING)
+        template = template or CHAT_TEMPLATE + ("{# </think> #}" if writes_start else OPENING)
         settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
         self.tokenizer = Tokenizer.load(directory)
         self.engine = ScriptedEngine(script_of(self.tokenizer, "hm</think>hello"), 3)
@@ -159,3 +159,21 @@ async def test_a_continued_message_is_thought_if_it_has_begun_so(
     turns = [*HI, {"role": role, "content": content}]
     message = (await model.post(messages=turns, continue_final_message=True)).json()["choices"][0]["message"]
     assert message["reasoning_content"] == message["reasoning"] == reasoning
+
+
+THOUGHTS = (
+    "{% for message in messages %}{{ message.role }}({{ message.reasoning_content }}){{ message.content }};{% endfor %}"
+)
+
+
+async def test_what_an_earlier_response_thought_is_shown_to_the_template(tmp_path: Path) -> None:
+    model = ThinkingModel(tmp_path, template=THOUGHTS + OPENING)
+    first = (await model.http.post("/v1/responses", json={"input": "hi"})).json()
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message"]
+    again = [{"role": "user", "content": "hi"}, *first["output"], {"role": "user", "content": "so?"}]
+    later: list[dict[str, Any]] = [{"input": again}, {"input": "so?", "previous_response_id": first["id"]}]
+    for body in later:
+        response = await model.http.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+        prompt = model.tokenizer.decode(model.engine.requests[-1].prompt)
+        assert "assistant(hm)hello;user()so?;" in prompt

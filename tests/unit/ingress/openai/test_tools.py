@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from cluster.core.errors import InvalidRequest
-from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions, TextTooLong
+from cluster.generation.text.chat_messages import Message
+from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions, TextTooLong
 from tests.support.fakes.fake_engine import MODEL
 from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
 
