@@ -68,6 +68,8 @@ class EngineOptions:
     fingerprint: str = ""
     directory: Path | None = None
     """The directory with the tokenizer, which grammars need."""
+    is_tried: bool = True
+    """Whether the model is known to compute in steps what it computes in one dense pass."""
 
 
 class TargetEngine:
@@ -109,7 +111,7 @@ class TargetEngine:
         return replace(
             describe_target(self._model, self._pool),
             model=self._options.served_name or self._model.name,
-            is_lossless=self._rule.is_lossless and self._pool.is_lossless,
+            is_lossless=self._rule.is_lossless and self._pool.is_lossless and self._options.is_tried,
             epoch=self._epoch,
             profile=self._profile,
             fingerprint=self._options.fingerprint,

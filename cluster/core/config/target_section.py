@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from cluster.core.answer_format_rows import call_format_names, reasoning_format_names
-from cluster.core.config.base import PluginHost, Positive, Seconds, Section, Taps
+from cluster.core.config.base import Choice, PluginHost, Positive, Seconds, Section, Taps
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.server import AutoscalingSection
 
@@ -77,6 +77,8 @@ class TargetSection(ModelSection, PluginHost):
     acceptance: str = "coupled"
     """Name of the acceptance rule. `coupled` accepts what the target decides, so drafts change no token. `rejection`
     and `block` keep the distribution, but for one seed the text depends on the drafts. Other rules may be LOSSY."""
+    trial: Choice[Literal["on", "off"]] = "on"
+    """LOSSY if `off`: whether a model is refused that computes other logits in steps than in one dense pass."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0

@@ -14,8 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from cluster.core.errors import ModelLoadError
-from workers.forward.attention import READS_SOURCE
+from workers.forward.attention import READS_SOURCE, UnsupportedModel
 
 _CROSS_ATTENTION = ("encoder_attn", "EncDecAttention")
 _SELF_ATTENTION = ("self_attn", "SelfAttention")
@@ -25,7 +24,7 @@ _KEY_AND_VALUE = (("k_proj", "v_proj"), ("k", "v"))
 class SourcedDecoder(nn.Module):
     """The decoder, its head, and the scale and bias of the logits, of an encoder-decoder model of `transformers`.
 
-    Raises `ModelLoadError` for a family whose parts have other names.
+    Raises `UnsupportedModel` for a family whose parts have other names.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -115,21 +114,21 @@ class RelativePositionBias(nn.Module):
 def take_projections(decoder: nn.Module, ranks: int = 1) -> list[tuple[nn.Linear, nn.Linear]]:
     """Take the projections of the encoder's output out of the decoder: keys and values of each layer, in order.
 
-    Marks the modules of cross-attention, which will have the heads of one of `ranks` ranks. Raises `ModelLoadError` if
-    there are none.
+    Marks the modules of cross-attention, which will have the heads of one of `ranks` ranks. Raises `UnsupportedModel`
+    if there are none.
     """
     taken: dict[int, tuple[nn.Linear, nn.Linear]] = {}
     for attention in _named(decoder, _CROSS_ATTENTION):
         names = next((names for names in _KEY_AND_VALUE if all(hasattr(attention, name) for name in names)), None)
         if names is None:
-            raise ModelLoadError(f"{type(attention).__name__} has no projections {_KEY_AND_VALUE}")
+            raise UnsupportedModel(f"{type(attention).__name__} has no projections {_KEY_AND_VALUE}")
         key, value = (getattr(attention, name) for name in names)
         for name, projection in zip(names, (key, value), strict=True):
             setattr(attention, name, _NoProjection(projection.out_features // ranks))
         setattr(attention, READS_SOURCE, True)
         taken[int(attention.layer_idx)] = key, value  # type: ignore[arg-type]
     if not taken or sorted(taken) != list(range(len(taken))):
-        raise ModelLoadError(f"{type(decoder).__name__}: its cross-attention has no modules {_CROSS_ATTENTION}")
+        raise UnsupportedModel(f"{type(decoder).__name__}: its cross-attention has no modules {_CROSS_ATTENTION}")
     return [taken[layer] for layer in range(len(taken))]
 
 

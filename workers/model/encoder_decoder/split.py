@@ -46,6 +46,7 @@ def split_encoder_decoder(
     """
     defaults = read_generation_defaults(directory)
     vocabulary_size = int(getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size)
+    source_vocabulary = encoder_vocabulary_size(model)
     own_decoder, encoder = model.get_decoder(), model.get_encoder()
     projections = take_projections(own_decoder, 1 if share is None else share.ranks)
     bias = take_relative_bias(own_decoder)
@@ -62,7 +63,7 @@ def split_encoder_decoder(
         encoder=reader,
         decoder_start=defaults.decoder_start,
         max_source_len=context_limit(config) or _DEFAULT_CONTEXT,
-        vocabulary_size=int(encoder.get_input_embeddings().weight.shape[0]),
+        vocabulary_size=source_vocabulary,
         forced_eos_token_id=defaults.forced_eos_token_id,
         bad_words=defaults.bad_words,
         no_repeat_ngram_size=defaults.no_repeat_ngram_size,
@@ -72,6 +73,11 @@ def split_encoder_decoder(
         relative_bias=bias,
     )
     return SplitModel(cast(PreTrainedModel, decoder), source, reader, vocabulary_size)
+
+
+def encoder_vocabulary_size(model: PreTrainedModel) -> int:
+    """Tokens that the encoder distinguishes."""
+    return int(model.get_encoder().get_input_embeddings().weight.shape[0])
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
