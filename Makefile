@@ -128,6 +128,10 @@ cuda: $(WEIGHTS)  ## On a GPU: the tests that need one, then the device benchmar
 chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stream; every token is compared (ARGS='--rounds 300 --seed S')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos $(ARGS)
 
+.PHONY: zoo
+zoo: $(INSTALLED)  ## Serve a tiny model of every architecture of transformers, and write deploy/docs/models.md (ARGS='llama t5')
+	@OMP_NUM_THREADS=1 $(ENVIRONMENT) $(BIN)/python -m tests.zoo $(ARGS)
+
 .PHONY: translations
 translations: $(TRANSLATORS)  ## Real translations equal those of transformers, token for token (ARGS='FILE --kill target,draft', --help lists more)
 	$(BIN)/python -m tests.translations $(ARGS)

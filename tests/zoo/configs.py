@@ -66,13 +66,15 @@ _PAIR = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_sha
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "dbrx_attn": {"kv_n_heads": 2, "rope_theta": 10000.0},
     "dbrx_ffn": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 48},
-    "dots1": {"n_routed_experts": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": _PAIR,
     "gemma4_assistant_text": {"hidden_size_per_layer_input": 0},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "phi3": {"sliding_window": None},
@@ -97,10 +99,12 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _fields(kind: type[PreTrainedConfig], model_type: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in dataclasses.fields(kind):
         value = _size(field.name, field.default)
         if value is not None and field.name not in kind.sub_configs:
             fields[field.name] = value
+    if "kv_lora_rank" in fields:  # every head of multi-head latent attention has keys of its own
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
     usual = kind() if kind.sub_configs else None
     for name in kind.sub_configs:
         inner = getattr(usual, name, None)

@@ -38,6 +38,8 @@ class AttentionCall:
     value: torch.Tensor
     mask: Any
     window: int | None
+    soft_cap: float | None
+    has_sinks: bool
     others: dict[str, Any]
     """Arguments by name that the paged attention does not read."""
 
@@ -74,20 +76,28 @@ class PagedAttention:
         module: nn.Module,
         query: torch.Tensor,  # [1, heads, tokens, dim]
         key: torch.Tensor,  # [1, kv_heads, tokens, dim]
-        value: torch.Tensor,
+        value: torch.Tensor,  # [1, kv_heads, tokens, value dim]
         scaling: float | None,
+        sinks: torch.Tensor | None,  # [heads]
     ) -> torch.Tensor:
-        """Returns `[1, tokens, heads, dim]`."""
+        """Returns `[1, tokens, heads, value dim]`."""
         if self.probe is not None:
-            return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], query.shape[3]))
+            return _attend_shape(query, key, value).zero_()
         if self.step is None:
             raise RuntimeError("a paged model was called outside its runner")
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         reads_source = READS_SOURCE in vars(module)
         backend, metadata = self.step.backend, self.step.sources if reads_source else self.step.metadata
+        width, padded = value.shape[3], max(key.shape[3], value.shape[3])
+        if width != key.shape[3]:  # zeros change neither the products nor the values that are kept
+            scaling = key.shape[3] ** -0.5 if scaling is None else scaling
+            query, key, value = (nn.functional.pad(one, (0, padded - one.shape[3])) for one in (query, key, value))
         if not reads_source:
             backend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), metadata)
-        return backend.attend(layer, query[0].transpose(0, 1), metadata, scaling)[None]
+        queries = query[0].transpose(0, 1)
+        if sinks is None:
+            return backend.attend(layer, queries, metadata, scaling)[None, ..., :width]
+        return backend.attend_with_sinks(layer, queries, metadata, scaling, sinks)[None, ..., :width]
 
 
 def paged_attention_forward(
@@ -105,20 +115,18 @@ def paged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The attention function with the signature that `transformers` expects.
 
-    Masks, windows and `others` are read by the probe pass, when the model is loaded. The step's layout replaces them.
+    Masks, windows, soft caps and `others` are read by the probe pass, when the model is loaded. The step's layout
+    replaces the masks, and the backend knows the rest of each layer.
     """
-    if softcap is not None or s_aux is not None:
-        # The probe pass raises this when the model is loaded.
-        raise UnsupportedModel("its attention has soft-capped logits or learned sinks, which are not supported")
     if torch.compiler.is_compiling():
-        return torch.ops.pilotfish.attend(query, key, value, module.attention_handle, scaling), None
+        return torch.ops.pilotfish.attend(query, key, value, module.attention_handle, scaling, s_aux), None
     paged = getattr(module, "paged_attention", None)
     if not isinstance(paged, PagedAttention):
         raise UnsupportedModel(f"{type(module).__name__} attends without a layer_idx, so its keys have no place")
     if paged.probe is not None:
-        call = AttentionCall(query, key, value, attention_mask, sliding_window, others)
+        call = AttentionCall(query, key, value, attention_mask, sliding_window, softcap, s_aux is not None, others)
         paged.probe.record(module, call, reads_source=READS_SOURCE in vars(module))
-    return paged.attend(module, query, key, value, scaling), None
+    return paged.attend(module, query, key, value, scaling, s_aux), None
 
 
 # The compiler sees attention as one opaque operator, since its arguments do not include the pool and the layout.
@@ -128,19 +136,24 @@ _handles = count()
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    handle: torch.Tensor,
+    scaling: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     module = _bound[int(handle)]
-    output: torch.Tensor = module.paged_attention.attend(module, query, key, value, scaling)  # type: ignore[operator, union-attr]
+    output: torch.Tensor = module.paged_attention.attend(module, query, key, value, scaling, sinks)  # type: ignore[operator, union-attr]
     return output.contiguous()  # as the compiler was told, whatever the strides of the query
 
 
-def _attend_shape(query: torch.Tensor, *_: Any) -> torch.Tensor:
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], query.shape[3]))
+def _attend_shape(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: Any) -> torch.Tensor:
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
 
 define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor handle, float? scaling) -> Tensor",
+    "attend(Tensor query, Tensor key, Tensor value, Tensor handle, float? scaling, Tensor? sinks) -> Tensor",
     _attend,
     _attend_shape,
 )

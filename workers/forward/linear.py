@@ -168,11 +168,20 @@ _entries: dict[int, _Entry] = {}
 _handles = count()
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Stands for the weights of a replaced layer, for code of its parent that asks for their type."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    """[out, in]."""
+
+
 class FastLinear(nn.Module):
     """Replaces an `nn.Linear`."""
 
-    weight = None
-    """The weights are packed. T5's feed-forward network asks for their dtype and accepts this answer."""
+    weight: PackedWeight | None = None
+    """The weights are packed. T5's feed-forward network asks for their dtype and accepts what is no tensor."""
 
     def __init__(
         self, kernel: LinearKernel, width: int, reduce: bool = False, bias: torch.Tensor | None = None

@@ -66,23 +66,25 @@ class AttentionProbe:
         unread = [name for name, value in sorted(call.others.items()) if _is_read_elsewhere(name, value)]
         if unread:
             raise UnsupportedModel(f"layer {layer} passes {', '.join(unread)} to attention, which nothing reads")
-        if call.value.shape != call.key.shape:
+        if call.value.shape[:3] != call.key.shape[:3]:
             raise UnsupportedModel(
                 f"the values of layer {layer} have the shape {tuple(call.value.shape[1:])} and its keys "
-                f"{tuple(call.key.shape[1:])}; they must be equal"
+                f"{tuple(call.key.shape[1:])}; they must have as many heads and tokens"
             )
         if heads % kv_heads or call.query.shape[3] != call.key.shape[3]:
             raise UnsupportedModel(f"layer {layer}: {heads} query heads do not fit {kv_heads} KV heads")
+        width = max(call.key.shape[3], call.value.shape[3])
         if layer in (self._sources if reads_source else self.layers):
             raise UnsupportedModel(f"layer {layer} attends twice in a pass, and would overwrite its keys and values")
         if reads_source:
-            self._check_source(layer, LayerShape(kv_heads, call.key.shape[3], None, heads // kv_heads))
+            self._check_source(layer, LayerShape(kv_heads, width, None, heads // kv_heads, call.soft_cap))
             return
         self._check_counting(module, layer)
         seen = self._seen(module, layer, call)
         if seen.chunk is not None:
             self._bound("its layers attend in chunks", seen.chunk)
-        self.layers[layer] = LayerShape(kv_heads, call.key.shape[3], seen.window, heads // kv_heads)
+        shape = LayerShape(kv_heads, width, seen.window, heads // kv_heads, call.soft_cap, call.has_sinks)
+        self.layers[layer] = shape
 
     def _check_counting(self, module: nn.Module, layer: int) -> None:
         if self.counter is None or not self.counter.has_counted:
@@ -156,6 +158,9 @@ def measure_layers(module: PreTrainedModel, device: torch.device, max_context_le
     """
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise UnsupportedModel("its forward pass takes no position_ids, so it counts positions inside each step")
+    has_state = getattr(module, "_is_stateful", False)  # as transformers marks such families
+    if has_state and any(isinstance(part, nn.Conv1d) for part in module.modules()):
+        raise UnsupportedModel("its layers keep recurrent or convolutional state besides keys and values")
     probe = AttentionProbe(max_context_len)
     AttentionInterface.register(PROBE_NAME, paged_attention_forward)
     AttentionMaskInterface.register(PROBE_NAME, _probed_mask)
@@ -213,7 +218,7 @@ class _Counter(TorchFunctionMode):
     """Notes whether an attention module counts tokens before it attends."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.has_counted = False
 
     def reset(self, *_: Any) -> None:

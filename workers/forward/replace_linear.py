@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from workers.forward.linear import FastLinear, make_linear_kernel, merge_linears
+from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,8 +106,11 @@ def _replace(layer: nn.Module, style: str, quantization: str) -> FastLinear:
     weight, bias = _parameters(layer)
     if style == "rowwise":
         product = make_linear_kernel(weight, None, quantization, cut_inputs=True)
-        return FastLinear(product, len(weight), reduce=True, bias=bias)
-    return FastLinear(make_linear_kernel(weight, bias, quantization), len(weight))
+        fast = FastLinear(product, len(weight), reduce=True, bias=bias)
+    else:
+        fast = FastLinear(make_linear_kernel(weight, bias, quantization), len(weight))
+    fast.weight = PackedWeight(weight.dtype, weight.shape)
+    return fast
 
 
 def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:

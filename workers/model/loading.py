@@ -266,6 +266,8 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     except ImportError as error:
         raise ModelLoadError(_missing_library(directory, config, error)) from error
     except (OSError, ValueError, KeyError) as error:
+        if error.args == (ATTENTION_NAME,):  # a family that looks its attention up in a list of its own
+            raise UnsupportedModel("its attention is code of its own, which takes no registered function") from error
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module.eval().requires_grad_(False)
     return module, None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, BertConfig, Gemma3TextConfig, Llama4TextConfig, MptConfig, Phi3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from cluster.core.config.model_section import ModelSection
@@ -56,7 +57,7 @@ class Running(nn.Module):
 def test_state_that_is_lost_between_steps_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny.save(tmp_path, tiny.llama())
     assert load(directory).layers
-    original = modeling_llama.LlamaMLP.__init__
+    original: Any = modeling_llama.LlamaMLP.__init__
 
     def with_state(self: Any, config: Any) -> None:
         original(self, config)
@@ -94,8 +95,7 @@ def test_arguments_that_nobody_reads_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], reason: str
 ) -> None:
     directory = tiny.save(tmp_path, tiny.llama())
-    registry = modeling_llama.ALL_ATTENTION_FUNCTIONS
-    found = registry.get_interface
+    found = ALL_ATTENTION_FUNCTIONS.get_interface
 
     class Changed:
         def get_interface(self, name: str, default: Any) -> Any:
