@@ -62,12 +62,15 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 _DERIVED = ("num_key_value_heads", "head_dim", "n_inner")
 """Sizes that many classes derive from others where they are not set."""
+_ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
 _PAIR = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
 _OWN: Mapping[str, Mapping[str, Any]] = {
-    "dbrx_attn": {"kv_n_heads": 2, "rope_theta": 10000.0},
-    "dbrx_ffn": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 48},
+    "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+    "DbrxFFNConfig": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 48},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROTATION)},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": _PAIR,
@@ -76,6 +79,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "phi3": {"sliding_window": None},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -110,7 +114,7 @@ def _fields(kind: type[PreTrainedConfig], model_type: str) -> dict[str, Any]:
         inner = getattr(usual, name, None)
         if isinstance(inner, PreTrainedConfig):
             fields[name] = _fields(type(inner), inner.model_type)
-    return fields | dict(_OWN.get(model_type, {}))
+    return fields | dict(_OWN.get(model_type) or _OWN.get(kind.__name__, {}))
 
 
 def _size(name: str, default: Any) -> Any:

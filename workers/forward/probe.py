@@ -156,11 +156,11 @@ def measure_layers(module: PreTrainedModel, device: torch.device, max_context_le
 
     Raises `UnsupportedModel` for a model whose attention would be computed wrong.
     """
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        raise UnsupportedModel("its forward pass takes no position_ids, so it counts positions inside each step")
     has_state = getattr(module, "_is_stateful", False)  # as transformers marks such families
     if has_state and any(isinstance(part, nn.Conv1d) for part in module.modules()):
         raise UnsupportedModel("its layers keep recurrent or convolutional state besides keys and values")
+    if "position_ids" not in inspect.signature(module.forward).parameters:
+        raise UnsupportedModel("its forward pass takes no position_ids, so it counts positions inside each step")
     probe = AttentionProbe(max_context_len)
     AttentionInterface.register(PROBE_NAME, paged_attention_forward)
     AttentionMaskInterface.register(PROBE_NAME, _probed_mask)
