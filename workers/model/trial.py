@@ -48,11 +48,12 @@ _STORED = 6
 _TREE = ((3, 1, 4, 5), (-1, -1, 0, 2))
 """Numbers of the tree's tokens and their parents: two branches, one of them three tokens long."""
 
-_MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+_MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Bounds on |found - expected| / |expected| of a token's logits, both less their mean.
 
 In float32 they hold for every token. In a shorter format a mixture of experts may choose another expert where two are
-nearly equal, so they hold for the median of each kind of step.
+nearly equal, so they hold for the median of each kind of step. SmolLM2-135M has errors of 5e-6 in float32, and a median
+of 0.035 in bfloat16; where state or positions are lost, the error is about 1.
 """
 
 
