@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from cluster.core.errors import PermissionDenied, PilotfishError, Unauthenticated
 from cluster.ingress.access.api_keys import ApiKey
@@ -65,8 +66,11 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _name(request: Any, key: ApiKey | None) -> None:
-    """Write the caller's name into a request that names a client. An operator may abort requests of others."""
-    if "client" not in request.DESCRIPTOR.fields_by_name:
+    """Write the caller's name into a request that names a client. An operator may abort requests of others.
+
+    What stands for an unreadable message is left to `CallInterceptor`, which refuses it.
+    """
+    if not isinstance(request, Message) or "client" not in request.DESCRIPTOR.fields_by_name:
         return
     if key is not None and key.is_admin and request.client and isinstance(request, _ABORTS):
         return

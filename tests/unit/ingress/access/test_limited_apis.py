@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
@@ -71,6 +72,23 @@ async def test_both_apis_count_the_requests_of_one_client_together(tmp_path: Pat
         assert over.value.retry_after_seconds == pytest.approx(30.0)
         for _ in range(4):
             assert (await http.post("/v1/chat/completions", json=body, headers=bob)).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", ALICE, OWN_KEY], ids=["no keys demanded", "a client", "the server itself"])
+@pytest.mark.parametrize(
+    "method", ["GenerationService/Generate", "GenerationService/Tokenize", "OperationsService/AbortRequest"]
+)
+async def test_an_unreadable_message_is_an_invalid_argument_whoever_sends_it(
+    tmp_path: Path, key: str, method: str
+) -> None:
+    keys = KeyRing(parse_keys(f"alice {ALICE} admin", "test") if key else (), own_key=OWN_KEY)
+    async with serving(tmp_path, keys) as both, grpc.aio.insecure_channel(both.grpc_address) as channel:
+        headers = (("authorization", f"Bearer {key}"),) if key else ()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in channel.unary_stream(f"/pilotfish.v1.{method}")(b"\xff" * 9, metadata=headers):
+                pass
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "a readable message" in str(refused.value.details())
 
 
 async def test_tokens_and_answers_are_limited_by_the_settings(tmp_path: Path) -> None:
