@@ -21,7 +21,7 @@ from cluster.ingress.observability.operations import OperationsServicer
 from cluster.wire.connection import Resolve
 from cluster.wire.coordinator_service import CoordinatorServicer
 from cluster.wire.peer_access import OPEN, PeerAccess
-from cluster.wire.server import WireServer
+from cluster.wire.server import PublicOptions, WireServer
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.tracing import make_tracer, tracer_provider
 from pilotfish.v1 import coordinator_pb2_grpc, generation_pb2_grpc, operations_pb2_grpc
@@ -69,7 +69,7 @@ class CoordinatorServer:
             max_message_bytes=configuration.limits.max_body_bytes,
             access=OPEN if internal_host is None else access,
             interceptors=() if keys is None else (AccessInterceptor(keys),),
-            tls=server.tls if internal_host is None else None,
+            public=PublicOptions(server.tls if internal_host is None else None),
         )
         self._opening: asyncio.Task[None] | None = None
 

@@ -17,6 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"cluster", "workers", "protos", "deploy", "tests", "helm"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 6
+MORE_PARAMETERS = {
+    "workers/forward/attention.py:paged_attention_forward": "transformers calls every attention function with these",
+    "cluster/generation/service.py:__init__": "it assembles the service, once, from its parts",
+    "cluster/generation/text/tokenizer.py:__init__": "it assembles a tokenizer from what a model directory says",
+    "cluster/ingress/http.py:create_app": "it assembles the HTTP API, once, from its parts",
+}
+"""Functions with more parameters, and why."""
 FAULTS = {
     "the core imports the wire": ({"cluster/core/fault_wire.py": "import cluster.wire"}, "Layers, high to low"),
     "a worker imports the coordinator": (
@@ -209,15 +217,34 @@ def test_no_file_is_too_long() -> None:
     assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
 
 
-def test_no_function_is_too_long() -> None:
-    too_long = []
-    for file in source_files():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-                length = node.end_lineno - node.lineno + 1
-                if length > MAX_FUNCTION_LINES:
-                    too_long.append(f"{file.relative_to(ROOT)}:{node.name} has {length} lines")
-    assert too_long == []
+@pytest.fixture(scope="module")
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function, with the path of its file."""
+    return [
+        (file.relative_to(ROOT).as_posix(), node)
+        for file in source_files()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def test_no_function_is_too_long(functions: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]) -> None:
+    sizes = {f"{file}:{one.lineno} {one.name}": (one.end_lineno or 0) - one.lineno + 1 for file, one in functions}
+    assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION_LINES} == {}
+
+
+def test_no_function_of_the_product_has_too_many_parameters(
+    functions: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]],
+) -> None:
+    """A command has a parameter per option, and a kernel for GPUs one per tensor and stride."""
+    too_many = {}
+    for file, one in functions:
+        given = [*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs]
+        count = sum(parameter.arg not in {"self", "cls"} for parameter in given)
+        is_exempt = file.startswith(("tests/", "deploy/commands/")) or "/triton/" in file
+        if count > MAX_PARAMETERS and not is_exempt:
+            too_many[f"{file}:{one.name}"] = count
+    assert too_many.keys() <= MORE_PARAMETERS.keys(), too_many
 
 
 def test_no_three_files_of_tests_share_a_name() -> None:

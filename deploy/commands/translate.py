@@ -11,7 +11,7 @@ from typing import Annotated, TextIO
 import typer
 
 from cluster.core.errors import InvalidRequest
-from deploy.commands.client.connection import connected
+from deploy.commands.client.connection import ChosenServer, connected
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
 from deploy.progress import ProgressReporter
@@ -53,7 +53,8 @@ def translate(
 
     async def run() -> None:
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(connected(settings, url, url is None, notify, cacert))
+            server = ChosenServer(settings, url, url is None, cacert)
+            client = await stack.enter_async_context(connected(server, notify))
             translator = Translator(client, str(client.base_url), options)
             await translator.choose_model(model if url is not None else None)
             file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))

@@ -26,7 +26,7 @@ from deploy.bench.measuring.costs import configuration_cost
 from deploy.bench.measuring.meter import ResourceMeter
 from deploy.bench.measuring.results import BenchResults
 from deploy.bench.measuring.roofs import measure_roofs
-from deploy.bench.measuring.runner import bench_clusters, bench_endpoints
+from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
 from deploy.bench.measuring.session import BenchSession, Report, run_to_the_end
 from deploy.bench.measuring.setup import context_len, empty_results
 from deploy.bench.report.charts import speedup_by_task
@@ -103,9 +103,8 @@ def _run_clusters(options: EvaluationOptions, settings_source: BenchSettings) ->
     evaluation.roofs = measure_roofs(plain.target.dtype, plain.target.device)
     with ProgressReporter(notices, "tasks") as report:
         session = _session(options, evaluation, prompts, report, len(competitors) + len(peers))
-        find_draft = partial(draft_model_directory, settings_source)
-        clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
-        measuring = clusters(session, plain, competitors, peers, find_draft)
+        methods = PeerMethods(peers, partial(draft_model_directory, settings_source), options.peer_seconds)
+        measuring = bench_clusters(session, plain, competitors, methods, together=options.together)
         run_to_the_end(measuring, partial(write, evaluation), options.out)
     return evaluation
 

@@ -13,7 +13,7 @@ from deploy.bench.contestants.answers import BenchTasks
 from deploy.bench.contestants.peers import PEERS
 from deploy.bench.measuring.competitors import BenchSettings, draft_model_directory, find_competitors
 from deploy.bench.measuring.results import BenchResults, write_results
-from deploy.bench.measuring.runner import bench_clusters, bench_endpoints
+from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
 from deploy.bench.measuring.session import BenchSession, Report, run_to_the_end
 from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results
 from deploy.bench.race.options import RaceOptions
@@ -49,9 +49,9 @@ def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> Bench
     results.skipped.extend(skipped)
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, len(competitors) + len(peers))
-        find_draft = partial(draft_model_directory, settings_source)
-        clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
-        run_to_the_end(clusters(session, plain, competitors, peers, find_draft), partial(write, results), options.out)
+        methods = PeerMethods(peers, partial(draft_model_directory, settings_source), options.peer_seconds)
+        measuring = bench_clusters(session, plain, competitors, methods, together=options.together)
+        run_to_the_end(measuring, partial(write, results), options.out)
     return results
 
 

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from cluster.core.errors import PilotfishError
-from deploy.commands.client.connection import InProcessOption, connected, post, stream
+from deploy.commands.client.connection import ChosenServer, InProcessOption, connected, post, stream
 from deploy.commands.client.conversation import HELP, Conversation
 from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
 from deploy.commands.options import ConfigOption, SetOption
@@ -55,7 +55,7 @@ def chat(
         conversation.begin(system)
 
     async def run() -> None:
-        async with connected(settings, url, in_process, notify, cacert) as client:
+        async with connected(ChosenServer(settings, url, in_process, cacert), notify) as client:
             await check_reachable(client)
             notify(f"connected to {client.base_url}. {HELP.splitlines()[0]}")
             talking = asyncio.ensure_future(talk(client, conversation, _prompting(), output, notify, interrupts))

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import httpx
@@ -32,23 +33,31 @@ _TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.code
 _LONGEST_REASON = 500
 
 
-@asynccontextmanager
-async def connected(
-    settings: Settings, url: str | None, in_process: bool, notice: Callable[[str], None], cacert: str | None = None
-) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client of the server at `url`, or of the configured one, or of a cluster in this process.
+@dataclass(frozen=True, slots=True)
+class ChosenServer:
+    """Which server a command talks to: the one at `url`, the configured one, or a cluster in this process.
 
     Without `url` or `in_process`, the configured server answers if it listens, otherwise this process. An https server
-    is checked by the certificates in `cacert`, else by those in the settings. Raises `ConfigurationError` and the
-    errors of loading a model.
+    is checked by the certificates in the file `cacert`, else by those in the settings.
     """
-    if url is not None and in_process:
+
+    settings: Settings
+    url: str | None = None
+    in_process: bool = False
+    cacert: str | None = None
+
+
+@asynccontextmanager
+async def connected(server: ChosenServer, notice: Callable[[str], None]) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the chosen server. Raises `ConfigurationError` and the errors of loading a model."""
+    settings, url = server.settings, server.url
+    if url is not None and server.in_process:
         raise ConfigurationError("--url and --in-process: needed one of them, found both")
-    if url is not None or not (in_process or listening_url(settings.configuration) is None):
-        async with server_client(settings, url, cacert) as client:
+    if url is not None or not (server.in_process or listening_url(settings.configuration) is None):
+        async with server_client(settings, url, server.cacert) as client:
             yield client
         return
-    if not in_process:
+    if not server.in_process:
         notice("no server is running; loading the model in this process (`pilotfish serve` starts a server)")
     # Importing torch takes seconds, and a client of a running server does not need it.
     from deploy.local.local_cluster import LocalCluster

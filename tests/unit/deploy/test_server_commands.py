@@ -17,6 +17,7 @@ from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.http import create_app
 from deploy import cli
+from deploy.commands.client.connection import ChosenServer
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.https_client import server_root
@@ -184,8 +185,9 @@ async def test_certificates_are_checked_by_cacert(run: Run, command: str, tmp_pa
 async def test_a_server_without_tls_is_named_as_such(tmp_path: Path) -> None:
     api = HttpApi(tmp_path / "model")
     async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        server = ChosenServer(load_settings(), url.replace("http:", "https:"))
         with pytest.raises(WorkerUnavailable, match="it does not speak TLS; use http:// instead"):
-            await answer_prompt(load_settings(), Prompt("hi"), print, print, url=url.replace("http:", "https:"))
+            await answer_prompt(server, Prompt("hi"), print, print)
 
 
 @pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
@@ -205,7 +207,8 @@ async def test_generate_says_that_an_answer_is_not_lossless(tmp_path: Path) -> N
     api.engine.is_lossless = False
     notices: list[str] = []
     async with api.http, listening(create_app(api.client, LimitsSection())) as url:
-        answer = await answer_prompt(load_settings(), Prompt("hi", raw=True), lambda _: None, notices.append, url=url)
+        server = ChosenServer(load_settings(), url)
+        answer = await answer_prompt(server, Prompt("hi", raw=True), lambda _: None, notices.append)
     assert (answer.text, answer.lossless, answer.completion_tokens) == ("hello the world", False, len(answer.token_ids))
     assert notices[0] == NOT_LOSSLESS
     assert "tokens/step" in notices[1]

@@ -15,7 +15,7 @@ from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.ingress.http import create_app
 from deploy.batch.run import BatchRun
-from deploy.commands.client.connection import connected, get, server_client, stream
+from deploy.commands.client.connection import ChosenServer, connected, get, server_client, stream
 from deploy.settings import load_settings
 from tests.support.certificates import Authority
 from tests.support.fakes.fake_engine import listening
@@ -40,7 +40,7 @@ async def https_server(directory: Path, authority: Authority, *, demands: bool =
 
 async def models(url: str, cacert: str | None = None, *assignments: str) -> int:
     settings = load_settings(None, assignments, environment={})
-    async with connected(settings, url, False, print, cacert) as client:
+    async with connected(ChosenServer(settings, url, cacert=cacert), print) as client:
         return len((await get(client, "/v1/models"))["data"])
 
 
@@ -57,7 +57,7 @@ async def test_chat_and_complete_check_the_server_by_cacert_or_the_settings(
             await models(url, str(Authority(tmp_path / "another").file), f"server.tls.ca={ca}")
         with pytest.raises(ConfigurationError, match="nothing-here"):
             await models(url, str(tmp_path / "nothing-here"))
-        async with connected(load_settings(environment={}), url, False, print, ca) as client:
+        async with connected(ChosenServer(load_settings(environment={}), url, cacert=ca), print) as client:
             chunks = [chunk async for chunk in stream(client, "/v1/chat/completions", {"messages": HI, "stream": True})]
         assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks if one["choices"])
 
