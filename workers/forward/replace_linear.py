@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
+from workers.forward.weights.choice import store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,22 +17,25 @@ if TYPE_CHECKING:
 # Projections of the same input, which become one product.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 _STYLES = ("colwise", "rowwise")
+_How = tuple[str, str | None]
+"""The setting `quantization`, and the directory of compiled CPU kernels."""
 
 
-def replace_linear_layers(model: PreTrainedModel, quantization: str = "none") -> None:
+def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", directory: str | None = None) -> None:
     """Replace every linear layer by its fastest form; under tensor parallelism, by this rank's shard.
 
-    A layer that is sharded neither by columns nor by rows stays as `transformers` made it.
+    A layer that is sharded neither by columns nor by rows stays as `transformers` made it. `directory` keeps the
+    compiled CPU kernels.
     """
     plan: dict[str, str] = model.tp_plan or {}
     # The list holds only parents: a reference to a linear layer would keep its old weights in memory.
     parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
     for path, parent in parents:
         for names in _SIBLINGS:
-            _merge(parent, path, names, plan, quantization)
+            _merge(parent, path, names, plan, (quantization, directory))
         for name, child in list(parent.named_children()):
             if _is_linear(child) and (style := _style(child, f"{path}.{name}", plan)) is not None:
-                setattr(parent, name, _replace(child, style, quantization))
+                setattr(parent, name, _replace(child, style, (quantization, directory)))
 
 
 def has_only_fast_linears(model: nn.Module) -> bool:
@@ -43,26 +46,6 @@ def has_only_fast_linears(model: nn.Module) -> bool:
         if not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     )
-
-
-def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The decoder layers: the members of the model's longest module list."""
-    lists = [getattr(parent, name) for parent, name in _outer_lists(model)]
-    yield from max(lists, key=len, default=[])
-
-
-def decoder_list(model: nn.Module) -> tuple[nn.Module, str]:
-    """The module that holds the list of decoder layers, and the list's name in it."""
-    return max(_outer_lists(model), key=lambda entry: len(getattr(*entry)))
-
-
-def _outer_lists(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The lists of modules that are in no other list: a layer of T5 is itself a list of parts."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield model, name
-        else:
-            yield from _outer_lists(child)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -85,7 +68,7 @@ def _style(module: nn.Module, path: str, plan: dict[str, str]) -> str | None:
     return style if style in _STYLES else None
 
 
-def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str, str], quantization: str) -> None:
+def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str, str], how: _How) -> None:
     children = [getattr(parent, name, None) for name in names]
     if not all(isinstance(child, nn.Module) and _is_linear(child) for child in children):
         return
@@ -93,22 +76,25 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
     styles = [_style(layer, f"{path}.{name}", plan) for layer, name in zip(layers, names, strict=True)]
     if any(style not in ("whole", "colwise") for style in styles):
         return
+    quantization, directory = how
     weights, biases = zip(*(_parameters(layer) for layer in layers), strict=True)
     if len({bias is None for bias in biases}) > 1:
         return
     bias = None if biases[0] is None else torch.cat(biases)
-    product = make_linear_kernel(torch.cat(weights), bias, quantization)
+    first, *others = (store(weight, quantization) for weight in weights)
+    product = make_linear_kernel(first.joined(others), bias, directory)
     for name, fast in zip(names, merge_linears(product, [len(weight) for weight in weights]), strict=True):
         setattr(parent, name, fast)
 
 
-def _replace(layer: nn.Module, style: str, quantization: str) -> FastLinear:
+def _replace(layer: nn.Module, style: str, how: _How) -> FastLinear:
+    quantization, directory = how
     weight, bias = _parameters(layer)
     if style == "rowwise":
-        product = make_linear_kernel(weight, None, quantization, cut_inputs=True)
-        fast = FastLinear(product, len(weight), reduce=True, bias=bias)
+        storage = store(weight, quantization, cut_inputs=True)
+        fast = FastLinear(make_linear_kernel(storage, None, directory), len(weight), reduce=True, bias=bias)
     else:
-        fast = FastLinear(make_linear_kernel(weight, bias, quantization), len(weight))
+        fast = FastLinear(make_linear_kernel(store(weight, quantization), bias, directory), len(weight))
     fast.weight = PackedWeight(weight.dtype, weight.shape)
     return fast
 

@@ -191,7 +191,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
 
 def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     """Replace the linear layers and compile the decoder layers."""
-    replace_linear_layers(model.module, section.quantization)
+    replace_linear_layers(model.module, section.quantization, section.compile_directory)
     # Binds attention again, and checks that the replaced layers run.
     measure_layers(model.module, model.device, model.max_context_len)
     if should_compile(section):
@@ -213,7 +213,8 @@ def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:
     if request.trial is not None:
         sizes = decoder_vocabulary_size(request.config), encoder_vocabulary_size(module)
         request.trial.expect(module, sizes[0], request.device, share.ranks, source_vocabulary=sizes[1])
-    split = split_encoder_decoder(module, origin, section.quantization, share if share.ranks > 1 else None)
+    own = share if share.ranks > 1 else None
+    split = split_encoder_decoder(module, origin, section.quantization, own, section.compile_directory)
     vocabulary_size = split.vocabulary_size if vocabulary is None else int(text.vocab_size)
     max_context_len = decoder_context_len(text, request.max_context_len)
     model = LoadedModel(

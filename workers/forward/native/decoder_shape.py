@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.native.attention import MOST_DIM, MOST_VECTORS
-from workers.forward.replace_linear import decoder_layers
 
 _CHANGING_ROTATIONS = {"dynamic", "longrope"}
 """Rotary embeddings whose angles depend on the longest sequence in a step."""

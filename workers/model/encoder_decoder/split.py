@@ -36,11 +36,16 @@ class SplitModel:
 
 
 def split_encoder_decoder(
-    model: PreTrainedModel, directory: Path, quantization: str, share: Share | None = None
+    model: PreTrainedModel,
+    directory: Path,
+    quantization: str,
+    share: Share | None = None,
+    code_directory: str | None = None,
 ) -> SplitModel:
     """Take a model of `transformers` apart, and keep this rank's `share` of its decoder.
 
-    The encoder keeps its own linear layers (see `SourceEncoder.replace_linear_layers`). Raises `ModelLoadError` for a
+    The encoder keeps its own linear layers (see `SourceEncoder.replace_linear_layers`). `code_directory` keeps the
+    compiled CPU kernels. Raises `ModelLoadError` for a
     family whose parts have other names than those of T5, Marian and BART, `ConfigurationError` for sizes that the ranks
     do not divide.
     """
@@ -52,7 +57,7 @@ def split_encoder_decoder(
     bias = take_relative_bias(own_decoder)
     decoder = SourcedDecoder(model)
     if share is not None:
-        shard_decoder(decoder, projections, bias, share, quantization)
+        shard_decoder(decoder, projections, bias, share, quantization, code_directory)
     config = model.config.get_text_config()
     heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
     if share is not None:

@@ -42,7 +42,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER, _SUFFIX = "packed", ".weights"
-_CODE = ("forward/native/*.py", "forward/linear.py", "model/*.py", "model/packed_weights/*.py", "kv/huge_pages.py")
+_CODE = (
+    "forward/native/*.py",
+    "forward/weights/*.py",
+    "model/*.py",
+    "model/packed_weights/*.py",
+    "kv/huge_pages.py",
+)
 """The files below `workers` on which the bytes of packed weights, and their trial, depend."""
 _ABANDONED_SECONDS = 3600.0
 """Age of a partial file whose writer is taken to be gone."""

@@ -24,9 +24,10 @@ from workers.draft.registry import create
 from workers.forward.encoder_decoder import native_decoder
 from workers.forward.loaded_model import WHOLE_PASS, LoadedModel, PassOptions
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_linear import INT8_TILES, linear_function
+from workers.forward.native.packed_linear import linear_function
 from workers.forward.native.screen import HeadScreen
 from workers.forward.runner import ForwardRow, ModelRunner
+from workers.forward.weights.base import Kind
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.loading import load_model
@@ -83,7 +84,7 @@ def test_no_logit_is_beyond_the_bounds_of_the_screen(kernels: str, emulated: str
     weight, bias = values(1003, 128), values(1003, seed=1)
     weight[7] *= 1000.0
     screen = HeadScreen(weight, bias, library)
-    assert kernels == "native" or (screen.structure.matrix.kind, screen.most_rows) == (INT8_TILES, 64)
+    assert kernels == "native" or (screen.structure.matrix.kind, screen.most_rows) == (Kind.INT8_TILES, 64)
     x = torch.cat([values(20, 128, seed=2), values(20, 128, seed=3).exp() ** 3, torch.zeros(1, 128)])
     x[3, 5] = 1e4  # one large number makes the fine steps of the others coarse
     found, buffer = torch.empty(len(x), len(weight)), torch.empty(x.shape)

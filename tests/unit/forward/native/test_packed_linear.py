@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.engines.kept_kernels import EMULATED_TILES, NARROW, WIDE, portable
-from workers.forward.linear import quantize
 from workers.forward.native import build, packed_linear
 from workers.forward.native.packed_linear import InputNorm, PackedLinear, has_int8_tiles
+from workers.forward.weights.int8 import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 SHAPES = ((64, 48), (1, 2), (99, 84), (33, 250))

@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from tests.support.engines.kept_kernels import NARROW, portable
-from workers.forward.linear import quantize
 from workers.forward.native import build, window_layers
 from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
+from workers.forward.weights.int8 import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 CPU_CODE = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
