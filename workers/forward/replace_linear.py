@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
+from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
+from workers.forward.weights.modules import LINEAR_TYPES, StoredLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +51,7 @@ def has_only_fast_linears(model: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _is_transposed(module)
+    return type(module) in LINEAR_TYPES or _is_transposed(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -62,6 +64,8 @@ def _style(module: nn.Module, path: str, plan: dict[str, str]) -> str | None:
     """`whole`, or how the layer is sharded; `None` for a sharding that is not supported here."""
     from torch.distributed.tensor import DTensor  # takes most of a second, as do the other imports in functions here
 
+    if isinstance(module, StoredLinear):
+        return "rowwise" if module.sums_ranks else "whole"
     if not isinstance(module.weight, DTensor):
         return "whole"
     style = plan.get(re.sub(r"\d+", "*", path.removeprefix(".")))
@@ -77,37 +81,38 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
     if any(style not in ("whole", "colwise") for style in styles):
         return
     quantization, directory = how
-    weights, biases = zip(*(_parameters(layer) for layer in layers), strict=True)
+    storages, biases = zip(*(_stored(layer, quantization) for layer in layers), strict=True)
     if len({bias is None for bias in biases}) > 1:
         return
     bias = None if biases[0] is None else torch.cat(biases)
-    first, *others = (store(weight, quantization) for weight in weights)
-    product = make_linear_kernel(first.joined(others), bias, directory)
-    for name, fast in zip(names, merge_linears(product, [len(weight) for weight in weights]), strict=True):
+    product = make_linear_kernel(storages[0].joined(storages[1:]), bias, directory)
+    for name, fast in zip(names, merge_linears(product, [one.outputs for one in storages]), strict=True):
         setattr(parent, name, fast)
 
 
 def _replace(layer: nn.Module, style: str, how: _How) -> FastLinear:
     quantization, directory = how
-    weight, bias = _parameters(layer)
-    if style == "rowwise":
-        storage = store(weight, quantization, cut_inputs=True)
-        fast = FastLinear(make_linear_kernel(storage, None, directory), len(weight), reduce=True, bias=bias)
-    else:
-        fast = FastLinear(make_linear_kernel(store(weight, quantization), bias, directory), len(weight))
-    fast.weight = PackedWeight(weight.dtype, weight.shape)
+    is_cut = style == "rowwise"
+    storage, bias = _stored(layer, quantization, cut_inputs=is_cut)
+    kernel = make_linear_kernel(storage, None if is_cut else bias, directory)
+    fast = FastLinear(kernel, storage.outputs, reduce=is_cut, bias=bias if is_cut else None)
+    if isinstance(layer.weight, torch.Tensor):
+        fast.weight = PackedWeight(layer.weight.dtype, torch.Size((storage.outputs, storage.inputs)))
     return fast
 
 
-def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """This rank's weight `[out, in]` and bias `[out]`."""
+def _stored(layer: nn.Module, quantization: str, *, cut_inputs: bool = False) -> tuple[Storage, torch.Tensor | None]:
+    """This rank's matrix in its storage, and its bias `[out]`. `cut_inputs`: see `store`."""
     from torch.distributed.tensor import DTensor
 
     weight, bias = (
         value.to_local() if isinstance(value, DTensor) else value
         for value in (layer.weight, getattr(layer, "bias", None))
     )
+    own_bias = bias.detach() if isinstance(bias, torch.Tensor) else None
+    if isinstance(layer, StoredLinear):
+        return layer.storage, own_bias
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"{type(layer).__name__} has no weight")
     weight = weight.detach()
-    return weight.t() if _is_transposed(layer) else weight, bias.detach() if isinstance(bias, torch.Tensor) else None
+    return store(weight.t() if _is_transposed(layer) else weight, quantization, cut_inputs=cut_inputs), own_bias

@@ -44,6 +44,8 @@ from workers.model.encoder_decoder.split import (
 )
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels, with_fast_encoder
 from workers.model.model_files import end_of_sequence_ids
+from workers.model.stored.loading import load_stored
+from workers.model.stored.source import stored_file
 from workers.model.target_ends import decoder_vocabulary_size
 from workers.model.trial import Trial, verdict_file
 
@@ -90,9 +92,10 @@ def load_model(
         target_directory=target_directory,
         trial=Trial(verdict_file(section, tensor_parallel, device)) if trial else None,
     )
-    if section.quantization == "int8" and request.device.type == "cuda":
+    if section.quantization != "none" and request.device.type == "cuda":
         raise ConfigurationError(
-            "quantization: int8 is refused on CUDA; it is for CPU, where its kernels are. On CUDA it must be none"
+            f"quantization: {section.quantization} is refused on CUDA; it is for CPU, where its kernels are. "
+            "On CUDA it must be none"
         )
     if tensor_parallel > 1:
         check_divisible(request.config, tensor_parallel)
@@ -150,7 +153,9 @@ class _Request:
 
     def read(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
         """The module, and the vocabulary of a reduced head, if any. Raises `ModelLoadError`, `ConfigurationError`."""
-        return _draw(self) if self.section.load_format == "dummy" else _read(self)
+        if self.section.load_format == "dummy":
+            return _draw(self)
+        return _read(self) if self.section.quantization != "stored" else (_read_stored(self), None)
 
 
 def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
@@ -272,6 +277,24 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module.eval().requires_grad_(False)
     return module, None
+
+
+def _read_stored(request: _Request) -> PreTrainedModel:
+    """Load this rank's share of the weights as they are stored. Raises `ModelLoadError`, `ConfigurationError`."""
+    file = None if request.config.is_encoder_decoder else stored_file(request.directory)
+    if file is None:
+        raise ConfigurationError(
+            f"quantization: stored is refused for {str(request.directory)!r}, which is no converted GGUF file; it must be "
+            "none or int8"
+        )
+
+    def make() -> PreTrainedModel:
+        module: PreTrainedModel = _auto_class(request.config).from_config(
+            request.config, dtype=request.dtype, attn_implementation=ATTENTION_NAME
+        )
+        return module
+
+    return load_stored(make, file, request.dtype, request.share)
 
 
 def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:

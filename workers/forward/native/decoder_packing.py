@@ -18,7 +18,7 @@ from workers.forward.native.decoder_shape import DecoderShape, head_norms
 from workers.forward.native.packed_linear import PackedMatrix, gate_up, gate_up_bias, kernel_layout
 from workers.forward.native.structures import DecoderLayer, Matrix
 from workers.forward.weights.base import Storage
-from workers.forward.weights.choice import store
+from workers.forward.weights.modules import StoredEmbedding, storage_of
 from workers.kv.huge_pages import Arena, release_free_memory
 
 
@@ -47,13 +47,7 @@ class _Packer:
 
     def pack(self, model: Any) -> PackedDecoder:
         """The packed model. Its weights are removed from it."""
-        embedding = model.model.embed_tokens.weight.detach()
-        tokens = len(embedding)
-        is_tied = embedding.data_ptr() == model.lm_head.weight.data_ptr() and self._stored is embedding.dtype
-        # A head that is tied to the embedding serves as its table. Otherwise a copy does: the loaded tensor would keep
-        # the whole weight file mapped.
-        table = None if is_tied else embedding.clone()
-        del embedding
+        tokens, table = self._embedding(model)
         model.model.embed_tokens = nn.Identity()
         vocabulary = model.lm_head.out_features
         final = self._vector(model.model.norm.weight)
@@ -80,6 +74,17 @@ class _Packer:
             memory=(*self._arena.taken, *self._vectors),
         )
 
+    def _embedding(self, model: Any) -> tuple[int, torch.Tensor | None]:
+        """The number of tokens, and the table of embeddings; `None` if the rows of the packed head are that."""
+        embedding, head = model.model.embed_tokens, model.lm_head
+        if isinstance(embedding, StoredEmbedding):
+            is_tied = getattr(head, "storage", None) is embedding.storage
+            return embedding.num_embeddings, None if is_tied else embedding.storage.dequantized().to(self._dtype)
+        weight = embedding.weight.detach()
+        is_tied = head.weight is not None and weight.data_ptr() == head.weight.data_ptr()
+        # A copy, since the loaded tensor would keep the whole weight file mapped.
+        return len(weight), None if is_tied and self._stored is weight.dtype else weight.clone()
+
     def _pack_layer(self, layer: Any) -> DecoderLayer:
         """Pack the weights of one layer."""
         attention, mlp = layer.self_attn, layer.mlp
@@ -97,7 +102,7 @@ class _Packer:
         )
 
     def _storage(self, layer: Any) -> Storage:
-        return store(layer.weight.detach(), self._quantization)
+        return storage_of(layer, self._quantization)
 
     def _matrix(self, storage: Storage, bias: torch.Tensor | None) -> Matrix:
         packed = PackedMatrix(storage, bias, self._layout, self._arena)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad, rms_norm
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
-from workers.forward.weights.base import KernelLayout, Storage, Take, pad_rows, taken_rows
+from workers.forward.weights.base import Grouping, KernelLayout, Storage, Take, pad_rows, taken_rows
 from workers.forward.weights.choice import stored_as
 from workers.kv.huge_pages import Arena
 
@@ -166,6 +166,16 @@ class PackedMatrix:
             *(blocks.kind, storage.inputs, storage.outputs, len(blocks.weight), blocks.weight.data_ptr()),
             *(None if values is None else values.data_ptr() for values in (blocks.scale, own_bias)),
         )
+        if blocks.grouping is not None:
+            self._set_groups(blocks.grouping)
+
+    def _set_groups(self, grouping: Grouping) -> None:
+        matrix, order = self.matrix, grouping.order
+        matrix.group, matrix.scale_kind = grouping.group, grouping.scale_kind
+        matrix.offset, matrix.zero = grouping.offset, grouping.zero
+        if order is not None:
+            self.vectors.append(order)
+            matrix.order = order.data_ptr()
 
 
 def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -21,6 +21,37 @@ class Kind(IntEnum):
     INT8 = 2
     INT8_TILES = 3
     """INT8 in the order of tile registers and VNNI: rows are split into integers, too."""
+    GROUPS4 = 4
+    """4 bits, with a scale for each group of inputs."""
+    GROUPS8 = 5
+    """8 bits, with a scale for each group of inputs."""
+    FLOAT16 = 6
+    """A kind of scales alone."""
+
+
+class Offset(IntEnum):
+    """What a group has beside its scale; as in native/products.h."""
+
+    NONE = 0
+    """All groups have one zero: a weight is scale * (value - zero)."""
+    ZERO = 1
+    """A zero of its own: a weight is scale * (value - zero)."""
+    MINIMUM = 2
+    """A minimum: a weight is scale * value + minimum."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grouping:
+    """What `Blocks` of groups say beside their weight; as in native/products.h."""
+
+    group: int
+    """Inputs of a group."""
+    scale_kind: Kind
+    offset: Offset
+    zero: float
+    """The zero of all groups, for `Offset.NONE`."""
+    order: torch.Tensor | None
+    """int32 `[in]`: which input of a row belongs to each weight; `None` if they are in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +73,8 @@ class Blocks:
     """Blocks of outputs, one after another: `[blocks, …]`."""
     scale: torch.Tensor | None = None
     """One scale per output, float32 `[blocks * columns]`."""
+    grouping: Grouping | None = None
+    """Set for groups."""
 
 
 class LinearKernel(Protocol):

@@ -35,6 +35,7 @@ from workers.model.draft_card import is_distilled
 from workers.model.fingerprint import weights_digest
 from workers.model.packed_weights.decoder_regions import DTYPES, from_regions, plain_angles, to_regions
 from workers.model.packed_weights.region_file import PARTIAL, read_regions, write_regions
+from workers.model.stored.source import stored_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,6 +75,8 @@ def packed_file(section: TargetSection) -> Path | None:
     try:
         # Nobody can set the time of a status change (`ctime`), so weights that are edited in place are noticed.
         files = [one for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
+        source = stored_file(directory) if section.quantization == "stored" else None
+        files += [] if source is None else [source]
         states = [(one.name, one.stat()) for one in files]
         weights = weights_digest(directory)
     except OSError:  # loading the model says what is wrong, if it needs the file
