@@ -284,8 +284,8 @@ def _read_stored(request: _Request) -> PreTrainedModel:
     file = None if request.config.is_encoder_decoder else stored_file(request.directory)
     if file is None:
         raise ConfigurationError(
-            f"quantization: stored is refused for {str(request.directory)!r}, which is no converted GGUF file; it must be "
-            "none or int8"
+            f"quantization: stored is refused for {str(request.directory)!r}, which is no converted GGUF file; "
+            "it must be none or int8"
         )
 
     def make() -> PreTrainedModel:

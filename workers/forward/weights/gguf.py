@@ -31,6 +31,11 @@ def gguf_storage(name: str, raw: torch.Tensor) -> Storage:
     return read(raw.reshape(len(raw), -1, size))
 
 
+def _split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """`[out, blocks, n]` → `[out, blocks, *sizes]`."""
+    return values.reshape(*values.shape[:2], *sizes)
+
+
 def _halves(blocks: _Blocks, first: int, count: int = 1) -> torch.Tensor:
     """`count` float16 numbers of each block from byte `first` on, `[out, blocks * count]`."""
     return blocks[..., first : first + 2 * count].contiguous().view(torch.float16).flatten(1)
@@ -94,22 +99,22 @@ def _k_groups(blocks: _Blocks) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _q4_k(blocks: _Blocks) -> Storage:
     scale, minimum = _k_groups(blocks)
-    values = _nibbles(blocks[..., 16:].unflatten(2, (4, 32)))  # [out, blocks, 4, 64]
+    values = _nibbles(_split(blocks[..., 16:], 4, 32))  # [out, blocks, 4, 64]
     return GroupStorage(_pairs(values), scale, 4, Offset.MINIMUM, minimum)
 
 
 def _q5_k(blocks: _Blocks) -> Storage:
     scale, minimum = _k_groups(blocks)
-    values = _nibbles(blocks[..., 48:].unflatten(2, (4, 32))).flatten(2).unflatten(2, (8, 32))
+    values = _split(_nibbles(_split(blocks[..., 48:], 4, 32)), 8, 32)
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [out, blocks, 8, 32]
     values = (values | fifth << 4).flatten(1).view(torch.int8)
     return GroupStorage(values, scale, 8, Offset.MINIMUM, minimum)
 
 
 def _q6_k(blocks: _Blocks) -> Storage:
-    low = _nibbles(blocks[..., :128].unflatten(2, (2, 64)))  # [out, blocks, 2, 128]
+    low = _nibbles(_split(blocks[..., :128], 2, 64))  # [out, blocks, 2, 128]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = (blocks[..., 128:192].unflatten(2, (2, 1, 32)) >> shifts) & 3  # [out, blocks, 2, 4, 32]
+    high = (_split(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3  # [out, blocks, 2, 4, 32]
     values = (low | high.flatten(3) << 4).flatten(1).view(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
     scale = _halves(blocks, 208).float()[..., None] * scales
@@ -119,7 +124,8 @@ def _q6_k(blocks: _Blocks) -> Storage:
 def _two_bits(packed: torch.Tensor) -> torch.Tensor:
     """64 bytes `[out, blocks, 64]` → values of 2 bits `[out, blocks, 2, 4, 32]`."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    return (packed.unflatten(2, (2, 1, 32)) >> shifts) & 3
+    values: torch.Tensor = (_split(packed, 2, 1, 32) >> shifts) & 3
+    return values
 
 
 def _q3_k(blocks: _Blocks) -> Storage:

@@ -195,7 +195,7 @@ def _by_block(numbers: torch.Tensor, columns: int) -> torch.Tensor:
 def _joined_as_widest(first: GroupStorage, others: Sequence[Storage]) -> Storage:
     """Matrices of different storages as one: in 8 bits with minima in float32 if all are groups, else plain numbers."""
     everything = [first, *others]
-    groups = [one for one in everything if isinstance(one, GroupStorage) and one.order is None]
+    groups = [one for one in everything if isinstance(one, GroupStorage) and _has_exact_minima(one)]
     if len(groups) < len(everything):
         return PlainStorage(first.dequantized()).joined(others)
     size = min(one.group for one in groups)
@@ -203,6 +203,12 @@ def _joined_as_widest(first: GroupStorage, others: Sequence[Storage]) -> Storage
         return PlainStorage(first.dequantized()).joined(others)
     wide = [_widest(one, size) for one in groups]
     return wide[0].joined(wide[1:])
+
+
+def _has_exact_minima(storage: GroupStorage) -> bool:
+    """Whether the weights are the same with minima instead of zeros: products of float32 scales may be rounded."""
+    is_exact = storage.offset is Offset.MINIMUM or storage.scale.dtype is not torch.float32
+    return storage.order is None and (is_exact or (storage.offsets is None and storage.zero == 0.0))
 
 
 def _widest(storage: GroupStorage, group: int) -> GroupStorage:

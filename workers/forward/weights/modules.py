@@ -21,6 +21,7 @@ class StoredLinear(nn.Module):
         """`bias` is `[out]`. `sums_ranks`: these are one rank's inputs, and the sum of all ranks is the product."""
         super().__init__()
         self.storage = storage
+        self.bias: torch.Tensor | None
         self.in_features, self.out_features = storage.inputs, storage.outputs
         self.sums_ranks = sums_ranks
         self.register_buffer("bias", bias, persistent=False)

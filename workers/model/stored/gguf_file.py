@@ -83,7 +83,7 @@ class GgufFile:
     def vector(self, parameter: str) -> torch.Tensor:
         """A vector, float32, as the model of `transformers` has it. Raises `ModelLoadError`."""
         tensor = self._required(parameter)
-        values = torch.from_numpy(np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        values = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
         is_rotated = self._architecture.is_rotated and parameter.endswith(".bias")
         for name, heads in zip(_ROTATED, (self._heads, self._kv_heads), strict=True):
             if is_rotated and name in parameter:
