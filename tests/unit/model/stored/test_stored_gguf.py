@@ -109,10 +109,10 @@ def test_packed_weights_take_the_bytes_of_the_file(code: str, tmp_path: Path) ->
     assert sizes[1] < 0.3 * sizes[0]
 
 
-def test_a_directory_that_was_not_converted_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_was_not_converted_is_refused(code: str, tmp_path: Path) -> None:
     path = tiny.save(tmp_path, tiny.llama())
     with pytest.raises(ConfigurationError, match=r"no converted GGUF file; it must be none or int8"):
-        load(path, "")
+        load(path, code)
 
 
 def test_a_file_that_is_gone_is_named(code: str, tmp_path: Path) -> None:
@@ -122,10 +122,10 @@ def test_a_file_that_is_gone_is_named(code: str, tmp_path: Path) -> None:
         load(path, code)
 
 
-def test_stored_weights_are_refused_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_weights_are_refused_on_cuda(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "choose_device", lambda *_: torch.device("cuda"))
     with pytest.raises(ConfigurationError, match="quantization: stored is refused on CUDA"):
-        load(tiny.save(tmp_path, tiny.llama()), "")
+        load(tiny.save(tmp_path, tiny.llama()), code)
 
 
 def test_three_ranks_hold_the_whole_together(tmp_path: Path) -> None:
