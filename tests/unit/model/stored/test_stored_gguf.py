@@ -12,7 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection, PoolSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
+from deploy.settings import load_settings
 from tests.support.models import stored_gguf, tiny
 from workers.forward.attention import register
 from workers.forward.loaded_model import LoadedModel
@@ -22,6 +24,8 @@ from workers.kv.pool import KvPool
 from workers.model import loading
 from workers.model.encoder_decoder.shard import Share
 from workers.model.loading import load_model
+from workers.model.model_files import resolve_model_directory
+from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
 from workers.model.stored.source import write_stored_in
@@ -167,3 +171,34 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelLoadError, match=r"architecture 'rwkv6' is not read as it is stored; it must be"):
         GgufFile(tmp_path / "model.gguf")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_are_kept_on_disk_and_compute_the_same_bits(family: str, code: str, tmp_path: Path) -> None:
+    path, _ = converted(tmp_path, family)
+    values = {"path": str(path), "device": "cpu", "compile": "off", "compile_directory": code, "quantization": "stored"}
+    section = TargetSection.model_validate(values)
+    file = packed_file(section)
+    assert file is not None
+    model = load_model(section)
+    writer = keep_packed(section, file, model)
+    assert writer is not None
+    writer.join()
+    found = read_packed(section, file)
+    assert found is not None
+    assert torch.equal(logits(found, TEXT), logits(model, TEXT))
+    (tmp_path / "model.gguf").touch()
+    assert packed_file(section) != file
+
+
+@pytest.mark.weights
+def test_the_packaged_model_decides_as_its_dequantized_weights(code: str) -> None:
+    path = resolve_model_directory("smollm2-135m-instruct", load_settings().cache_directory)
+    text = tuple(7919 * index % 40000 + 3 for index in range(1, 48))
+    model = load(path, code)
+    found = logits(model, text)
+    check_close(found, logits(load(path, code, quantization="none"), text))
+    assert torch.equal(logits(model, text, text[:1], text[:7]), found)
+    for width in (1, 2, 7, 8):
+        assert torch.equal(logits(model, text[:width]), found[:width])
