@@ -25,7 +25,7 @@ from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
 from workers.model.packaged.zip_entries import extract_entries
 from workers.model.quantized import FORMATS, dequantize, quantization_of
-from workers.model.stored.source import STORED_IN, write_stored_in
+from workers.model.stored.source import write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
@@ -52,7 +52,12 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
         destination = cache_directory / f"{directory.stem}-{_identity([directory])}"
-        return _converted(lambda building, _: _convert_gguf(directory, building), destination)
+
+        def convert(building: Path, _: Path) -> None:
+            _convert_gguf(directory, building)
+            write_stored_in(building, directory)
+
+        return _converted(convert, destination)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
@@ -106,9 +111,6 @@ def _convert_packaged(name: str, destination: Path, scratch: Path) -> None:
     if not PACKAGED_MODELS[name].is_marian:
         _convert_gguf(file, destination)
         write_dequantized_from(destination, PACKAGED_MODELS[name].quantized)
-        if file.parent == scratch:  # it was put together from pieces, and is gone with the scratch directory
-            shutil.move(file, destination / name)
-            (destination / STORED_IN).unlink()
         return
     entries = scratch / "entries"
     entries.mkdir()
@@ -164,7 +166,6 @@ def _convert_gguf(file: Path, destination: Path) -> None:
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
     write_dequantized_from(destination, f"GGUF {_types_of(file)}")
-    write_stored_in(destination, file)
 
 
 def _types_of(file: Path) -> str:

@@ -36,5 +36,5 @@ def stored_file(directory: Path) -> Path | None:
     packaged = PACKAGED_MODELS.get(directory.name)
     if packaged is None or packaged.is_marian:
         return None
-    joined = directory / directory.name  # of a model that is packaged in pieces
+    joined = directory / directory.name  # of a model that is packaged in pieces, put together when it was first needed
     return joined if joined.is_file() else packaged_file(directory.name, directory)
