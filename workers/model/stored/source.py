@@ -5,7 +5,9 @@ It imports no `transformers`, so that a process that finds packed weights starts
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cluster.core.errors import ModelLoadError
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
@@ -36,5 +38,10 @@ def stored_file(directory: Path) -> Path | None:
     packaged = PACKAGED_MODELS.get(directory.name)
     if packaged is None or packaged.is_marian:
         return None
-    joined = directory / directory.name  # of a model that is packaged in pieces, put together when it was first needed
-    return joined if joined.is_file() else packaged_file(directory.name, directory)
+    if len(packaged.parts) == 1 and packaged.span is None:
+        return packaged_file(directory.name, directory)
+    joined = directory / directory.name
+    if not joined.is_file():
+        with TemporaryDirectory(dir=directory) as scratch:
+            os.replace(packaged_file(directory.name, Path(scratch)), joined)  # other processes see a whole file or none
+    return joined
