@@ -17,8 +17,8 @@ from deploy.simulation.device.models import RankModel, load
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.triton import CAPABILITIES, TritonBackend, TritonStep
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
-from workers.forward.replace_linear import decoder_layers
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.forward.triton.tiles import wide_tile
 from workers.kv.pool import KvPool
