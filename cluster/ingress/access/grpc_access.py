@@ -70,11 +70,15 @@ def _name(request: Any, key: ApiKey | None) -> None:
 
     What stands for an unreadable message is left to `CallInterceptor`, which refuses it.
     """
-    if not isinstance(request, Message) or "client" not in request.DESCRIPTOR.fields_by_name:
+    if not _names_client(request):
         return
     if key is not None and key.is_admin and request.client and isinstance(request, _ABORTS):
         return
     request.client = "" if key is None else key.name
+
+
+def _names_client(request: object) -> bool:
+    return isinstance(request, Message) and "client" in request.DESCRIPTOR.fields_by_name
 
 
 def _naming(handler: Any, name: Callable[[Any], None]) -> Any:

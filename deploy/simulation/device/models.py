@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from workers.forward.attention import ATTENTION_NAME, register
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.probe import measure_layers
 from workers.forward.replace_linear import replace_linear_layers
-from workers.model.loading import measure_layers
+from workers.kv.spec import LayerShape
 
+_NARROW = 64
+"""Width of hidden states, and number of tokens, of a model that only has the shapes of its layers measured."""
 _LLAMA: dict[str, Any] = {
     "vocab_size": 128256,
     "head_dim": 128,
@@ -84,7 +89,7 @@ def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bflo
     loaded = LoadedModel(
         module=module,
         name=model.name,
-        layers=measure_layers(module, device),
+        layers=_layer_shapes(config),
         hidden_size=config.hidden_size,
         vocabulary_size=MODELS[model.name].vocab_size,
         vocabulary_offset=0,
@@ -95,3 +100,12 @@ def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bflo
         tensor_parallel=1,  # the all-reduces are counted, not run
     )
     return loaded, read
+
+
+def _layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
+    """Measure the shapes of the layers on a narrow model on the CPU, since fake masks have no values to read."""
+    narrow = copy.deepcopy(config)
+    narrow.update({"hidden_size": _NARROW, "intermediate_size": _NARROW, "vocab_size": _NARROW})
+    with unset_fake_temporarily(), torch.device("cpu"), no_init_weights():
+        module = AutoModelForCausalLM.from_config(narrow, attn_implementation=ATTENTION_NAME).eval()
+        return measure_layers(module, torch.device("cpu"), config.max_position_embeddings).layers
