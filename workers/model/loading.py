@@ -118,7 +118,7 @@ def _refused_by_name(config: PreTrainedConfig) -> Iterator[None]:
         yield
     except UnsupportedModel as error:
         raise ModelLoadError(f"model type {config.model_type!r} is refused: {error}") from error
-    except (KernelMismatch, PilotfishError):
+    except (KernelMismatch, PilotfishError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:  # code of a family that nobody has seen may raise anything
         raise ModelLoadError(
@@ -181,6 +181,8 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
         vocabulary=vocabulary,
     )
     if request.trial is not None:
+        if section.quantization == "stored" and share.ranks > 1:
+            replace_linear_layers(module, section.quantization, section.compile_directory)  # stored ones sum no ranks
         request.trial.expect(module, vocabulary_size, request.device, share.ranks)
         request.trial.check(model)
     if native:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
 from workers.model.packaged.zip_entries import extract_entries
 from workers.model.quantized import FORMATS, dequantize, quantization_of
-from workers.model.stored.source import write_stored_in
+from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
@@ -53,11 +54,11 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
             raise ModelLoadError(f"model path {path!r}: no such file")
         destination = cache_directory / f"{directory.stem}-{_identity([directory])}"
 
-        def convert(building: Path, _: Path) -> None:
-            _convert_gguf(directory, building)
-            write_stored_in(building, directory)
-
-        return _converted(convert, destination)
+        converted = _converted(lambda building, _: _convert_gguf(directory, building), destination)
+        if not (converted / STORED_IN).is_file():  # new, or converted by a version that wrote no note
+            with suppress(OSError):
+                write_stored_in(converted, directory)
+        return converted
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from cluster.core.config.model_section import ModelSection, PoolSection
+from cluster.core.errors import ModelLoadError
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import UnsupportedModel
-from workers.forward.code_folder import make_private_folder
+from workers.forward.code_folder import folder_fault, is_private_file, make_private_folder
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import attention_named
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -32,12 +33,13 @@ from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.fingerprint import weights_digest
+from workers.model.stored.source import stored_file
 from workers.ranks import least_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "trials"
-_CODE = ("forward/*.py", "forward/backends/*.py", "forward/encoder_decoder/*.py", "kv/*.py", "model/*.py")
+_CODE = ("forward/**/*.py", "forward/native/*.[ch]", "kv/*.py", "model/**/*.py", "ranks.py")
 _BLOCK_SIZE, _BLOCKS_PER_TABLE = 4, 40
 _STRIDE = 7919  # a prime: it spreads the trial's tokens over the vocabulary
 _FIRST_TOKEN = 4
@@ -120,21 +122,27 @@ class Trial:
 
         `source_vocabulary` counts the tokens of its encoder, 0 without one. All ranks call this together.
         """
-        known = self._verdict is not None and self._verdict.is_file()
+        known = self._verdict is not None and _is_trusted(self._verdict)
         self._expected = None
         if least_of_all_ranks(int(known), ranks):
             return
         source: tuple[int, ...] = ()
         if source_vocabulary:
             source = tuple(_token(index, source_vocabulary) for index in range(_SOURCE))
-        texts, logits = _texts(vocabulary), dict[tuple[int, ...], torch.Tensor]()
-        with attention_named(module, "eager"):
-            for text in (texts.text, texts.neighbor, *texts.branches):
-                names = ("input_ids", "decoder_input_ids") if source else ("input_ids",)
-                inputs = zip(names, (source, text) if source else (text,), strict=True)
-                ids = {name: torch.tensor([tokens], device=device) for name, tokens in inputs}
-                logits[text] = module(**ids, use_cache=False).logits[0].float().clone()
-        self._expected = Expected(source, logits)
+        texts = _texts(vocabulary)
+        rows = [texts.text, texts.neighbor, *texts.branches]
+        longest = max(map(len, rows))
+        ids = {"input_ids": [(*row, *[row[-1]] * (longest - len(row))) for row in rows]}  # no token sees later ones
+        if source:
+            ids = {"input_ids": [source] * len(rows), "decoder_input_ids": ids["input_ids"]}
+        inputs = {name: torch.tensor(tokens, device=device) for name, tokens in ids.items()}
+        for attention in ("eager", "sdpa"):
+            with attention_named(module, attention):
+                logits = module(**inputs, use_cache=False).logits.float()
+            # Eager products overflow in float16 where large ones are scaled only afterwards.
+            if module.dtype is not torch.float16 or least_of_all_ranks(int(bool(logits.isfinite().all())), ranks):
+                break
+        self._expected = Expected(source, {row: one[: len(row)].clone() for row, one in zip(rows, logits, strict=True)})
 
     def check(self, model: LoadedModel) -> None:
         """Raise `UnsupportedModel` unless the model computes the expected logits in steps of every kind.
@@ -163,9 +171,19 @@ class Trial:
             make_private_folder(self._verdict.parent)
             partial = self._verdict.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps({"model": model, "verdict": "equal to the dense pass"}), "utf-8")
+            partial.chmod(0o600)  # whatever the umask is
             partial.replace(self._verdict)
         except OSError as error:
             logger.info("the verdict on %s is not kept: %s", model, error)
+
+
+def _is_trusted(verdict: Path) -> bool:
+    """Whether there is a verdict, and nobody else may have written it."""
+    try:
+        folders = (verdict.parent, verdict.parent.parent)
+        return is_private_file(verdict) and all(folder_fault(folder) is None for folder in folders)
+    except OSError:
+        return False
 
 
 @torch.inference_mode()
@@ -174,7 +192,8 @@ def _step_errors(model: LoadedModel, expected: Expected) -> dict[str, list[float
     texts = _texts(model.vocabulary_size)
     steps = _Steps(replace(model, uses_cuda_graphs=False), expected)
     alone, text, length = steps.table(), texts.text, _STORED
-    errors = {"token by token": [error for token in text for error in steps.run([(alone, (token,), EMPTY_TREE)])]}
+    single = [steps.run([(alone, (token,), EMPTY_TREE)]) for token in text[:length]]
+    errors = {"token by token": [error for found in single for error in found]}
     chunked, beside, chained, branched = (steps.table() for _ in range(4))
     steps.run([(beside, texts.neighbor[:5], EMPTY_TREE)])
     first, second = (chunked, text[:length], EMPTY_TREE), (beside, texts.neighbor[5:], EMPTY_TREE)
@@ -256,16 +275,21 @@ def verdict_file(section: ModelSection, ranks: int, device: torch.device) -> Pat
     directory = Path(section.path)
     try:
         files = [one for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
+        source = stored_file(directory) if section.quantization == "stored" else None
+        files += [] if source is None else [source]
         states = [
             (one.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             for one in files
             for status in [one.stat()]
         ]
         weights = weights_digest(directory)
-    except OSError:  # loading the model says what is wrong
+    except (OSError, ModelLoadError):  # loading the model says what is wrong
         return None
-    settings = section.model_dump(mode="json", include={"dtype", "load_format", "max_context_len"})
-    parts = [weights, states, settings, ranks, device.type, _code_digest(), torch.__version__, version("transformers")]
+    settings = section.model_dump(mode="json", include={"dtype", "load_format", "max_context_len", "quantization"})
+    is_cpu = device.type == "cpu"
+    processor = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
+    parts = [weights, states, settings, ranks, device.type, processor, _code_digest()]
+    parts += [torch.__version__, version("transformers")]
     key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Path(section.compile_directory) / FOLDER / f"{key}.json"
 

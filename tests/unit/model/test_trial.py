@@ -189,6 +189,10 @@ def test_a_verdict_is_kept_and_another_checkpoint_is_tried_again(
     assert json.loads(kept.read_text())["verdict"] == "equal to the dense pass"
     monkeypatch.setattr("workers.model.trial._step_errors", lambda *_: {"in a tree": [1.0]})
     load(directory, compile_directory=code)
+    kept.chmod(0o666)
+    with pytest.raises(ModelLoadError, match="in a tree, it computes other logits"):  # others may have written it
+        load(directory, compile_directory=code)
+    kept.chmod(0o600)
     tiny.save(directory, tiny.llama(), seed=1)
     with pytest.raises(ModelLoadError, match="in a tree, it computes other logits"):
         load(directory, compile_directory=code)

@@ -21,6 +21,8 @@ from workers.forward.weights.base import Storage
 from workers.forward.weights.modules import StoredEmbedding, storage_of
 from workers.kv.huge_pages import Arena, release_free_memory
 
+_ROWS_AT_ONCE = 4096
+
 
 def pack_decoder(
     model: Any, shape: DecoderShape, dtype: torch.dtype, quantization: str, directory: str | None
@@ -79,11 +81,20 @@ class _Packer:
         embedding, head = model.model.embed_tokens, model.lm_head
         if isinstance(embedding, StoredEmbedding):
             is_tied = getattr(head, "storage", None) is embedding.storage
-            return embedding.num_embeddings, None if is_tied else embedding.storage.dequantized().to(self._dtype)
+            return embedding.num_embeddings, None if is_tied else self._dequantized(embedding.storage)
         weight = embedding.weight.detach()
         is_tied = head.weight is not None and weight.data_ptr() == head.weight.data_ptr()
         # A copy, since the loaded tensor would keep the whole weight file mapped.
         return len(weight), None if is_tied and self._stored is weight.dtype else weight.clone()
+
+    def _dequantized(self, storage: Storage) -> torch.Tensor:
+        """A stored matrix as plain numbers `[out, in]`, without a float32 copy of the whole."""
+        table = torch.empty(storage.outputs, storage.inputs, dtype=self._dtype)
+        for first in range(0, len(table), _ROWS_AT_ONCE):
+            table[first : first + _ROWS_AT_ONCE] = storage.take_outputs(
+                slice(first, first + _ROWS_AT_ONCE)
+            ).dequantized()
+        return table
 
     def _pack_layer(self, layer: Any) -> DecoderLayer:
         """Pack the weights of one layer."""

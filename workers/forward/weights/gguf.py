@@ -18,13 +18,15 @@ _Blocks = torch.Tensor
 """uint8 `[out, blocks, bytes of a block]`."""
 
 
-def gguf_storage(name: str, raw: torch.Tensor) -> Storage:
+def gguf_storage(name: str, raw: torch.Tensor, dtype: torch.dtype | None = None) -> Storage:
     """The storage of a matrix of the type `name`, as `Q4_1`, from its bytes `[out, bytes]`.
+
+    Plain numbers become those of `dtype`, if it is given, since torch multiplies equal types alone.
 
     Raises `ValueError` for a type that is not read.
     """
     if name in _PLAIN:
-        return PlainStorage(raw.contiguous().view(_PLAIN[name]))
+        return PlainStorage(raw.contiguous().view(_PLAIN[name]).to(dtype or _PLAIN[name]))
     if name not in _READERS:
         raise ValueError(f"type {name} is not read; it must be one of {', '.join((*_PLAIN, *_READERS))}")
     size, read = _READERS[name]

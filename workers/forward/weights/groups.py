@@ -197,12 +197,18 @@ def _joined_as_widest(first: GroupStorage, others: Sequence[Storage]) -> Storage
     everything = [first, *others]
     groups = [one for one in everything if isinstance(one, GroupStorage) and _has_exact_minima(one)]
     if len(groups) < len(everything):
-        return PlainStorage(first.dequantized()).joined(others)
+        return _plain(first, others)
     size = min(one.group for one in groups)
     if any(one.group % size for one in groups):
-        return PlainStorage(first.dequantized()).joined(others)
+        return _plain(first, others)
     wide = [_widest(one, size) for one in groups]
     return wide[0].joined(wide[1:])
+
+
+def _plain(first: GroupStorage, others: Sequence[Storage]) -> PlainStorage:
+    """Matrices as plain numbers, in the type of those that are plain already."""
+    dtype = next((one.weight.dtype for one in others if isinstance(one, PlainStorage)), torch.float32)
+    return PlainStorage(first.dequantized().to(dtype)).joined(others)
 
 
 def _has_exact_minima(storage: GroupStorage) -> bool:

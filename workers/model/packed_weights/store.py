@@ -84,7 +84,7 @@ def packed_file(section: TargetSection) -> Path | None:
     parts = [
         weights,
         [(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in states],
-        section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len"}),
+        section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len", "trial"}),
         [kernels, _code_digest(), torch.__version__, version("transformers")],
     ]
     key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -39,8 +39,11 @@ _ARCHITECTURES = {
 class GgufFile:
     """A GGUF file, mapped into memory. Matrices are read one by one; none is de-quantized."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `ModelLoadError` for a file that cannot be read, or of an unknown architecture."""
+    def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of plain matrices, the file's own by default.
+
+        Raises `ModelLoadError` for a file that cannot be read, or of an unknown architecture.
+        """
         try:
             self._reader = gguf.GGUFReader(path)
             name = self._field("general.architecture")
@@ -52,6 +55,7 @@ class GgufFile:
                 f"it must be one of {', '.join(_ARCHITECTURES)}, or target.quantization must be none"
             )
         self.path = path
+        self._dtype = dtype
         self._architecture = _ARCHITECTURES[name]
         kind = next(kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         self._names = gguf.get_tensor_name_map(kind, int(self._field(f"{name}.block_count")))
@@ -69,7 +73,7 @@ class GgufFile:
         inputs, outputs = (int(size) for size in tensor.shape)  # the innermost first
         raw = torch.frombuffer(np.array(tensor.data), dtype=torch.uint8).view(outputs, -1)  # a copy of the mapped bytes
         try:
-            storage = gguf_storage(tensor.tensor_type.name, raw)
+            storage = gguf_storage(tensor.tensor_type.name, raw, self._dtype)
         except ValueError as error:
             raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r}: {error}") from error
         if storage.inputs != inputs:

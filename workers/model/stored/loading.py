@@ -25,7 +25,7 @@ def load_stored(make: Any, file: Path, dtype: torch.dtype, share: Share) -> PreT
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
-    checkpoint = GgufFile(file)
+    checkpoint = GgufFile(file, dtype)
     with init_empty_weights(include_buffers=False):
         module: PreTrainedModel = make()
     plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}

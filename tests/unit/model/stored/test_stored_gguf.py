@@ -99,6 +99,19 @@ def test_logits_are_those_of_the_dequantized_weights(family: str, native: str, c
         assert torch.equal(logits(model, TEXT[:width]), found[:width])
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("plain", ["F16", "BF16", "F32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_matrices_take_the_type_of_the_model(
+    dtype: str, plain: str, native: str, code: str, tmp_path: Path
+) -> None:
+    kinds = MIXED | {"embed_tokens": plain, "lm_head": plain, "v_proj": plain, "gate_proj": plain}
+    path, expected = converted(tmp_path, "llama", kinds)
+    found = logits(load(path, code, dtype=dtype, native=native), TEXT)
+    error = (found - expected).norm() / expected.norm()
+    assert float(error) < (0.05 if dtype == "bfloat16" else 1e-4)
+
+
 def test_keys_and_values_may_be_bfloat16(code: str, tmp_path: Path) -> None:
     path, expected = converted(tmp_path, "llama")
     found = logits(load(path, code, dtype="bfloat16"), TEXT)
