@@ -61,13 +61,19 @@ _TYPES = {
 }
 _MOST_REFERENCES = 8
 """Most references and alternatives in each other that `types_of` follows."""
+KnownTypes = dict[str, frozenset[str] | None]
+"""The types that references into one schema name."""
 
 
-def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
+def types_of(
+    schema: object, root: Mapping[str, Any], known: KnownTypes | None = None, depth: int = 0
+) -> frozenset[str] | None:
     """Return the JSON types that a schema names, directly, by its values, alternatives or a reference into `root`.
 
-    Returns `None` if it names none, so that any type may be meant.
+    Returns `None` if it names none, so that any type may be meant. `known` keeps what the references of `root` name:
+    each is followed once, and one that leads back to itself names no type.
     """
+    known = {} if known is None else known
     if not isinstance(schema, dict) or depth > _MOST_REFERENCES:
         return None
     named = schema.get("type")
@@ -82,17 +88,20 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozens
         return frozenset(_TYPES[type(value)] for value in values)
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            found = [types_of(part, root, depth + 1) for part in schema[word]]
+            found = [types_of(part, root, known, depth + 1) for part in schema[word]]
             if word == "allOf":
                 return next((types for types in found if types is not None), None)
             return None if None in found else frozenset().union(*filter(None, found))
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    if reference not in known:
+        known[reference] = None
         target: object = root
         for step in reference[2:].split("/"):
             target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        return types_of(target, root, depth + 1)
-    return None
+        known[reference] = types_of(target, root, known, depth + 1)
+    return known[reference]
 
 
 def _has_unknown_format(schema: dict[str, Any]) -> bool:

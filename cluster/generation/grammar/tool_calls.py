@@ -10,7 +10,7 @@ from typing import Any
 from cluster.core.answer_format import CallFormat, Field, Literal, literal_of
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind, lark_json, lark_text
-from cluster.core.json_schema import STRICT_FORMAT, types_of, unknown_format
+from cluster.core.json_schema import STRICT_FORMAT, KnownTypes, types_of, unknown_format
 from cluster.generation.grammar.endless import endless_schema
 
 ANY_TOOL = ""
@@ -21,6 +21,8 @@ _MOST_CALLS = 8
 """Most calls in one answer."""
 _MOST_DEPTH = 8
 """Objects and lists in each other whose schemas are kept in notations other than JSON; deeper ones hold any value."""
+_MOST_CHARS = 1 << 20
+"""Most characters of a grammar. A short schema with references can describe one of any length."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ROOT = "#/$defs/__root"
 _ANY_TEXT = r"/(?s:.*)/"
@@ -32,14 +34,19 @@ def tool_call_grammar(
     """Return the grammar of calls of the `required` tool, or of `ANY_TOOL`.
 
     `tools` are JSON objects in OpenAI's form. `single` allows one call only, as a named tool does. Raises
-    `InvalidRequest` for a tool that is not offered (`tool_choice`), or whose parameters are no schema (`tools`).
+    `InvalidRequest` for a tool that is not offered (`tool_choice`), or whose parameters are no schema (`tools`), and
+    for schemas whose grammar is too long or too deep (`grammar`).
     """
     functions = functions_of(tools)
     chosen = [function for function in functions if required in (ANY_TOOL, function["name"])]
     if not chosen:
         raise InvalidRequest("tool_choice", required, "the name of one of the tools")
     most = 1 if single or required != ANY_TOOL else _MOST_CALLS
-    return Grammar(GrammarKind.GRAMMAR, _CallRules(form, specials).grammar(chosen, most))
+    try:
+        text = _CallRules(form, specials).grammar(chosen, most)
+    except RecursionError:
+        raise InvalidRequest("grammar", "too many levels", "schemas with fewer levels") from None
+    return Grammar(GrammarKind.GRAMMAR, text)
 
 
 def functions_of(tools: Sequence[str]) -> list[dict[str, Any]]:
@@ -68,6 +75,9 @@ class _CallRules:
         self._form = form
         self._specials = specials
         self._lines: list[str] = []
+        self._chars = 0
+        """Number of characters of the rules so far."""
+        self._has_any_value = False
 
     def grammar(self, functions: Sequence[dict[str, Any]], most: int) -> str:
         """Return the grammar of at most `most` calls of some functions."""
@@ -126,15 +136,16 @@ class _CallRules:
     def _python(self, function: dict[str, Any]) -> str:
         """Return the rule of a call as Python writes it."""
         parameters = function["parameters"]
+        known: KnownTypes = {}
         arguments = [
-            (self._rule(f"{lark_text(key + '=')} {self._python_value(schema, parameters)}"), is_required)
+            (self._rule(f"{lark_text(key + '=')} {self._python_value(schema, parameters, known)}"), is_required)
             for key, schema, is_required in _properties(parameters)
         ]
         return self._rule(f'{lark_text(function["name"] + "(")} {self._sequence(arguments, ", ")} ")"')
 
-    def _python_value(self, schema: object, parameters: dict[str, Any]) -> str:
+    def _python_value(self, schema: object, parameters: dict[str, Any], known: KnownTypes) -> str:
         words = {"boolean": '("True" | "False")', "null": '"None"'}
-        types = types_of(schema, parameters)
+        types = types_of(schema, parameters, known)
         if types is not None and len(types) == 1 and (word := words.get(min(types))) is not None:
             return word
         return self._json(schema, parameters)
@@ -145,8 +156,9 @@ class _CallRules:
         if tags is None:
             raise TypeError(f"{self._form.name}: a format with tags describes them")
         arguments = []
+        known: KnownTypes = {}
         for key, schema, is_required in _properties(parameters):
-            types = types_of(schema, parameters)
+            types = types_of(schema, parameters, known)
             is_text = types is None or "string" in types
             key_end = tags.key_end if is_text or not tags.json_key_end else tags.json_key_end
             before = self._joined(self._written(tags.key), lark_text(key), self._written(key_end + tags.value))
@@ -187,7 +199,8 @@ class _CallRules:
         return self._any_braces()
 
     def _any_braces(self) -> str:
-        if not any(line.startswith("any_value:") for line in self._lines):
+        if not self._has_any_value:
+            self._has_any_value = True
             quoted = f"{self._written(self._form.quote)} {self._text(self._form.quote)}"
             number = self._rule(lark_json({"type": ["number", "boolean", "null"]}))
             entries = '"[" (any_value ("," any_value)*)? "]"'
@@ -211,6 +224,11 @@ class _CallRules:
         return self._rule(lark_json(wrapped if isinstance(wrapped, dict) else True))
 
     def _rule(self, body: str, attribute: str = "") -> str:
+        """Add a rule and return its name. Raises `InvalidRequest` (`grammar`) if the grammar is then too long."""
+        self._chars += len(body)
+        if self._chars > _MOST_CHARS:
+            bound = f"schemas whose grammar has at most {_MOST_CHARS} characters"
+            raise InvalidRequest("grammar", f"more than {_MOST_CHARS} characters", bound)
         name = f"rule{len(self._lines)}"
         self._lines.append(f"{name}{attribute}: {body}")
         return name

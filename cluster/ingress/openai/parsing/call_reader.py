@@ -336,7 +336,8 @@ class CallReader:
 
     def _keywords(self, name: str) -> Reading[bool]:
         """Read arguments as Python writes them, with keys or in the order of the schema."""
-        reader, order = self._reader, [*self._options.tools[name].get("properties", ())]
+        reader, properties = self._reader, self._options.tools[name].get("properties")
+        order = [*properties] if isinstance(properties, dict) else []
         opening, place = "{", 0
         while True:
             yield from reader.run(_SEPARATORS)

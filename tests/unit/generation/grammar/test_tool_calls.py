@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.generation.grammar.after_reasoning import after_reasoning
 from cluster.generation.grammar.tool_calls import ANY_TOOL, tool_call_grammar
+from cluster.generation.text.tokenizer import Parsers
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser
 from cluster.ingress.openai.parsing.call_reader import CallOptions
 from tests.support.fakes.http_app import HI, HttpApi, error_of
 from tests.support.grammars import accepts
+from tests.unit.ingress.openai.test_answer_formats import MarkingModel
 from tests.unit.ingress.openai.test_call_parser import NATIVE
 from tests.unit.ingress.openai.test_call_parser import TOOLS as SCHEMAS
 
@@ -147,6 +150,49 @@ def test_an_answer_may_think_before_it_matches_its_grammar(form: ReasoningFormat
         assert accepts(inside, f"A reef?{form.closing}{form.after_closing}{form.answer_opening}yes")
         assert not accepts(inside, f"{form.answer_opening}yes")
         assert accepts(after_reasoning(grammar, AnswerFormat(None, form), {}, is_call=True), "yes")
+
+
+def branching(levels: int) -> dict[str, Any]:
+    """A short schema in which each level refers ten times to the next one."""
+    parts = {f"p{at}": {"anyOf": [{"$ref": f"#/$defs/p{at + 1}"}] * 10} for at in range(levels)}
+    shapes = {
+        f"o{at}": {"type": "object", "properties": {f"k{key}": {"$ref": f"#/$defs/o{at + 1}"} for key in range(10)}}
+        for at in range(levels)
+    }
+    ends = {f"p{levels}": {"type": "integer"}, f"o{levels}": {"type": "string"}}
+    properties = {"a": {"$ref": "#/$defs/p0"}, "b": {"$ref": "#/$defs/o0"}}
+    return {"type": "object", "properties": properties, "$defs": {**parts, **shapes, **ends}}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_coder", "pythonic"])
+def test_a_short_schema_has_no_endless_grammar(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    tool = json.dumps(wrong_tool(branching(8)))
+    begun = time.process_time()
+    if form.quote:  # its grammar follows references into objects
+        with pytest.raises(InvalidRequest, match=r"^grammar: .* at most \d+ characters"):
+            tool_call_grammar([tool], ANY_TOOL, form, {}, single=True)
+    else:
+        assert len(tool_call_grammar([tool], ANY_TOOL, form, {}, single=True).text) < 1 << 16
+    assert time.process_time() - begun < 5
+
+
+async def test_tools_whose_grammar_is_too_long_are_refused_by_name(tmp_path: Path) -> None:
+    model = MarkingModel(tmp_path, "", Parsers("gemma4"))
+    model.engine.context = 1 << 16
+    body = {"messages": HI, "tools": [SWIM, wrong_tool(branching(8))], "tool_choice": "required"}
+    refused = await model.http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "tools"), refused.text
+
+
+def test_a_schema_that_is_too_deep_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(600):
+        schema = {"items": schema}
+    tool = json.dumps(wrong_tool({"type": "object", "properties": {"a": schema}}))
+    with pytest.raises(InvalidRequest, match=r"^grammar: .* fewer levels"):
+        tool_call_grammar([tool], ANY_TOOL, CALL_FORMATS[0], {}, single=True)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.core.answer_format import AnswerFormat, CallFormat, ReasoningFormat
 from cluster.core.answer_format_rows import CALL_FORMATS, REASONING_FORMATS, call_format, reasoning_format
+from cluster.core.json_schema import types_of
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser
 from cluster.ingress.openai.parsing.call_reader import CallOptions
 from cluster.ingress.openai.parsing.parts import PartKind
@@ -405,6 +406,21 @@ def test_where_stops_may_end_an_answer_a_call_is_passed_on_when_it_is_whole(name
 def test_half_of_a_surrogate_pair_can_be_sent() -> None:
     text = '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "g"}</tool_call>'
     assert read(parser_of("hermes"), [text])[2] == [["g", '{"a": "\\ud83d"}']]
+
+
+@pytest.mark.parametrize("properties", [None, 3, True, ["to"], "to"])
+def test_properties_that_are_no_object_name_no_arguments(properties: Any) -> None:
+    form = AnswerFormat(calls_of("pythonic"))
+    parser = AnswerParser("c", form, CallOptions({"swim": {"properties": properties}}))
+    assert read(parser, ['[swim("reef", depth=3)]'])[2] == [["swim", '{"argument0": "reef", "depth": 3}']]
+
+
+def test_types_are_found_through_many_references_at_once() -> None:
+    parts = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 100} for at in range(7)}
+    schema = {"$defs": {**parts, "7": {"type": "string"}, "a": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a"}]}}}
+    assert types_of({"$ref": "#/$defs/4"}, schema) == {"string"}
+    assert types_of({"$ref": "#/$defs/0"}, schema) is None  # too far
+    assert types_of({"$ref": "#/$defs/a"}, schema) is None
 
 
 @pytest.mark.parametrize(
