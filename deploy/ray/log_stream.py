@@ -6,6 +6,7 @@ import logging
 import selectors
 import socket
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,10 @@ from typing import Self, TextIO
 from workers.serve.logs import MOST_BYTES, SOCKET, JsonFormatter, set_logging
 
 _POLL_SECONDS = 0.2
+_END_SECONDS = 5.0
+"""How long lines that have arrived may take to be written at the end."""
+
+logger = logging.getLogger(__name__)
 
 
 class LogStream:
@@ -48,15 +53,19 @@ class LogStream:
         """Write what other processes have sent, and stop."""
         self._ending.set()
         if self._reader is not None:
-            self._reader.join()
+            self._reader.join(_END_SECONDS)
 
     def collect(self, directory: Path) -> None:
-        """Listen for the other processes at a socket in `directory`. Only this user may enter it. Raises `OSError`."""
+        """Listen for the other processes at a socket in `directory`. Only this user may enter it.
+
+        Where there can be none, such as below a directory with a long name, it warns: their lines go to their stderr.
+        """
         file = directory / SOCKET
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(file))
-        file.chmod(0o600)
-        listener.listen(64)
+        try:
+            listener = _listen(file)
+        except (AttributeError, OSError) as error:  # a platform without such sockets lacks their names
+            logger.warning("lines of other processes go to their stderr, in Ray's logs: no socket %s: %s", file, error)
+            return
         self._reader = threading.Thread(target=self._read, args=(listener,), name="log-stream", daemon=True)
         self._reader.start()
 
@@ -70,8 +79,7 @@ class LogStream:
                     return
                 for key, _ in found:
                     if key.data is None:
-                        connection, _ = listener.accept()
-                        selector.register(connection, selectors.EVENT_READ, connection)
+                        _accept(listener, selector)
                     elif not self._write_next(key.data):
                         selector.unregister(key.data)
                         key.data.close()
@@ -94,3 +102,26 @@ class LogStream:
                 self._own.stream.flush()
         finally:
             self._own.release()
+
+
+def _listen(file: Path) -> socket.socket:
+    """Listen at a socket that only this user may use. Raises `OSError`, `AttributeError`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(str(file))
+        file.chmod(0o600)
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _accept(listener: socket.socket, selector: selectors.BaseSelector) -> None:
+    """Accept the next process. Without a free file descriptor it waits, and the next call tries again."""
+    try:
+        connection, _ = listener.accept()
+    except OSError:
+        time.sleep(_POLL_SECONDS)
+        return
+    selector.register(connection, selectors.EVENT_READ, connection)

@@ -53,25 +53,40 @@ class JsonFormatter(logging.Formatter):
 
 
 class SocketHandler(logging.Handler):
-    """Sends each line as one message to a Unix socket. It never waits: lines that nobody reads are lost and counted."""
+    """Sends each line as one message to a Unix socket. It never waits and never raises into the code that logs.
+
+    Lines that nobody reads, and those above `MOST_BYTES`, are lost and counted.
+    """
 
     def __init__(self, file: Path) -> None:
-        """Connect to the socket. Raises `OSError`."""
+        """Connect to the socket. Raises `OSError`, and `AttributeError` on a platform without such sockets."""
         super().__init__()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(str(file))
+        try:
+            self._socket.connect(str(file))
+        except OSError:
+            self._socket.close()
+            raise
         self._socket.setblocking(False)
         self._lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send the line of a record, and before it how many were lost."""
+        """Send the line of a record, and before it how many were lost. A record without a text is told on stderr."""
+        try:
+            line = self.format(record).encode()
+        except Exception:  # what is logged may raise anything
+            self.handleError(record)
+            return
+        if len(line) > MOST_BYTES:
+            self._lost += 1
+            return
         try:
             if self._lost:
-                text = f"{self._lost} lines of this process were lost: they came faster than they were read"
+                text = f"{self._lost} lines of this process were lost: too long, or faster than they were read"
                 lost = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
                 self._socket.send(self.format(lost).encode())
                 self._lost = 0
-            self._socket.send(self.format(record).encode())
+            self._socket.send(line)
         except OSError:
             self._lost += 1
 
@@ -106,7 +121,7 @@ def forward_warnings(process: str) -> bool:
         return False
     try:
         sending = SocketHandler(directory / SOCKET)
-    except OSError:
+    except (AttributeError, OSError):
         return False
     sending.setFormatter(JsonFormatter(process))
     logging.getLogger().addHandler(sending)

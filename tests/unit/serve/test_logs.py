@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from deploy.ray import log_stream
 from deploy.ray.log_stream import LogStream
 from workers.serve import logs
 from workers.serve.logs import JsonFormatter, SocketHandler, set_logging
@@ -153,6 +156,106 @@ def test_lines_that_nobody_reads_are_lost_and_counted_and_nobody_waits(directory
         handler.handle(record)
         lost = json.loads(connection.recv(logs.MOST_BYTES))
     assert lost["message"].startswith(f"{100 - kept} lines of this process were lost")
+
+
+def test_a_record_without_a_text_does_not_stop_the_code_that_logs(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = io.StringIO()
+    with LogStream("info", stream) as log:
+        log.collect(directory)
+        other = SocketHandler(directory / logs.SOCKET)
+        other.setFormatter(JsonFormatter("ingress"))
+        for text in ("%d", "next %s"):
+            other.handle(logging.LogRecord("cluster", logging.WARNING, "file", 1, text, ("x",), None))
+    assert [line["message"] for line in lines_of(stream, 1)] == ["next x"]
+    assert "TypeError" in capsys.readouterr().err
+
+
+def test_a_line_above_the_bound_is_counted_as_lost(directory: Path) -> None:
+    stream = io.StringIO()
+    with LogStream("info", stream) as log:
+        log.collect(directory)
+        other = SocketHandler(directory / logs.SOCKET)
+        other.setFormatter(JsonFormatter("ingress"))
+        for size in (logs.MOST_BYTES, 10):
+            record = logging.LogRecord("cluster", logging.INFO, "file", 1, "request it", None, None)
+            record.fields = {"user": "x" * size}
+            other.handle(record)
+    lost, kept = lines_of(stream, 2)
+    assert lost["message"].startswith("1 lines of this process were lost: too long")
+    assert kept["user"] == "x" * 10
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_without_a_socket_serve_warns_and_other_processes_write_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], absent: bool
+) -> None:
+    directory = tmp_path / ("d" * 120)  # above the 108 bytes of a socket's name
+    directory.mkdir()
+    monkeypatch.setattr(logs, "sockets_directory", lambda: directory)
+    if absent:
+        monkeypatch.delattr(socket, "SOCK_SEQPACKET")
+    stream = io.StringIO()
+    with LogStream("info", stream) as log:
+        log.collect(directory)
+        logging.getLogger("deploy.serve").info("ready")
+    warning, line = lines_of(stream, 2)
+    assert warning["message"].startswith("lines of other processes go to their stderr, in Ray's logs: no socket")
+    assert line["message"] == "ready"
+    logging.getLogger().handlers = []
+    set_logging("info", "json", "ingress")
+    logging.getLogger("cluster").info("here")
+    assert json.loads(capsys.readouterr().err)["message"] == "here"
+
+
+def test_a_process_that_cannot_be_accepted_yet_is_accepted_later(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter([OSError(errno.EMFILE, "Too many open files")] * 2)
+    accept = socket.socket.accept
+
+    def accept_later(listener: socket.socket) -> Any:
+        for refusal in refusals:
+            raise refusal
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    stream = io.StringIO()
+    with LogStream("info", stream) as log:
+        log.collect(directory)
+        other = SocketHandler(directory / logs.SOCKET)
+        other.setFormatter(JsonFormatter("ingress"))
+        other.handle(logging.LogRecord("cluster", logging.INFO, "file", 1, "here", None, None))
+        found = lines_of(stream, 1)
+    assert [line["message"] for line in found] == ["here"]
+
+
+def test_the_end_does_not_wait_for_a_process_that_writes_without_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_stream, "_END_SECONDS", 0.5)
+    ended = threading.Event()
+
+    def write_on() -> None:
+        other = SocketHandler(directory / logs.SOCKET)
+        other.setFormatter(JsonFormatter("ingress"))
+        while not ended.wait(0.001):
+            other.handle(logging.LogRecord("cluster", logging.INFO, "file", 1, "again", None, None))
+
+    begun = time.monotonic()
+    with LogStream("info", io.StringIO()) as log:
+        log.collect(directory)
+        writer = threading.Thread(target=write_on, daemon=True)
+        writer.start()
+        time.sleep(0.2)
+        limit = threading.Timer(10, ended.set)
+        limit.start()
+    took = time.monotonic() - begun
+    limit.cancel()
+    ended.set()
+    writer.join()
+    assert took < 5
 
 
 def test_without_a_session_lines_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
