@@ -6,6 +6,7 @@ once, Serve's controller too, and tells only its own log.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -23,7 +24,12 @@ from deploy.machine import used_memory_share
 _SECONDS = 2.0
 """How often the memory and the kernel's counter are read."""
 _PAUSE_SECONDS = 30.0
-"""How long after the end of a drafter the next one may be ended. Meanwhile its memory becomes free."""
+"""How long after the end of a drafter the next one may be ended. Meanwhile its memory becomes free.
+
+It doubles with each end: Serve starts the drafter again, and where that takes as much memory, its end frees nothing.
+"""
+_MOST_SECONDS = 3600.0
+"""The longest such pause, and how long memory must suffice before the pauses begin anew."""
 _CALM = 0.02
 """By how much the share must fall below the threshold before the next warning."""
 _DRAFTER = re.compile(r"ray::ServeReplica:[^:]*:Draft\b")
@@ -86,6 +92,8 @@ class MemoryGuard:
         self._end = end
         self._clock = clock
         self._next = 0.0
+        self._pause = _PAUSE_SECONDS
+        self._last_short = -math.inf
         self._has_warned = False
 
     def look(self) -> str | None:
@@ -94,14 +102,18 @@ class MemoryGuard:
         if self._threshold >= 1 or used <= self._threshold:
             self._has_warned = self._has_warned and used > self._threshold - _CALM
             return None
-        if self._clock() < self._next:
+        now = self._clock()
+        if now - self._last_short >= _MOST_SECONDS:
+            self._pause = _PAUSE_SECONDS
+        self._last_short = now
+        if now < self._next:
             return None
         why = f"{used:.0%} of the memory is in use, more than cluster.memory_threshold ({self._threshold:g})"
         drafters = [process for process in self._processes() if _DRAFTER.match(process.name)]
         if drafters:
             largest = max(drafters, key=lambda process: process.memory_bytes)
             self._end(largest.id)
-            self._next = self._clock() + _PAUSE_SECONDS
+            self._next, self._pause = now + self._pause, min(2 * self._pause, _MOST_SECONDS)
             return (
                 f"{why}: ended a drafter ({largest.name}, {largest.memory_bytes >> 20} MiB), answers go on without its "
                 "drafts; free memory, lower draft.replicas or target.kv.pool_bytes, or raise cluster.memory_threshold"

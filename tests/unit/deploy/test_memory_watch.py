@@ -48,6 +48,29 @@ def test_the_largest_drafter_ends_first_and_the_next_one_half_a_minute_later() -
     assert found.ended == [LARGE.id, SMALL.id]
 
 
+def test_a_drafter_that_comes_back_is_ended_less_and_less_often_until_an_hour_is_calm() -> None:
+    found = Machine(TARGET)
+
+    def pause() -> float:
+        """Seconds between two ends of a drafter that comes back at once."""
+        begun, count = found.now, len(found.ended)
+        while len(found.ended) == count:
+            found.now += 2
+            found.processes = [TARGET, LARGE]
+            found.guard.look()
+        return found.now - begun
+
+    found.share = 0.93
+    assert [pause() for _ in range(10)] == [2, 30, 60, 120, 240, 480, 960, 1920, 3600, 3600]
+    found.share = 0.5
+    for _ in range(1799):
+        found.now += 2
+        found.guard.look()
+    found.share = 0.93
+    assert pause() == 2  # the pause is over, and the next is as long
+    assert pause() == 30
+
+
 def test_nothing_else_is_ended_and_the_warning_comes_once() -> None:
     found = Machine(CONTROLLER, TARGET, REPLICA)
     found.share = 0.99
@@ -75,13 +98,45 @@ def test_a_threshold_of_1_ends_nothing() -> None:
 def test_the_memory_of_a_container_is_counted_without_what_the_kernel_can_take_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, current: int, share: float
 ) -> None:
-    memory = type("Memory", (), {"available": 90, "total": 100})
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
+    set_memory(monkeypatch, available=9000, total=10_000)
     assert machine.used_memory_share(tmp_path) == pytest.approx(0.1)
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text(f"{current}\n")
     (tmp_path / "memory.stat").write_text("anon 600\nactive_file 150\ninactive_file 50\n")
     assert machine.used_memory_share(tmp_path) == pytest.approx(share)
+
+
+def set_memory(monkeypatch: pytest.MonkeyPatch, available: int, total: int) -> None:
+    """Set the memory of the machine, in bytes."""
+    memory = type("Memory", (), {"available": available, "total": total})
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
+
+
+def test_a_container_with_a_limit_does_not_count_the_memory_of_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_memory(monkeypatch, available=200, total=10_000)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("300\n")
+    assert machine.used_memory_share(tmp_path) == pytest.approx(0.3)
+    (tmp_path / "memory.max").write_text("10000\n")  # no limit below the memory of the machine
+    assert machine.used_memory_share(tmp_path) == pytest.approx(0.98)
+
+
+def test_the_first_version_of_control_groups_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, available=9000, total=10_000)
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text("1000\n")
+    (folder / "memory.usage_in_bytes").write_text("900\n")
+    (folder / "memory.stat").write_text(
+        "active_file 1\ninactive_file 1\ntotal_active_file 150\ntotal_inactive_file 50\n"
+    )
+    assert machine.used_memory_share(tmp_path) == pytest.approx(0.7)
+    assert machine.free_memory_limit(tmp_path) == 100
+    (folder / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # the kernel's number for none
+    assert machine.used_memory_share(tmp_path) == pytest.approx(0.1)
+    assert machine.free_memory_limit(tmp_path) >= 1 << 60
 
 
 def test_a_killed_process_is_named_once() -> None:
