@@ -62,7 +62,7 @@ def serve_bench(
     Without --url, that is the server that the settings describe.
     """
     options = replace(options, goodput=(*options.goodput, *(more_bounds or ())))
-    settings = load_settings(config, assignments or ())
+    settings = load_settings(config, assignments or (), is_client=True)
     from deploy.bench.load_test import report
     from deploy.bench.load_test.run import run_load_test  # imports torch, once all options are checked
 

@@ -11,12 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.commands.client.connection import ChosenServer, InProcessOption, connected, stream
+from deploy.commands.client.connection import ChosenServer, InProcessOption, client_settings, connected, stream
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.draft_origins import origins_text
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.https_client import CacertOption, UrlOption
-from deploy.settings import load_settings
 from deploy.terminal import notify, output, write_text
 
 Write = Callable[[str], None]
@@ -124,7 +123,7 @@ def generate(
     ] = False,
 ) -> None:
     """Answer one prompt. Ask the running server if there is one; otherwise load the models in this process."""
-    settings = load_settings(config, assignments or ())
+    settings = client_settings(config, assignments or (), url, in_process)
     request = Prompt(prompt, raw, max_tokens, temperature, seed)
     write, notice = (_discard, _discard) if as_json else (write_text, notify)
     server = ChosenServer(settings, url, in_process, cacert)

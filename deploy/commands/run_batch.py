@@ -49,7 +49,7 @@ def run_batch(
     if input_file.resolve() == output_file.resolve():
         raise ConfigurationError("--output-file: needed another file than --input-file, found the same")
     next(read_lines(input_file), None)  # an unreadable file is reported before anything is loaded
-    settings = load_settings(config, assignments or ())
+    settings = load_settings(config, assignments or (), is_client=url is not None)
     counts = BatchCounts()
 
     async def run(report: Report) -> None:

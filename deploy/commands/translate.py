@@ -49,7 +49,7 @@ def translate(
         raise InvalidRequest("in_flight", in_flight, "at least 1")
     sources = read_sources(file, field)
     chosen = [] if model is None or url is not None else [f"target.path={model}"]
-    settings = load_settings(config, [*(assignments or ()), *chosen])
+    settings = load_settings(config, [*(assignments or ()), *chosen], is_client=url is not None)
 
     async def run() -> None:
         async with AsyncExitStack() as stack:

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 from gguf import GGUFReader
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cluster.core.errors import ModelLoadError
 from workers.model.dequantized import write_dequantized_from
+from workers.model.formats.hub import fetch
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
 from workers.model.packaged.zip_entries import extract_entries
@@ -64,11 +63,8 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
             f"(owner/name) or one of {', '.join(sorted(PACKAGED_MODELS))}"
         )
-    try:
-        found = snapshot_download(path, revision=revision, allow_patterns=[*_HUB_FILES, *_HUB_TOKENIZER_FILES])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"model path {path!r}: it cannot be downloaded from the model hub: {error}") from error
-    return _plain_weights(_checked(Path(found)), cache_directory)
+    found = fetch(f"model path {path!r}", path, revision, [*_HUB_FILES, *_HUB_TOKENIZER_FILES])
+    return _plain_weights(_checked(found), cache_directory)
 
 
 def _stretched(request: StretchRequest, cache_directory: Path, revision: str | None) -> Path:

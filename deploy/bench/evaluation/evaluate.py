@@ -58,7 +58,7 @@ def run(options: EvaluationOptions, settings_source: BenchSettings) -> tuple[Eva
     """
     transformers_logging.disable_progress_bar()
     if options.url:
-        return (_run_endpoints(options, settings_source.given()),)
+        return (_run_endpoints(options, settings_source.client()),)
     return tuple(_run_clusters(part, settings) for part, settings in by_target(options, settings_source))
 
 

@@ -83,6 +83,10 @@ class BenchSettings:
         """The settings of the command line as they are. Raises `ConfigurationError`."""
         return load_settings(self.config, self.assignments)
 
+    def client(self) -> Settings:
+        """The settings of the command line for a client of running servers. Raises `ConfigurationError`."""
+        return load_settings(self.config, self.assignments, is_client=True)
+
     def plain(self) -> Settings:
         """The settings without drafts. Raises `PilotfishError`."""
         return self.settings(_selecting(NO_DRAFTS))

@@ -30,7 +30,7 @@ from workers.model.stretch import read_stretch
 def run(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
     """Run the race and write `race.json`, `race.md` and the plots into `options.out`. Raises `PilotfishError`."""
     transformers_logging.disable_progress_bar()
-    return _run_endpoints(options, settings_source.given()) if options.url else _run_clusters(options, settings_source)
+    return _run_endpoints(options, settings_source.client()) if options.url else _run_clusters(options, settings_source)
 
 
 def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:

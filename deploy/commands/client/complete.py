@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.commands.client.connection import ChosenServer, InProcessOption, connected, post, stream
+from deploy.commands.client.connection import ChosenServer, InProcessOption, client_settings, connected, post, stream
 from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
-from deploy.settings import load_settings
 from deploy.terminal import notify, output
 
 _PATH = "/v1/completions"
@@ -36,7 +35,7 @@ def complete(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole response as JSON.")] = False,
 ) -> None:
     """Continue a text without the chat template. `pilotfish chat` asks in a conversation."""
-    settings = load_settings(config, assignments or ())
+    settings = client_settings(config, assignments or (), url, in_process)
     body: dict[str, Any] = {
         "model": model,
         "prompt": sys.stdin.read() if prompt == "-" else prompt,

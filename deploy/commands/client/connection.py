@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, NotReady, WorkerUnavailable
 from cluster.wire.address import http_url
 from deploy.network.https_client import NO_API, json_of, open_client, refusal_hint, verification, why_silent
-from deploy.settings import Settings
+from deploy.settings import Settings, load_settings
 
 InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="Load the models in this process, without Ray and without a server.")
@@ -45,6 +45,19 @@ class ChosenServer:
     url: str | None = None
     in_process: bool = False
     cacert: str | None = None
+
+
+def client_settings(config: str | None, assignments: Iterable[str], url: str | None, in_process: bool) -> Settings:
+    """Settings of a command that asks a server, as `ChosenServer` chooses it. Raises the errors of `load_settings`.
+
+    The draft that `draft.path` names is looked for, and fetched, only if the command loads the models itself.
+    """
+    assignments = tuple(assignments)
+    if url is None and in_process:
+        return load_settings(config, assignments)
+    settings = load_settings(config, assignments, is_client=True)
+    has_server = url is not None or listening_url(settings.configuration) is not None
+    return settings if has_server else load_settings(config, assignments)
 
 
 @asynccontextmanager

@@ -42,7 +42,7 @@ def top(
 
     q ends it. Where API keys are demanded, `PILOTFISH_API_KEY` must be that of an operator.
     """
-    settings = load_settings(config, assignments or ())
+    settings = load_settings(config, assignments or (), is_client=True)
 
     async def run() -> None:
         async with server_client(settings, url, cacert) as client:

@@ -82,6 +82,35 @@ async def test_a_server_that_is_away_is_one_line(run: Run, command: str) -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("more", [(), ("--set", "draft.method=eagle")])
+async def test_a_client_of_a_server_fetches_no_draft(
+    run: Run, command: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[object] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **_: fetched.append(names))
+    _, lines = await run(command, "--url", NOWHERE, "--set", "draft.path=owner/name", *more)
+    assert (fetched, len(lines)) == ([], 1)
+    assert lines[0].startswith(f"pilotfish: {NOWHERE}")
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+async def test_a_command_that_may_load_the_models_fetches_the_draft_without_a_server_alone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_running: bool
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no network\nhere")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    api = HttpApi(tmp_path / "model", "hello the world")
+    api.engine.context = 400
+    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        port = url.rpartition(":")[2] if is_running else "1"
+        found = await run("complete", "--set", f"server.http_port={port}", "--set", "draft.path=owner/name")
+    missing = "pilotfish: draft 'owner/name': it cannot be downloaded from the model hub: no network here"
+    assert found == ((0, []) if is_running else (1, [missing]))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 async def test_what_is_no_address_is_refused_before_anything_is_sent(run: Run, command: str) -> None:
     status, lines = await run(command, "--url", "localhost:8000")
     assert (status, lines) == (

@@ -1,7 +1,8 @@
-"""Finds the directory of a draft: a local one, or the files of a hub repository that make a draft."""
+"""Fetches files of a hub repository, and finds the directory of a draft: a local one, or such files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.core.errors import ModelLoadError
@@ -22,14 +23,23 @@ def draft_directory(path: str, revision: str | None = None) -> Path:
         return directory.resolve()
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(f"draft {path!r}: no such directory; give a directory or a hub id (owner/name)")
+    what = f"draft {path!r}"
+    found = fetch(what, path, revision, [*_CONFIGURATION, *_WEIGHTS])
+    if any(found.glob("*.safetensors")):
+        return found
+    return fetch(what, path, revision, [*_CONFIGURATION, *_TORCH_WEIGHTS])
+
+
+def fetch(what: str, repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Fetch the files of a hub repository that match a pattern, and return their directory.
+
+    `what` begins the message of an error. Raises `ModelLoadError`, whatever goes wrong.
+    """
     # Importing this takes a while, and local drafts need no hub.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = Path(snapshot_download(path, revision=revision, allow_patterns=[*_CONFIGURATION, *_WEIGHTS]))
-        if not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(path, revision=revision, allow_patterns=[*_CONFIGURATION, *_TORCH_WEIGHTS]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"draft {path!r}: it cannot be downloaded from the model hub: {error}") from error
-    return found
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # errors of its HTTP client and of its storage have no class in common
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelLoadError(f"{what}: it cannot be downloaded from the model hub: {reason}") from error
