@@ -292,7 +292,8 @@ def answer_format(tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int]) -
     if not prompt.options.continue_final_message:
         return AnswerFormat(calls, reasoning, begins_reasoning(tokenizer, reasoning, tokens))
     last = prompt.messages[-1]
-    is_open = reasoning.begins_inside or last.content.lstrip().startswith(reasoning.opening)
+    begun = last.content.lstrip()
+    is_open = begun.startswith(reasoning.written_opening.rstrip()) if begun else reasoning.begins_inside
     return AnswerFormat(
         calls, reasoning, last.role == "assistant" and is_open and reasoning.closing not in last.content
     )

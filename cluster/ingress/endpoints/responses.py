@@ -180,7 +180,8 @@ class _ResponseObject:
             yield self._in_item("response.output_text.delta", content_index=0, delta=part.text, logprobs=scored)
         else:
             if not self._items or self._items[-1]["type"] != "reasoning":
-                item: Json = {"type": "reasoning", "id": f"rs_{self.id[5:]}", "summary": [], "encrypted_content": None}
+                identity = f"rs_{self.id[5:]}_{len(self._items)}"
+                item: Json = {"type": "reasoning", "id": identity, "summary": [], "encrypted_content": None}
                 yield from self._open({**item, "content": [{"type": "reasoning_text", "text": ""}]})
             self._items[-1]["content"][0]["text"] += part.text
             yield self._in_item("response.reasoning_text.delta", content_index=0, delta=part.text)

@@ -165,7 +165,7 @@ class AnswerParser:
         reader, form = self._reader, self._reasoning
         if self._call_reader is not None and (yield from self._call_reader.read(at_beginning=False)):
             yield from reader.spaces()
-            return PartKind.CONTENT
+            return kind
         if kind is PartKind.REASONING:
             return PartKind.CONTENT if (yield from reader.literal(form.closing)) else None
         if form.repeats and (yield from reader.literal(form.opening)):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cluster.core.answer_format import CallFormat, Field, Literal, Pattern, literal_of
+from cluster.core.json_text import has_half
 from cluster.ingress.openai.parsing import argument_values as values
 from cluster.ingress.openai.parsing.argument_values import Parameters
 from cluster.ingress.openai.parsing.parts import Part, PartKind
@@ -22,6 +23,8 @@ _ID = re.compile(r"[\w.\-]*")
 _IN_NAME = re.compile(r"[\w.\-]")
 _NAME_KEYS = ("name", "tool_name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
+_MOST_REREAD = 1 << 18
+"""Most characters of objects that are no calls, which are read again as text. Beyond it no more are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class CallReader:
         """Whether a stop has ended the answer, not its length."""
         self._is_announced = False
         """Whether a marker was read, while it is not certain that a call follows."""
+        self._reread = 0
+        """Number of characters of objects that were no calls."""
 
     @property
     def openings(self) -> Iterator[str]:
@@ -197,8 +202,11 @@ class CallReader:
     def _object(self, *, is_bare: bool) -> Reading[bool]:
         """Read an object with name and arguments, in any order. `is_bare`: without arguments it is no call."""
         reader, start = self._reader, self._reader.at
+        if self._reread > _MOST_REREAD:
+            return False
         is_call = yield from self._members(is_bare=is_bare)
         if not is_call:
+            self._reread += reader.at - start
             reader.at = start
         return is_call
 
@@ -256,8 +264,11 @@ class CallReader:
         if arguments.startswith('"'):
             arguments = _decoded(arguments) or "{}"
         try:
-            if not isinstance(json.loads(arguments, strict=False), dict):
+            value = json.loads(arguments, strict=False)
+            if not isinstance(value, dict):
                 return False
+            if has_half(arguments):  # an escape within arguments that are given as text
+                arguments = values.as_json(value)
         except (ValueError, RecursionError):
             return False
         self._begin(found.name)

@@ -117,16 +117,19 @@ class TextReader:
 
         The place is then before the marker. Characters of `held` in front of it are not passed on, and not read.
         """
+        searched = self.at  # what was held and searched before is not searched again at every part
         while True:
-            place, marker = markers.find(self.text, self.at, is_final=self.is_final)
-            certain = self.text[self.at : place]
+            place, marker = markers.find(self.text, searched, is_final=self.is_final)
+            end = place
             if held and not (self.is_final and marker is None):
-                certain = certain.rstrip(held)
-            if certain:
-                take(certain)
-                self.at += len(certain)
+                certain = self.text[searched:place].rstrip(held)
+                end = searched + len(certain) if certain else self.at
+            if end > self.at:
+                take(self.text[self.at : end])
+                self.at = end
             if marker is not None or self.is_final:
                 return marker
+            searched = place - self.at
             self.cut()
             yield
 

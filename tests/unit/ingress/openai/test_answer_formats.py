@@ -65,6 +65,16 @@ async def test_special_tokens_that_mark_calls_and_reasoning_are_found_and_others
     assert (without["reasoning_content"], without["content"]) == ("hm", 'okswim{"to": "x"}')
 
 
+async def test_a_call_within_a_thought_stands_between_two_items_of_a_response(tmp_path: Path) -> None:
+    model = MarkingModel(tmp_path, '[THINK]hm[TOOL_CALLS]swim[ARGS]{"to": "x"}so[/THINK]ok')
+    function = {"type": "function", "name": "swim", "parameters": {"type": "object"}}
+    response = await model.http.post("/v1/responses", json={"input": "hi", "tools": [function]})
+    output = response.json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "function_call", "reasoning", "message"]
+    assert [item["content"][0]["text"] for item in output if "content" in item] == ["hm", "so", "ok"]
+    assert len({item["id"] for item in output}) == 4
+
+
 async def test_a_required_call_is_demanded_with_the_models_special_tokens(tmp_path: Path) -> None:
     model = MarkingModel(tmp_path, TEXT)
     await model.chat(tools=[TOOL], tool_choice="required")

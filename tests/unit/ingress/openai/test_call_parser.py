@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,6 +213,13 @@ def test_a_call_ends_reasoning_that_nothing_else_ends() -> None:
         assert (content, reasoning, parsed(calls)) == ("", THOUGHT, [SWIM, REST])
 
 
+def test_a_thought_goes_on_after_a_call_in_it() -> None:
+    text = f"<think>{THOUGHT}\n{NATIVE['hermes']}\nThat is it.\n</think>\n\n{SAID}"
+    for parts in ways_to_split(text):
+        content, reasoning, calls = read(parser_of("hermes", "qwen3"), parts)
+        assert (content, reasoning, parsed(calls)) == (SAID, f"{THOUGHT}That is it.", [SWIM, REST])
+
+
 def test_the_channels_of_harmony_go_where_they_belong() -> None:
     text = (
         f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>commentary<|message|>{SAID}<|end|>"
@@ -406,6 +414,25 @@ def test_where_stops_may_end_an_answer_a_call_is_passed_on_when_it_is_whole(name
 def test_half_of_a_surrogate_pair_can_be_sent() -> None:
     text = '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "g"}</tool_call>'
     assert read(parser_of("hermes"), [text])[2] == [["g", '{"a": "\\ud83d"}']]
+    as_text = '<tool_call>{"name": "g", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>'
+    assert read(parser_of("hermes"), [as_text])[2] == [["g", '{"a": "\\ud83d"}']]
+
+
+@pytest.mark.parametrize("length", [1000, 1 << 20])
+def test_what_looks_like_calls_is_read_in_time(length: int) -> None:
+    text = '<tool_call>{"a":[' * 4500 + '<tool_call>{"name": "f", "arguments": {}}'
+    begun = time.process_time()
+    content, _, calls = read(parser_of("hermes"), [text[at : at + length] for at in range(0, len(text), length)])
+    assert time.process_time() - begun < 5
+    assert (content, calls) == (text, [])
+
+
+def test_white_space_is_searched_for_calls_once() -> None:
+    parser = parser_of("hermes", "qwen3")
+    begun = time.process_time()
+    content, _, calls = read(parser, ["a", *["\n"] * 30_000, "b \n", " <tool_call>", '{"name": "f", "arguments": {}}'])
+    assert time.process_time() - begun < 5
+    assert (content, calls) == ("a" + "\n" * 30_000 + "b", [["f", "{}"]])
 
 
 @pytest.mark.parametrize("properties", [None, 3, True, ["to"], "to"])

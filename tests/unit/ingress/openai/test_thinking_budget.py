@@ -161,6 +161,16 @@ async def test_a_continued_message_is_thought_if_it_has_begun_so(
     assert message["reasoning_content"] == message["reasoning"] == reasoning
 
 
+@pytest.mark.parametrize(("content", "reasoning"), [("Sure, ", None), ("<think>\nI wonder", "hm"), ("", "hm")])
+async def test_a_model_that_begins_with_thought_continues_what_the_message_has_begun(
+    tmp_path: Path, content: str, reasoning: str | None
+) -> None:
+    model = ThinkingModel(tmp_path, template=CHAT_TEMPLATE + "{# </think> <｜Assistant｜> #}")
+    turns = [*HI, {"role": "assistant", "content": content}]
+    message = (await model.post(messages=turns, continue_final_message=True)).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == reasoning
+
+
 THOUGHTS = (
     "{% for message in messages %}{{ message.role }}({{ message.reasoning_content }}){{ message.content }};{% endfor %}"
 )
