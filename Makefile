@@ -60,8 +60,8 @@ $(TEST_WEIGHTS): $(WEIGHTS) deploy/test-weights.txt
 
 .PHONY: gpu-proof
 gpu-proof: $(GPU_PROOF)  ## Prove the GPU kernels without a GPU: interpreted against their reference, compiled for three generations
-	PYTHONPATH=$(GPU_PROOF) TRITON_INTERPRET=1 $(PYTEST) tests/gpu_proof/test_attention.py $(ARGS)
-	PYTHONPATH=$(GPU_PROOF) TRITON_DEFAULT_FP_FUSION=1 $(PYTEST) -n 2 tests/gpu_proof/test_compiled.py $(ARGS)
+	PYTHONPATH=$(GPU_PROOF) TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_proof $(ARGS)
+	PYTHONPATH=$(GPU_PROOF) TRITON_DEFAULT_FP_FUSION=1 $(PYTEST) -n 2 tests/gpu_proof $(ARGS)
 
 # Triton (286 MB) stays out of .venv: torch would compile with it.
 $(GPU_PROOF): $(INSTALLED)
@@ -92,9 +92,10 @@ test: fast essential  ## Run the fast tests, and one path through everything rea
 fast: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "$(SMALL) and not slow" $(ARGS) $(OR_NOTHING)
 
+# Collecting all files would take twenty seconds and more.
 .PHONY: essential
 essential: $(WEIGHTS)
-	@$(PYTEST) -m essential $(ARGS) $(OR_NOTHING)
+	@$(PYTEST) -m essential $(or $(ARGS),$$(grep -rl --include='test_*.py' 'mark\.essential' tests)) $(OR_NOTHING)
 
 test-all: $(TEST_WEIGHTS)  ## Run the tests that `make test` leaves out (ARGS goes to pytest)
 	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "$(SMALL) and slow" $(ARGS) $(OR_NOTHING)
@@ -126,6 +127,10 @@ cuda: $(WEIGHTS)  ## On a GPU: the tests that need one, then the device benchmar
 
 chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stream; every token is compared (ARGS='--rounds 300 --seed S')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos $(ARGS)
+
+.PHONY: zoo
+zoo: $(INSTALLED)  ## Serve a tiny model of every architecture of transformers, and write deploy/docs/models.md (ARGS='llama t5')
+	@OMP_NUM_THREADS=1 $(ENVIRONMENT) $(BIN)/python -m tests.zoo $(ARGS)
 
 .PHONY: translations
 translations: $(TRANSLATORS)  ## Real translations equal those of transformers, token for token (ARGS='FILE --kill target,draft', --help lists more)

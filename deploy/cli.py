@@ -15,8 +15,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
-from deploy.signals import SIGNALLED, Interrupted
+from cluster.core.errors import ConfigurationError, PilotfishError
+from deploy.signals import SIGNALLED, Interrupted, status_of
 from deploy.terminal import notify, output
 
 
@@ -58,7 +58,7 @@ def main() -> NoReturn:
     except PilotfishError as error:
         for line in str(error).splitlines():
             notify(f"pilotfish: {line}")
-        sys.exit(2 if isinstance(error, ConfigurationError | InvalidRequest) else 1)
+        sys.exit(status_of(error))
     except (Interrupted, KeyboardInterrupt):
         sys.exit(SIGNALLED)
     sys.exit(0)

@@ -14,14 +14,14 @@ from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
 from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
-from cluster.generation.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import Parsers, Tokenizer
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.observability.operations import OperationsServicer
 from cluster.wire.connection import Resolve
 from cluster.wire.coordinator_service import CoordinatorServicer
 from cluster.wire.peer_access import OPEN, PeerAccess
-from cluster.wire.server import WireServer
+from cluster.wire.server import PublicOptions, WireServer
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.tracing import make_tracer, tracer_provider
 from pilotfish.v1 import coordinator_pb2_grpc, generation_pb2_grpc, operations_pb2_grpc
@@ -69,7 +69,7 @@ class CoordinatorServer:
             max_message_bytes=configuration.limits.max_body_bytes,
             access=OPEN if internal_host is None else access,
             interceptors=() if keys is None else (AccessInterceptor(keys),),
-            tls=server.tls if internal_host is None else None,
+            public=PublicOptions(server.tls if internal_host is None else None),
         )
         self._opening: asyncio.Task[None] | None = None
 
@@ -92,7 +92,8 @@ class CoordinatorServer:
     async def start(self) -> int:
         """Start listening and return the bound port. Raises `ConfigurationError` if the model has no tokenizer."""
         configuration = self._configuration
-        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path))
+        parsers = Parsers(configuration.target.tool_parser, configuration.target.reasoning_parser)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path), parsers)
         generation = GenerationService(
             self._coordinator,
             tokenizer,

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,11 @@ import psutil
 from deploy.placement import Resources
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
+"""Limit, use, statistics and prefix of its names, in versions 2 and 1 of the kernel's control groups."""
 _QUERY_SECONDS = 10.0
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Devices of the drivers of NVIDIA and AMD, and of both under WSL."""
@@ -68,6 +74,8 @@ def usable_cores(control_group: Path) -> int:
     """Number of cores that this process may use: its affinity, limited by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(control_group / "cpu.max").partition(" ")
+    if not quota:  # version 1 of the kernel's control groups
+        quota, period = (_read(control_group / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
     if quota.isdigit() and period.isdigit() and int(period):
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
@@ -75,8 +83,42 @@ def usable_cores(control_group: Path) -> int:
 
 def free_memory_limit(control_group: Path) -> int:
     """Bytes below the container's memory limit; a very large number if there is no limit."""
-    limit, used = _read(control_group / "memory.max"), _read(control_group / "memory.current")
-    return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else 1 << 62
+    found = _container_memory(control_group)
+    return 1 << 62 if found is None else max(0, found.limit - found.used)
+
+
+def used_memory_share(control_group: Path = _CONTROL_GROUP) -> float:
+    """The share of the container's memory limit that is in use, or of the machine's memory without a limit: 0 to 1.
+
+    What the kernel can take back at once, such as files that it keeps in memory, is not in use.
+    """
+    found = _container_memory(control_group)
+    if found is not None:
+        return max(0, found.used - found.files) / found.limit
+    memory = psutil.virtual_memory()
+    return 1 - memory.available / memory.total
+
+
+@dataclass(frozen=True, slots=True)
+class _ContainerMemory:
+    """What the kernel counts of a container with a memory limit, in bytes."""
+
+    limit: int
+    used: int
+    files: int
+    """The part of `used` that holds files, which the kernel can take back."""
+
+
+def _container_memory(control_group: Path) -> _ContainerMemory | None:
+    """Read the memory of the container; `None` without a limit below the machine's memory."""
+    for limit_file, used_file, statistics, prefix in _MEMORY_FILES:
+        limit, used = _read(control_group / limit_file), _read(control_group / used_file)
+        if limit.isdigit() and used.isdigit() and 0 < int(limit) < psutil.virtual_memory().total:
+            lines = _read(control_group / statistics).splitlines()
+            counts = dict(line.split(" ", 1) for line in lines if " " in line)
+            files = sum(int(counts.get(f"{prefix}{name}", "0")) for name in ("active_file", "inactive_file"))
+            return _ContainerMemory(int(limit), int(used), files)
+    return None
 
 
 def _read(file: Path) -> str:

@@ -12,7 +12,8 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from deploy.settings import code_directory
-from workers.model.draft_card import is_distilled
+from workers.model.formats.hub import draft_directory
+from workers.model.formats.registry import find_format, formats
 from workers.model.packaged.catalogue import converted_before
 
 ReportProgress = Callable[[str], None]
@@ -75,14 +76,21 @@ def _packaged(name: str) -> Path | None:
 def with_module_directories(draft: DraftSection) -> DraftSection:
     """The section with a directory for each drafting module. Raises `ModelLoadError`."""
     for method, section in draft.modules.items():
-        directory = _packaged(section.path) or Path(section.path).expanduser()
-        if not is_distilled(directory):
-            raise ModelLoadError(
-                f"draft.{method}.path: {section.path!r} holds no drafting module; packaged ones are "
-                f"{', '.join(packaged_drafts())}"
-            )
+        directory = _packaged(section.path)
+        try:
+            directory = directory or draft_directory(section.path, getattr(section, "revision", None))
+            is_known = find_format(directory) is not None
+        except ModelLoadError as error:
+            raise ModelLoadError(f"draft.{method}.path: {error}; {_known_drafts()}") from None
+        if not is_known:
+            raise ModelLoadError(f"draft.{method}.path: {section.path!r} holds no drafting module; {_known_drafts()}")
         draft = draft.with_module(method, path=str(directory.resolve()))
     return draft
+
+
+def _known_drafts() -> str:
+    known = ", ".join(one.name for one in formats())
+    return f"packaged ones are {', '.join(packaged_drafts())}; formats of others are {known}"
 
 
 def _with_paths(configuration: Configuration, target: Path, draft: Path | None, compiled: str) -> Configuration:

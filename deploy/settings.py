@@ -32,6 +32,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.access.api_keys import ApiKey, parse_keys
 from cluster.wire.peer_access import ClusterToken, PeerAccess
+from deploy.chosen_draft import chosen_draft
 from deploy.network.cluster_token import draw_token, find_token
 from deploy.packaged_drafts import implied_paths, translator_method
 from workers.serve.configuration import load_configuration
@@ -76,14 +77,17 @@ def load_settings(
     environment: Mapping[str, str] | None = None,
     *,
     below: Iterable[str] = (),
+    is_client: bool = False,
 ) -> Settings:
     """Settings from a preset name or a file, with `key=value` assignments on top.
 
-    `below` are assignments that `assignments` override. Raises `ConfigurationError` for an unreadable file, a malformed
-    assignment or a refused value.
+    `below` are assignments that `assignments` override. A command that only speaks to a running server `is_client`: for
+    it, the draft that `draft.path` names is neither fetched nor looked at, and drafting has its defaults. Raises
+    `ConfigurationError` for an unreadable file, a malformed assignment or a refused value, and `ModelLoadError` for a
+    draft that cannot be found.
     """
     layers = [parse_assignments(layer) for layer in (below, assignments)]
-    return _settle(config, layers, os.environ if environment is None else environment)
+    return _settle(config, layers, os.environ if environment is None else environment, is_client=is_client)
 
 
 def settings_from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
@@ -121,13 +125,23 @@ def set_ray_environment() -> None:
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
 
 
-def _settle(config: str | None, layers: Iterable[Mapping[str, Any]], environment: Mapping[str, str]) -> Settings:
+def _settle(
+    config: str | None,
+    layers: Iterable[Mapping[str, Any]],
+    environment: Mapping[str, str],
+    *,
+    is_client: bool = False,
+) -> Settings:
     """The settings of a preset or file, with each layer of dotted overrides on top of what is before it."""
     name = config or environment.get("PILOTFISH_CONFIG") or DEFAULT_PRESET
     below, layers = read_values(name), list(layers)
-    values = reduce(merge, layers, below)
-    chosen = reduce(merge, layers, {} if name in presets() else below).get("draft")  # a preset's methods are a default
-    if not (isinstance(chosen, Mapping) and any(chosen.get(key.removeprefix("draft.")) for key in SELECTORS)):
+    nothing: dict[str, Any] = {}
+    values, given = reduce(merge, layers, below), reduce(merge, layers, nothing)
+    chosen = reduce(merge, layers, {} if name in presets() else below)  # a preset's methods are a default
+    if is_client and _has_draft(values):
+        values = values | {"draft": {}}
+    values = merge(values, chosen_draft(values, given if _has_draft(given) else chosen))
+    if not _has_draft(chosen, *SELECTORS):
         method = translator_method(values)
         values = values if method is None else merge(values, {"draft.method": method})
     configuration = load_configuration(values, implied_paths(values))
@@ -139,6 +153,12 @@ def _settle(config: str | None, layers: Iterable[Mapping[str, Any]], environment
         api_keys=parse_keys(environment.get("PILOTFISH_API_KEYS", "").replace(";", "\n"), "PILOTFISH_API_KEYS"),
         api_key=environment.get("PILOTFISH_API_KEY") or None,
     )
+
+
+def _has_draft(values: Mapping[str, Any], *keys: str) -> bool:
+    """Whether nested values have one of these keys of drafting; without any, whether they have `draft.path`."""
+    draft = values.get("draft")
+    return isinstance(draft, Mapping) and any(draft.get(key.removeprefix("draft.")) for key in keys or ("path",))
 
 
 def cache_directory(environment: Mapping[str, str] | None = None) -> Path:

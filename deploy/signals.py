@@ -1,12 +1,19 @@
-"""Turns SIGTERM and Ctrl-C into an exception in the main thread."""
+"""How a command ends: the statuses of the process, and SIGTERM and Ctrl-C as an exception in the main thread."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
+from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
+
 SIGNALLED = 130
 """Status of a command that a signal ended."""
+
+
+def status_of(error: PilotfishError) -> int:
+    """The status of a command that an error ended: 2 if the settings or the request are refused, otherwise 1."""
+    return 2 if isinstance(error, ConfigurationError | InvalidRequest) else 1
 
 
 class Interrupted(BaseException):

@@ -129,7 +129,7 @@ class Coordinator:
             cache_config=self._cache_config(),
         )
         if (pool := self._pool) is not None:
-            self._metrics.watch_drafters(lambda: pool.available, lambda: pool.failed)
+            self._metrics.watch_drafters(lambda: pool.drafters)
         self._loop.start()
 
     async def stop(self, drain_seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import Counter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -25,6 +26,20 @@ CACHE_LABELS = (
 """What `vllm:cache_config_info` says of the KV cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterStatus:
+    """What a drafter in a process of its own does for this coordinator."""
+
+    is_available: bool
+    """Whether rounds wait for it."""
+    sequences: int = 0
+    """Number of sequences that it drafts for."""
+    drafted_tokens: int = 0
+    """Number of drafted tokens that it proposed."""
+    call_seconds: float = 0.0
+    """Total time of the calls to it, in seconds."""
+
+
 class Metrics(RequestMetrics):
     """All metrics of a coordinator."""
 
@@ -34,6 +49,7 @@ class Metrics(RequestMetrics):
         """The counters of accepted tokens by origin."""
         self._accepted_at: list[Counter] = []
         """The counters of accepted tokens by position, without those that no token was accepted at yet."""
+        self._read_drafters: Callable[[], Mapping[str, DrafterStatus]] | None = None
         self._declare_request_metrics()
         self._declare_request_lengths()
         self._declare_request_times()
@@ -111,6 +127,18 @@ class Metrics(RequestMetrics):
             "Measured total time of the rounds in pilotfish:foreseen_round_seconds, in seconds.",
         )
         self._drafters = self._gauge("pilotfish:drafters", "Number of drafters: available or failed.", "state")
+        self._drafter_available = self._gauge(
+            "pilotfish:drafter_available", "1 if rounds wait for the drafter, 0 after it has failed.", "drafter"
+        )
+        self._drafter_sequences = self._gauge(
+            "pilotfish:drafter_sequences", "Number of sequences that the drafter drafts for.", "drafter"
+        )
+        self._drafter_tokens = self._labelled_counter(
+            "pilotfish:drafter_proposed_tokens", "Number of drafted tokens that the drafter proposed.", "drafter"
+        )
+        self._drafter_busy = self._labelled_counter(
+            "pilotfish:drafter_busy_seconds", "Total time of calls to the drafter, in seconds.", "drafter"
+        )
         self._drafter_seconds = self._counter(
             "pilotfish:drafter_call_seconds", "Total time of calls to drafters, waited for or not, in seconds."
         )
@@ -147,6 +175,8 @@ class Metrics(RequestMetrics):
 
     def exposition(self) -> tuple[bytes, str]:
         """All metrics in Prometheus' text format, and its content type."""
+        if self._read_drafters is not None:
+            self._show_drafters(self._read_drafters())
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def begin(
@@ -177,10 +207,24 @@ class Metrics(RequestMetrics):
         self._waiting.labels(*self._series).set_function(waiting)
         self._kv_usage.labels(*self._series).set_function(kv_usage)
 
-    def watch_drafters(self, available: Callable[[], float], failed: Callable[[], float]) -> None:
-        """Read the number of drafters that answer, and of those that have failed, at each exposition."""
-        self._drafters.labels(*self._series, "available").set_function(available)
-        self._drafters.labels(*self._series, "failed").set_function(failed)
+    def watch_drafters(self, drafters: Callable[[], Mapping[str, DrafterStatus]]) -> None:
+        """Read what each drafter does, by its name, at each exposition."""
+        self._read_drafters = drafters
+
+    def _show_drafters(self, drafters: Mapping[str, DrafterStatus]) -> None:
+        """Set the series of all drafters. Those that have left have none."""
+        available = sum(drafter.is_available for drafter in drafters.values())
+        self._drafters.labels(*self._series, "available").set(available)
+        self._drafters.labels(*self._series, "failed").set(len(drafters) - available)
+        families = (self._drafter_available, self._drafter_sequences, self._drafter_tokens, self._drafter_busy)
+        for family in families:
+            family.clear()
+        for name, drafter in drafters.items():
+            labels = (*self._series, name)
+            self._drafter_available.labels(*labels).set(drafter.is_available)
+            self._drafter_sequences.labels(*labels).set(drafter.sequences)
+            self._drafter_tokens.labels(*labels).inc(drafter.drafted_tokens)
+            self._drafter_busy.labels(*labels).inc(drafter.call_seconds)
 
     def opened(self, tokens: int, stored: int, *, resumed: bool, from_parent: bool) -> None:
         """Count an opened sequence of `tokens` tokens. The target had the KV of `stored` of them."""

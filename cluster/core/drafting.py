@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 from cluster.core.draft_origin import DraftOrigin
 from cluster.core.ids import SequenceId
@@ -104,12 +105,17 @@ class Evidence:
     """Hidden states of the tokens whose KV the step stored: the pending ones and the accepted ones."""
 
 
+Tap = int | Literal["middle"]
+"""Names hidden states of a target by its number of layers L: tap `l` is the residual stream after `l` decoder layers,
+0 the embedding, -1 the same as L, -2 as L - 1, and `middle` as L // 2."""
+
+
 @dataclass(frozen=True, slots=True)
 class EvidenceNeeds:
     """The evidence that a drafting method needs."""
 
-    taps: tuple[int, ...] = ()
-    """Taps of the hidden states, see `HiddenStates`. Negative numbers count from the last tap, which is -1."""
+    taps: tuple[Tap, ...] = ()
+    """Taps of the hidden states that it reads."""
     top: int = 0
     """Number of most probable tokens at the root and at each accepted node. With several ranks, none are available."""
     decisions: bool = False

@@ -90,6 +90,19 @@ def source_of(grammar: Grammar) -> str:
             return _with_schema({"type": "object"})
         case GrammarKind.JSON_SCHEMA:
             return _with_schema(json.loads(grammar.text))
+    return lark_source(grammar)
+
+
+def lark_source(grammar: Grammar) -> str:
+    """Return a grammar in the library's dialect of Lark's syntax; its rule `start` matches the answer.
+
+    Raises `ValueError` for a schema that is no JSON object.
+    """
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return f"start: {lark_json({'type': 'object'})}"
+        case GrammarKind.JSON_SCHEMA:
+            return f"start: {lark_json(json.loads(grammar.text))}"
         case GrammarKind.REGEX:
             return f"start: /{_SPECIAL_IN_REGEX.sub(_escaped, grammar.text)}/"
         case GrammarKind.CHOICE:

@@ -7,7 +7,7 @@ https://json-schema.org/draft/2020-12/json-schema-validation#name-vocabularies-f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 FORMATS = frozenset(
@@ -48,6 +48,60 @@ def unknown_format(schema: object) -> str | None:
     """Return the first format in a schema that answers might miss; `None` if there is none."""
     found = (str(part["format"]) for part in _schemas(schema) if _has_unknown_format(part))
     return next((name for name in found if name not in HARMLESS_FORMATS), None)
+
+
+_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_MOST_REFERENCES = 8
+"""Most references and alternatives in each other that `types_of` follows."""
+KnownTypes = dict[str, frozenset[str] | None]
+"""The types that references into one schema name."""
+
+
+def types_of(
+    schema: object, root: Mapping[str, Any], known: KnownTypes | None = None, depth: int = 0
+) -> frozenset[str] | None:
+    """Return the JSON types that a schema names, directly, by its values, alternatives or a reference into `root`.
+
+    Returns `None` if it names none, so that any type may be meant. `known` keeps what the references of `root` name:
+    each is followed once, and one that leads back to itself names no type.
+    """
+    known = {} if known is None else known
+    if not isinstance(schema, dict) or depth > _MOST_REFERENCES:
+        return None
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset({named})
+    if isinstance(named, list):
+        return frozenset(map(str, named))
+    values = (
+        schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
+    )
+    if values is not None:
+        return frozenset(_TYPES[type(value)] for value in values)
+    for word in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(word), list):
+            found = [types_of(part, root, known, depth + 1) for part in schema[word]]
+            if word == "allOf":
+                return next((types for types in found if types is not None), None)
+            return None if None in found else frozenset().union(*filter(None, found))
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    if reference not in known:
+        known[reference] = None
+        target: object = root
+        for step in reference[2:].split("/"):
+            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+        known[reference] = types_of(target, root, known, depth + 1)
+    return known[reference]
 
 
 def _has_unknown_format(schema: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.core.answer_format import ReasoningFormat
 from cluster.core.draft_origin import NO_ORIGINS, DraftOrigin, OriginCounts
 from cluster.core.grammar import Grammar
 from cluster.core.ids import NO_SALT, CacheSalt, RequestId
@@ -108,8 +109,12 @@ class TextOptions:
     """Leave special tokens out of the text."""
     include_stop: bool = False
     """Keep the stop string, or the text of the stop token, in the text."""
-    begins_in_reasoning: bool | None = None
-    """Whether the prompt ends inside of what the model thinks; `None` for an answer without such a part."""
+    kept_special_ids: tuple[int, ...] = ()
+    """Special tokens that stay in the text all the same, because they mark calls of tools or reasoning."""
+    reasoning: ReasoningFormat | None = None
+    """How the model writes what it thinks; `None` for an answer without such a part."""
+    begins_in_reasoning: bool = False
+    """Whether the answer begins with what the model thinks, without a marker."""
 
 
 class FinishReason(Enum):

@@ -47,12 +47,15 @@ class RequestEvents:
         )
         recent.begin(self._key, [part.tokens for part in parts] or [()] * request.n)
         request = replace(request, resumed=parts)
-        skip = request.text.skip_special_tokens
-        starts_text = bool(request.source)  # an answer to a source does not continue a text
-        self._outputs = [
-            OutputProcessor(request, tokenizer.detokenizer(skip_special_tokens=skip, starts_text=starts_text), index)
-            for index in range(request.n)
+        detokenizers = [
+            tokenizer.detokenizer(
+                skip_special_tokens=request.text.skip_special_tokens,
+                starts_text=bool(request.source),  # an answer to a source does not continue a text
+                kept=frozenset(request.text.kept_special_ids),
+            )
+            for _ in range(request.n)
         ]
+        self._outputs = [OutputProcessor(request, one, index) for index, one in enumerate(detokenizers)]
         self._running = set(request.open_answers)
         self._started: Started | None = started  # until it is returned
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()

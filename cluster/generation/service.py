@@ -108,10 +108,13 @@ class GenerationService:
         form, is_chat = answer_format(self._tokenizer, valid.prompt, prompt), isinstance(valid.prompt, ChatPrompt)
         request = await self._constraints.apply(request, valid, form)
         request = with_bounded_thinking(request, self._tokenizer, form if is_chat else None)
-        if form.reasons:
-            request = replace(request, text=replace(request.text, begins_in_reasoning=form.begins_in_reasoning))
-        if form.needs_special_tokens:
-            request = replace(request, text=replace(request.text, skip_special_tokens=False))
+        text = replace(
+            request.text,
+            kept_special_ids=tuple(sorted(self._tokenizer.special_tokens_in(form.markers).values())),
+            reasoning=form.reasoning if form.reasons else None,
+            begins_in_reasoning=form.begins_in_reasoning,
+        )
+        request = replace(request, text=text)
         started = Started(
             valid.request_id,
             info.model,

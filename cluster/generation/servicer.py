@@ -112,6 +112,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 return generation_pb2.GenerateResponse(finished=finished, index=event.index)
 
     def _encode_started(self, event: Started) -> generation_pb2.GenerationStarted:
+        form = event.answer_format
         return generation_pb2.GenerationStarted(
             request_id=event.request_id,
             model=event.model,
@@ -120,9 +121,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt_token_ids=event.prompt,
             prompt_token_bytes=[self._service.token_bytes(token) for token in event.prompt],
             prompt_logprobs=[self._encode_logprobs(entry) for entry in event.prompt_logprobs],
-            tool_format=event.answer_format.tool_format or "",
-            reasons=event.answer_format.reasons,
-            begins_in_reasoning=event.answer_format.begins_in_reasoning,
+            tool_format="" if form.calls is None else form.calls.name,
+            reasoning_format="" if form.reasoning is None else form.reasoning.name,
+            reasons=form.reasons,
+            begins_in_reasoning=form.begins_in_reasoning,
             queue_seconds=event.queue_seconds,
             fingerprint=event.fingerprint,
         )

@@ -181,7 +181,7 @@ async def _generate(
 
     async def begin() -> tuple[ResponseMetadata, EventId]:
         index, first = await anext(events)
-        if translated.event_id.choices and (first.started.tool_format or first.started.reasons):
+        if translated.event_id.choices and (first.started.tool_format or first.started.reasoning_format):
             # An id has no text, and the parser of the answer needs all of it.
             raise InvalidRequest(HEADER, "sent", "left out: the answer may have calls of tools or reasoning")
         note_prompt(choices[index], first.started, translated.endpoint, translated.options)

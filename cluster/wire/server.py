@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,12 +34,23 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class PublicOptions:
+    """Options of a server that clients from outside of the cluster call."""
+
+    tls: PublicTlsSection | None = None
+    """TLS in place of that of the internal services."""
+    shares_port: bool = False
+    """Whether other servers with this option may listen on the same port of the same machine."""
+    on_error: Callable[[Exception], None] | None = None
+    """Called with each error that ends a call."""
+
+
 class WireServer:
     """A gRPC server for Pilotfish services. `start()` starts it; `async with` stops it at the end of the block.
 
-    With `shares_port`, other servers that say so may listen on the same port of the same machine. Internal services
-    demand what `access` says of every call, except of health checks; public ones have the TLS in `tls`. `interceptors`
-    see a call before its messages. `on_error` is called with each error that ends a call.
+    Every call of an internal service, except a health check, must satisfy `access`. `interceptors` see a call before
+    its messages.
     """
 
     def __init__(
@@ -49,24 +61,21 @@ class WireServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         access: PeerAccess = OPEN,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-        shares_port: bool = False,
-        on_error: Callable[[Exception], None] | None = None,
-        tls: PublicTlsSection | None = None,
+        public: PublicOptions = PublicOptions(),
     ) -> None:
         self._host = host
         self._port = port
         self._access = access
-        self._tls = tls
+        self._public = public
         self._interceptors = tuple(interceptors)
         self._options = (
             *message_options(max_message_bytes),
             *_SERVER_OPTIONS,
-            ("grpc.so_reuseport", int(shares_port)),
+            ("grpc.so_reuseport", int(public.shares_port)),
         )
         self._health = health.aio.HealthServicer()
         self._services: list[tuple[str, Callable[[Any, Any], None], object]] = []
-        self._on_error = on_error
-        self._interceptor = CallInterceptor(on_error)
+        self._interceptor = CallInterceptor(public.on_error)
         self._server: grpc.aio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -83,7 +92,7 @@ class WireServer:
 
     async def start(self) -> int:
         """Listen, and return the port. Raises `ConfigurationError` for an address or a certificate that is unusable."""
-        self._interceptor = CallInterceptor(self._on_error)  # a stopped server may be started again
+        self._interceptor = CallInterceptor(self._public.on_error)  # a stopped server may be started again
         token = self._access.token
         first = self._interceptors if token is None else (TokenInterceptor(token), *self._interceptors)
         server = grpc.aio.server(interceptors=(*first, self._interceptor), options=self._options)
@@ -95,7 +104,7 @@ class WireServer:
         for name in names:
             await self.set_serving(name, False)
         address = join_host_port(self._host, self._port)
-        tls = self._tls
+        tls = self._public.tls
         credentials = self._access.server_credentials() if tls is None else server_credentials(tls)
         try:
             if credentials is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import httpx
 
 from cluster.core.errors import ConfigurationError
 from deploy.batch.lines import BatchRequest, BatchResult, InvalidLine, parse_line, read_lines
-from deploy.network.https_client import server_root, why_silent
+from deploy.network.https_client import why_silent
 
 Report = Callable[[float, str], None]
 """Called with the share of the lines that are done, and a description."""
@@ -24,7 +23,6 @@ _BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 _LONGEST_PAUSE_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 0.5
 _CONNECTION_ATTEMPTS = 3
-_TIMEOUT_HEADROOM_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -115,7 +113,7 @@ class BatchRun:
         while True:
             try:
                 response = await self._client.post(request.url, json=dict(request.body))
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
                 failures += 1
                 if failures >= _CONNECTION_ATTEMPTS:
                     message = f"the server cannot be reached: {why_silent(error)}"
@@ -126,16 +124,6 @@ class BatchRun:
                 pause = max(pause, _retry_after(response))
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-def open_client(
-    url: str, api_key: str | None, timeout_seconds: float, verify: ssl.SSLContext | bool = True
-) -> httpx.AsyncClient:
-    """A client of the server at `url`, with or without the path `/v1`. `verify` is the TLS of the client."""
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    timeout = timeout_seconds + _TIMEOUT_HEADROOM_SECONDS
-    return httpx.AsyncClient(base_url=server_root(url), headers=headers, limits=limits, timeout=timeout, verify=verify)
 
 
 def _result(request: BatchRequest, number: int, response: httpx.Response) -> BatchResult:

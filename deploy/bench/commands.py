@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from deploy.progress import ProgressReporter
 from deploy.settings import load_settings
 from deploy.signals import SIGNALLED
 from deploy.terminal import notices, output
+
+if TYPE_CHECKING:
+    from deploy.bench.measuring.results import BenchResults  # imports torch
 
 bench = typer.Typer(no_args_is_help=True, help="Measure drafting methods, or a server under load.")
 
@@ -40,26 +43,31 @@ def race(options: RaceOptions, config: ConfigOption = None, assignments: SetOpti
 
     results = run(options, BenchSettings(config, tuple(assignments or ())))
     output.print(markdown(results), markup=False)
+    _check_measured(results)
 
 
 @bench.command("serve")
 @command_with_options(LoadOptions)
 def serve_bench(
     options: LoadOptions,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     more_bounds: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME:MS]...", help="Further bounds of --goodput.")
     ] = None,
 ) -> None:
-    """Send requests to an OpenAI-compatible server: rates, concurrency, latency percentiles, goodput."""
+    """Send requests to an OpenAI-compatible server: rates, concurrency, latency percentiles, goodput.
+
+    Without --url, that is the server that the settings describe.
+    """
     options = replace(options, goodput=(*options.goodput, *(more_bounds or ())))
-    settings = load_settings()
+    settings = load_settings(config, assignments or (), is_client=True)
     from deploy.bench.load_test import report
     from deploy.bench.load_test.run import run_load_test  # imports torch, once all options are checked
 
     with ProgressReporter(notices, "bench serve") as progress:
-        command, tls = shlex.join(["pilotfish", *sys.argv[1:]]), settings.configuration.server.tls
-        results = run_load_test(options, settings.api_key, command, progress, tls)
+        results = run_load_test(options, settings, shlex.join(["pilotfish", *sys.argv[1:]]), progress)
     if as_json:
         output.print_json(json.dumps(report.as_json(results)))
     else:
@@ -81,6 +89,7 @@ def tasks(options: EvaluationOptions, config: ConfigOption = None, assignments: 
 
     for evaluation in run(options, BenchSettings(config, tuple(assignments or ()))):
         output.print(markdown(evaluation), markup=False)
+        _check_measured(evaluation.results)
 
 
 @bench.command()
@@ -92,3 +101,9 @@ def agreement(options: AgreementOptions, config: ConfigOption = None, assignment
     from deploy.bench.measuring.competitors import BenchSettings
 
     output.print(markdown(run(options, BenchSettings(config, tuple(assignments or ())))), markup=False)
+
+
+def _check_measured(results: BenchResults) -> None:
+    """Raise `WorkerUnavailable` if no competitor has a measurement, with the first reason."""
+    if results.cells and all(found.skipped for found in results.cells):
+        raise WorkerUnavailable(f"nothing was measured; {results.cells[0].skipped}")

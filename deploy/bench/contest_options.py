@@ -10,6 +10,7 @@ import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import number_list
+from deploy.network.https_client import CacertOption, server_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class ContestOptions:
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("repeats", "together", "devices")
     """Options that must be at least 1."""
-    WITH_URL: ClassVar[tuple[str, ...]] = ("plain_url",)
+    WITH_URL: ClassVar[tuple[str, ...]] = ("plain_url", "cacert")
     """Options that mean something only with `url`."""
 
     out: Annotated[Path, typer.Option(help="Directory for the results in JSON and Markdown, and for the plots.")]
@@ -81,6 +82,7 @@ class ContestOptions:
     plain_url: Annotated[
         str | None, typer.Option(metavar="URL", help="The same model without drafts, to compare --url with.")
     ] = None
+    cacert: CacertOption = None
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name at --url and --plain-url.")] = None
     devices: Annotated[int, typer.Option(help="Devices behind --url; --plain-url counts as one.")] = 1
     seed: Annotated[int, typer.Option(help="Seed of the first prompt of a task; the next prompt's is one higher.")] = 0
@@ -102,6 +104,9 @@ class ContestOptions:
     def _check_url(self) -> None:
         if (self.url is None) != (self.model is None):
             raise ConfigurationError("--url and --model: needed both or neither, found one")
+        for name in ("url", "plain_url"):
+            if getattr(self, name) is not None:
+                server_root(getattr(self, name), flag(name))
         if self.url is None:
             for name in self.WITH_URL:
                 if getattr(self, name):

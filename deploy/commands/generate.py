@@ -11,12 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.commands.client.connection import InProcessOption, connected, stream
+from deploy.commands.client.connection import ChosenServer, InProcessOption, client_settings, connected, stream
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.draft_origins import origins_text
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.https_client import CacertOption, UrlOption
-from deploy.settings import Settings, load_settings
 from deploy.terminal import notify, output, write_text
 
 Write = Callable[[str], None]
@@ -124,30 +123,21 @@ def generate(
     ] = False,
 ) -> None:
     """Answer one prompt. Ask the running server if there is one; otherwise load the models in this process."""
-    settings = load_settings(config, assignments or ())
+    settings = client_settings(config, assignments or (), url, in_process)
     request = Prompt(prompt, raw, max_tokens, temperature, seed)
     write, notice = (_discard, _discard) if as_json else (write_text, notify)
-    answer = asyncio.run(answer_prompt(settings, request, write, notice, url=url, in_process=in_process, cacert=cacert))
+    server = ChosenServer(settings, url, in_process, cacert)
+    answer = asyncio.run(answer_prompt(server, request, write, notice))
     if as_json:
         output.print_json(json.dumps(asdict(answer)))
 
 
-async def answer_prompt(
-    settings: Settings,
-    prompt: Prompt,
-    write: Write,
-    notice: Write,
-    *,
-    url: str | None = None,
-    in_process: bool = False,
-    cacert: str | None = None,
-) -> Answer:
+async def answer_prompt(server: ChosenServer, prompt: Prompt, write: Write, notice: Write) -> Answer:
     """Stream the answer to `write` and its statistics to `notice`, and return it.
 
-    `connected` chooses the server. A stream that breaks off continues at whichever server listens there by then.
-    Raises `PilotfishError`.
+    A stream that breaks off continues at whichever server listens there by then. Raises `PilotfishError`.
     """
-    async with connected(settings, url, in_process, notice, cacert) as client:
+    async with connected(server, notice) as client:
         begun, answer = time.perf_counter(), Answer()
         async for chunk in stream(client, prompt.path, prompt.body()):
             is_first, added = not answer.model, answer.add(chunk)

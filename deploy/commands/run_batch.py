@@ -13,12 +13,16 @@ import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.batch.lines import read_lines
-from deploy.batch.run import BatchCounts, BatchRun, Report, open_client
+from deploy.batch.run import BatchCounts, BatchRun, Report
+from deploy.commands.client.connection import server_client
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.network.https_client import CacertOption, UrlOption, check_reachable, verification
+from deploy.network.https_client import CacertOption, UrlOption, check_reachable, open_client, verification
 from deploy.progress import ProgressReporter
 from deploy.settings import Settings, load_settings
 from deploy.terminal import notices, notify
+
+_TIMEOUT_HEADROOM_SECONDS = 5.0
+"""How much longer the connection waits than the line, so that a late line is reported as such."""
 
 
 def run_batch(
@@ -45,7 +49,7 @@ def run_batch(
     if input_file.resolve() == output_file.resolve():
         raise ConfigurationError("--output-file: needed another file than --input-file, found the same")
     next(read_lines(input_file), None)  # an unreadable file is reported before anything is loaded
-    settings = load_settings(config, assignments or ())
+    settings = load_settings(config, assignments or (), is_client=url is not None)
     counts = BatchCounts()
 
     async def run(report: Report) -> None:
@@ -68,9 +72,9 @@ async def _client(
     settings: Settings, url: str | None, cacert: str | None, timeout_seconds: float
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the server at `url`, or of a cluster in this process."""
+    longest = timeout_seconds + _TIMEOUT_HEADROOM_SECONDS
     if url is not None:
-        verify = verification(settings.configuration.server.tls, cacert)
-        async with open_client(url, settings.api_key, timeout_seconds, verify) as client:
+        async with server_client(settings, url, cacert, longest) as client:
             await check_reachable(client)
             yield client
         return
@@ -83,7 +87,7 @@ async def _client(
     async with (
         LocalCluster(models.model_copy(update={"server": server}), http=True) as cluster,
         open_client(
-            cluster.http_url, cluster.access.api_key, timeout_seconds, verification(models.server.tls, is_own=True)
+            cluster.http_url, cluster.access.api_key, verification(models.server.tls, is_own=True), longest
         ) as client,
     ):
         yield client

@@ -3,66 +3,159 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import Configuration
+from cluster.core.errors import PilotfishError
 from cluster.wire.address import http_url, join_host_port
+from deploy.chosen_draft import from_speculative_config
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.implied_settings import NOT_LOSSLESS
-from deploy.models import served_name
+from deploy.models import ReportProgress, served_name
 from deploy.network.exposure import exposure_warning
 from deploy.preflight import check_files
 from deploy.ray.memory_watch import watch_memory
-from deploy.settings import load_settings
-from deploy.signals import SIGNALLED, Interrupted, raise_on_signals, wait_for_signal
+from deploy.settings import Settings, load_settings
+from deploy.signals import SIGNALLED, Interrupted, raise_on_signals, status_of, wait_for_signal
 from deploy.terminal import notices, output
 
+if TYPE_CHECKING:
+    from deploy.ray.serve_cluster import ServeCluster
 
-def serve(config: ConfigOption = None, assignments: SetOption = None) -> None:
-    """Start the cluster and serve until SIGTERM or Ctrl-C. Then drain and stop everything."""
-    settings = load_settings(config, assignments or ())
+logger = logging.getLogger(__name__)
+
+SpeculativeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        metavar="JSON",
+        help="The draft as vLLM's option of this name describes it. `--set` overrides it.",
+    ),
+]
+
+
+class Console:
+    """Shows people what happens: examples on stdout, notices on stderr."""
+
+    @contextmanager
+    def starting(self) -> Iterator[ReportProgress]:
+        """Show the stage that the start has reached, where stderr is a terminal."""
+        with notices.status("starting") as status:
+            yield status.update
+
+    def ready(self, configuration: Configuration) -> None:
+        """Show how to ask the server."""
+        output.print(usage_examples(configuration), markup=False)
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        notices.print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        """Show a line that must not be missed."""
+        notices.print(text, style="bold red", markup=False)
+
+
+class Log:
+    """Logs what happens, for machines."""
+
+    @contextmanager
+    def starting(self) -> Iterator[ReportProgress]:
+        """Log each stage that the start reaches once."""
+        seen: set[str] = set()
+
+        def report(stage: str) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                logger.info("%s", stage)
+
+        yield report
+
+    def ready(self, configuration: Configuration) -> None:
+        """Log the addresses."""
+        logger.info("%s is ready at %s (HTTP) and %s (gRPC)", served_name(configuration), *_addresses(configuration))
+
+    def say(self, text: str) -> None:
+        """Log a line."""
+        logger.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        """Log a warning."""
+        logger.warning("%s", text)
+
+
+def serve(
+    config: ConfigOption = None, assignments: SetOption = None, speculative_config: SpeculativeOption = None
+) -> None:
+    """Start the cluster and serve until SIGTERM or Ctrl-C. Then drain and stop everything.
+
+    With server.log_format=json, stdout has the lines of all processes on this machine, a JSON object each.
+    """
+    below = () if speculative_config is None else from_speculative_config(speculative_config)
+    settings = load_settings(config, assignments or (), below=below)
     check_files(settings)
     raise_on_signals()
     # Importing Ray and torch takes seconds, so the settings are checked first.
+    from deploy.ray.log_stream import LogStream
     from deploy.ray.serve_cluster import ServeCluster
 
-    cluster = ServeCluster(settings, lambda _: None)
+    if settings.configuration.server.log_format == "text":
+        run(settings, ServeCluster(settings, lambda _: None), Console())
+        return
+    with LogStream(settings.configuration.log_level, sys.stdout) as stream:
+        try:
+            run(settings, ServeCluster(settings, lambda _: None, stream), Log())
+        except PilotfishError as error:
+            logger.error("%s", error)
+            raise typer.Exit(status_of(error)) from None
+        except Exception:
+            logger.exception("the server stops after an unexpected error")
+            raise typer.Exit(1) from None
+
+
+def run(settings: Settings, cluster: ServeCluster, shown: Console | Log) -> None:
+    """Run a cluster until a signal arrives, drain it and stop it. A second signal stops it at once."""
     try:
-        with notices.status("starting") as status:
-            cluster.report_to(status.update)
+        with shown.starting() as report:
+            cluster.report_to(report)
             cluster.start()
         raise_on_signals()  # starting Ray replaces the signal handlers
-        output.print(usage_examples(cluster.configuration), markup=False)
+        shown.ready(cluster.configuration)
         exposure = exposure_warning(cluster.configuration.server, demands_keys=settings.demands_keys)
         if exposure is not None:
-            notices.print(exposure, style="bold red", markup=False)
+            shown.warn(exposure)
         if not cluster.is_lossless:
-            notices.print(NOT_LOSSLESS)
+            shown.say(NOT_LOSSLESS)
         if settings.ray_address is None:
-            watch_memory(lambda text: notices.print(text, style="bold red", markup=False))
+            watch_memory(cluster.configuration.cluster.memory_threshold, shown.warn)
         wait_for_signal()
-        notices.print("draining; a second signal stops at once")
+        shown.say("draining; a second signal stops at once")
         cluster.drain()
         cluster.stop()
     except Interrupted:
         cluster.stop_at_once()
-        notices.print("stopped at once; answers that still ran may be cut off")
+        shown.say("stopped at once; answers that still ran may be cut off")
         # Ray's handlers at the exit of Python wait for processes that have ended.
         sys.stdout.flush()
         os._exit(SIGNALLED)
     except BaseException:
         cluster.stop()
         raise
-    notices.print("stopped")
+    shown.say("stopped")
 
 
 def usage_examples(configuration: Configuration) -> str:
     """Example requests for a running cluster: a curl line, an `openai` snippet and a grpcurl line."""
     server, name = configuration.server, served_name(configuration)
-    url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None) + server.route_prefix.rstrip("/")
-    address = join_host_port(server.grpc_host, server.grpc_port)
+    url, address = _addresses(configuration)
     messages = [{"role": "user", "content": "Name three prime numbers."}]
     curl, grpcurl, environment = _tls_options(server.tls)
     over_http = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
@@ -87,6 +180,13 @@ for chunk in answer:
 
 grpcurl{grpcurl} -d '{over_grpc}' {address} pilotfish.v1.GenerationService/Generate
 """
+
+
+def _addresses(configuration: Configuration) -> tuple[str, str]:
+    """The URL of the HTTP API and the address of the gRPC API."""
+    server = configuration.server
+    url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None) + server.route_prefix.rstrip("/")
+    return url, join_host_port(server.grpc_host, server.grpc_port)
 
 
 def _tls_options(tls: PublicTlsSection | None) -> tuple[str, str, str]:

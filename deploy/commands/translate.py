@@ -11,7 +11,7 @@ from typing import Annotated, TextIO
 import typer
 
 from cluster.core.errors import InvalidRequest
-from deploy.commands.client.connection import connected
+from deploy.commands.client.connection import ChosenServer, connected
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
 from deploy.progress import ProgressReporter
@@ -49,18 +49,23 @@ def translate(
         raise InvalidRequest("in_flight", in_flight, "at least 1")
     sources = read_sources(file, field)
     chosen = [] if model is None or url is not None else [f"target.path={model}"]
-    settings = load_settings(config, [*(assignments or ()), *chosen])
+    settings = load_settings(config, [*(assignments or ()), *chosen], is_client=url is not None)
 
     async def run() -> None:
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(connected(settings, url, url is None, notify, cacert))
+            server = ChosenServer(settings, url, url is None, cacert)
+            client = await stack.enter_async_context(connected(server, notify))
             translator = Translator(client, str(client.base_url), options)
             await translator.choose_model(model if url is not None else None)
             file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
             report = stack.enter_context(ProgressReporter(notices, "translating"))
             await write_translations(translator, sources, in_flight, file, report)
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        notify(f"stopped; {out or 'the output'} has the translations of the first lines")
+        raise
 
 
 async def write_translations(

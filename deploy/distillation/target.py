@@ -17,7 +17,7 @@ import numpy as np
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address

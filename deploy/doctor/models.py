@@ -10,7 +10,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy.doctor.finding import Finding
 from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
-from workers.model.draft_card import is_distilled
+from workers.model.formats.registry import find_format
 from workers.model.packaged.catalogue import PACKAGED_MODELS
 from workers.model.stretch import parse_stretch
 
@@ -27,8 +27,12 @@ def model_findings(configuration: Configuration, cache_directory: Path) -> Itera
             yield _packaged_draft(key, section.path)
             continue
         remedy = None
-        if not is_distilled(Path(section.path).expanduser()):
-            remedy = "give a directory that `pilotfish distill` wrote"
+        directory = Path(section.path).expanduser()
+        if not directory.is_dir():
+            yield _on_hub(key, section.path)
+            continue
+        if find_format(directory) is None:
+            remedy = "give a directory that `pilotfish distill` wrote, or a public draft checkpoint"
         yield Finding(key, section.path, remedy)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -25,19 +25,40 @@ CacertOption = Annotated[
     ),
 ]
 
+NO_API = "is it the address of an OpenAI-compatible server?"
+"""What to ask about a server whose answers have another form."""
+
 _LONGEST_REASON = 200
 
 
-def server_root(url: str) -> str:
-    """Return the address of a server without `/v1` and without a slash at its end. Raises `ConfigurationError`."""
+def server_root(url: str, option: str = "--url") -> str:
+    """Return the address of a server without `/v1` and without a slash at its end.
+
+    Raises `ConfigurationError`, which names the option.
+    """
     try:
         parts = httpx.URL(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.host)
     except httpx.InvalidURL:
         is_address = False
     if not is_address:
-        raise ConfigurationError(f"--url: needed http://HOST:PORT or https://HOST:PORT, found {url!r}")
+        raise ConfigurationError(f"{option}: needed http://HOST:PORT or https://HOST:PORT, found {url!r}")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def open_client(
+    url: str, api_key: str | None, verify: ssl.SSLContext, timeout_seconds: float, option: str = "--url"
+) -> httpx.AsyncClient:
+    """Return a client of the server at `url`, with or without `/v1`, that presents the API key with every request.
+
+    It opens as many connections as its user has requests in flight. `verify` comes from `verification`. Raises
+    `ConfigurationError` for what is no address; it names the option.
+    """
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(
+        base_url=server_root(url, option), headers=headers, limits=limits, timeout=timeout_seconds, verify=verify
+    )
 
 
 def verification(tls: PublicTlsSection | None, cacert: str | None = None, *, is_own: bool = False) -> ssl.SSLContext:
@@ -52,8 +73,8 @@ def verification(tls: PublicTlsSection | None, cacert: str | None = None, *, is_
     return client_context(tls, checks_name=not is_own)
 
 
-def why_silent(error: httpx.TransportError) -> str:
-    """Return why a server gave no answer and what to do, in one line. Reads the chain of causes."""
+def why_silent(error: httpx.HTTPError) -> str:
+    """Return why a server gave no answer that can be read, and what to do, in one line. Reads the chain of causes."""
     causes = _causes(error)
     for cause in causes:
         if isinstance(cause, ssl.SSLCertVerificationError):
@@ -86,17 +107,27 @@ def refusal_hint(status: int) -> str:
     return ""
 
 
+def json_of(response: httpx.Response) -> Any:
+    """Return the JSON of an answer. Raises `WorkerUnavailable` for an answer in another form."""
+    try:
+        return response.json()
+    except ValueError:
+        raise WorkerUnavailable(f"{response.request.url} answered without JSON; {NO_API}") from None
+
+
 async def check_reachable(client: httpx.AsyncClient) -> None:
     """Ask an OpenAI-compatible server for its models, once, before long work.
 
-    Raises `WorkerUnavailable` if nothing answers, and if the server refuses the caller.
+    Raises `WorkerUnavailable` if nothing answers, if the server refuses the caller, and if it is no such server.
     """
     try:
         response = await client.get("/v1/models")
-    except httpx.TransportError as error:
+    except httpx.HTTPError as error:
         raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
     if hint := refusal_hint(response.status_code):
         raise WorkerUnavailable(f"{client.base_url} answered {response.status_code}{hint}")
+    if response.is_success:
+        json_of(response)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -100,7 +100,7 @@ class TargetReplica:
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start on the first call. Serve calls this on the request event loop before the replica is healthy."""
-        set_logging(user_config["log_level"], user_config["log_format"])
+        set_logging(user_config["log_level"], user_config["log_format"], "coordinator")
         if not self._member.address:
             _, port = await asyncio.gather(self._ranks.start(), self._server.start())
             self._member = replace(self._member, address=join_host_port(self._host, port))
@@ -158,7 +158,7 @@ class DraftReplica:
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start the drafter at the first call. Serve counts the replica as ready when this returns."""
-        set_logging(user_config["log_level"], user_config["log_format"])
+        set_logging(user_config["log_level"], user_config["log_format"], "drafter")
         if self._host is None:
             offer_to_end_first()
             method = await asyncio.to_thread(self._load)
@@ -254,7 +254,7 @@ class IngressReplica:
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start to listen on the first call. Serve calls this before the replica is healthy."""
-        set_logging(user_config["log_level"], user_config["log_format"])
+        set_logging(user_config["log_level"], user_config["log_format"], "ingress")
         if not self._is_started:
             self._is_started = True
             if self._exposure is not None:

@@ -12,7 +12,7 @@ from cluster.ingress.client import FullClient
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.observability.operations import RoutedOperationsServicer
-from cluster.wire.server import WireServer
+from cluster.wire.server import PublicOptions, WireServer
 from deploy.coordinator_server import GENERATION_SERVICE, OPERATIONS_SERVICE
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 
@@ -40,9 +40,7 @@ class IngressServer:
                 port,
                 max_message_bytes=limits.max_body_bytes,
                 interceptors=(AccessInterceptor(keys, metrics.refused_over_grpc),),
-                shares_port=True,
-                on_error=metrics.refused_over_grpc,
-                tls=server.tls,
+                public=PublicOptions(server.tls, shares_port=True, on_error=metrics.refused_over_grpc),
             )
 
         public = listener(server.grpc_port)

@@ -14,11 +14,16 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from cluster.ingress.asgi import RequestIdMiddleware
 from cluster.ingress.connections.pacing import PacingMiddleware
+from workers.serve.logs import forward_warnings
 
 _PROTOCOL = "cluster.ingress.connections.protocol:BoundedHttpProtocol"
 
 
 def middlewares() -> list[Middleware]:
-    """Bound the connections of the HTTP servers of this process, and return the middlewares around the proxy."""
+    """Bound the connections of the HTTP servers of this process, and return the middlewares around the proxy.
+
+    The warnings of this process go to `serve`, if that collects them.
+    """
+    forward_warnings("proxy")
     HTTP_PROTOCOLS["auto"] = _PROTOCOL
     return [Middleware(RequestIdMiddleware), Middleware(PacingMiddleware)]

@@ -26,10 +26,12 @@ from deploy.models import ReportProgress, resolve_models, served_name, with_serv
 from deploy.placement import Placement, Resources, plan
 from deploy.preflight import capacity_problems, model_problems, port_problems, raise_problems
 from deploy.ray.directory import drain
+from deploy.ray.log_stream import LogStream
 from deploy.ray.node_models import check_models
 from deploy.ray.nodes import cluster_nodes, without_claims
 from deploy.ray.start_ray import join_ray, start_local_ray
 from deploy.settings import Settings
+from workers.serve.logs import sockets_directory
 from workers.serve.node import free_port, reserved_port
 from workers.serve.rank_actors import FirstRank
 from workers.serve.rank_placement import start_early
@@ -54,8 +56,10 @@ class ServeCluster:
     `redeploy` pass the stage that they have reached to `report`.
     """
 
-    def __init__(self, settings: Settings, report: ReportProgress) -> None:
+    def __init__(self, settings: Settings, report: ReportProgress, log: LogStream | None = None) -> None:
+        """`log` collects the lines of all processes on this machine, if this starts Ray; they must be JSON."""
         self._settings = settings
+        self._log = log
         self._configuration = with_ports(settings.configuration)
         self._report = report
         self._owns_ray = settings.ray_address is None
@@ -203,7 +207,10 @@ class ServeCluster:
         configuration, placement = self._with_models()
         if not ray.is_initialized():
             self._report("starting Ray")
-            start_local_ray(self._nodes[0], self._configuration.cluster.memory_threshold)
+            start_local_ray(self._nodes[0])
+            directory = sockets_directory()
+            if self._log is not None and directory is not None:
+                self._log.collect(directory)
         if self._owns_ray and placement.target.device == "cpu":
             self._early = start_early(FirstRank, self._configuration.server.application, placement.target.environment)
         server = configuration.server

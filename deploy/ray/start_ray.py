@@ -12,9 +12,11 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import AuthenticationError
@@ -28,6 +30,11 @@ from workers.serve.node import OOM_SCORE, in_background
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Variable that names what Serve calls in the processes of its HTTP proxies."""
 CALLBACK = "deploy.ray.proxy:middlewares"
+CONTROLLER_CALLBACK_VARIABLE = "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"
+"""Variable that names what Serve calls in the process of its controller."""
+CONTROLLER_CALLBACK = "deploy.ray.controller:started"
+
+logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 96 * 2**20
 """Size of Ray's object store. It only holds configurations."""
@@ -44,26 +51,26 @@ processes share the cores of the target."""
 _TOKEN_SOURCES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
-def start_local_ray(resources: Resources, memory_threshold: float) -> None:
+def start_local_ray(resources: Resources) -> None:
     """Start Ray on this machine, without its API server (its dashboard and usage reports), metrics and worker logs.
 
-    Ray kills processes of the cluster while more than the share `memory_threshold` of the machine's memory is in use;
-    with 1 it kills none. Its token is drawn, unless the environment has one. Raises `ConfigurationError` if the
+    Ray's memory monitor is off: it may kill all processes of the cluster at once, Serve's controller too. See
+    `deploy.ray.memory_watch`. Ray's token is drawn, unless the environment has one. Raises `ConfigurationError` if the
     environment turns authentication off.
     """
     set_ray_environment()
     for variable, value in _UNUSED.items():
         os.environ.setdefault(variable, value)
-    os.environ.setdefault("RAY_memory_usage_threshold", str(memory_threshold))
     os.environ.setdefault("RAY_worker_oom_score_adjustment", str(OOM_SCORE))
-    if memory_threshold == 1:
-        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # inherited by the processes of Serve's proxies
+    os.environ.setdefault(CONTROLLER_CALLBACK_VARIABLE, CONTROLLER_CALLBACK)
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # inherited by all processes of Ray
     ray_constants.ENABLE_RAY_CLUSTER = False
     if not any(os.environ.get(source) for source in _TOKEN_SOURCES):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(_TOKEN_BYTES)
     _enable_authentication()
+    _log_messages_of_ray()
     with _without_reports(), in_background():
         ray.init(
             address="local",
@@ -75,6 +82,17 @@ def start_local_ray(resources: Resources, memory_threshold: float) -> None:
             logging_level=logging.ERROR,
         )
     check_ray_authentication()
+
+
+def _log_messages_of_ray() -> None:
+    """Make Ray log what it tells this process, such as the end of a worker, in one line. Ray prints paragraphs."""
+
+    def log(data: dict[str, Any], ignore_prefix: bool = False) -> None:  # noqa: ARG001 - the signature of Ray's function
+        text = "\n".join(data.get("lines", ())).strip()
+        if text:
+            logger.warning("Ray: %s", text.splitlines()[0])
+
+    ray_worker.print_to_stdstream = log
 
 
 @contextmanager
@@ -102,6 +120,7 @@ def join_ray(address: str, *, demands_token: bool) -> None:
     """
     if demands_token:
         _enable_authentication()
+    _log_messages_of_ray()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:

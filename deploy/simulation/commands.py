@@ -1,4 +1,4 @@
-"""`pilotfish simulate`: run the control plane on a virtual clock, with simulated targets and drafters."""
+"""`pilotfish simulate`: run the control plane on a virtual clock, and a target's steps on a device that nobody has."""
 
 from __future__ import annotations
 
@@ -77,3 +77,19 @@ def capacity(options: CapacityOptions) -> None:
     if options.out is not None:
         for file in write(options.out, options, runs):
             output.print(f"wrote {file}", markup=False)
+
+
+@simulate.command()
+def step(
+    model: Annotated[str, typer.Option(help="Name of a model whose configuration is known.")] = "Llama-3.1-8B",
+    ranks: Annotated[int, typer.Option(help="Ranks that share the model; one of them is simulated.")] = 1,
+) -> None:
+    """Predict the time of a target's steps on an H100, from their kernels, bytes and operations; no GPU is needed."""
+    from deploy.simulation.device.models import MODELS, RankModel, kv_heads
+    from deploy.simulation.device.report import prediction_table
+
+    if model not in MODELS:
+        raise ConfigurationError(f"--model {model}: unknown; it must be one of {', '.join(MODELS)}")
+    if ranks < 1 or kv_heads(model) % ranks:
+        raise ConfigurationError(f"--ranks {ranks}: refused; it must divide the {kv_heads(model)} KV heads of {model}")
+    output.print(prediction_table(RankModel(model, ranks)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import cache
 
 import tokenizers
@@ -134,33 +135,36 @@ class DrafterNode:
             self._latest.pop(name, None)
 
 
+@dataclass(frozen=True, slots=True)
+class CoordinatorAddresses:
+    """The addresses of a coordinator and of its workers."""
+
+    own: str
+    target: str
+    drafters: Sequence[str]
+    client: str
+    """The name of this start of the coordinator, and of what it holds on drafters."""
+
+
 class CoordinatorNode:
     """The process of a coordinator and its public generation service."""
 
     def __init__(
-        self,
-        network: Network,
-        address: str,
-        target: str,
-        drafters: Sequence[str],
-        configuration: Configuration,
-        ledger: Ledger,
-        client: str,
+        self, network: Network, addresses: CoordinatorAddresses, configuration: Configuration, ledger: Ledger
     ) -> None:
-        """`client` names this start of the coordinator, and what it holds on drafters."""
-        self.process = Process(address)
+        client = addresses.client
+        self.process = Process(addresses.own)
         self.metrics = CountedMetrics()
-        ports = [RemoteDrafter(network, drafter, client, ledger) for drafter in drafters]
-        remote = RemoteTarget(network, target, configuration.target.step_timeout_seconds, ledger)
+        ports = [RemoteDrafter(network, drafter, client, ledger) for drafter in addresses.drafters]
+        remote = RemoteTarget(network, addresses.target, configuration.target.step_timeout_seconds, ledger)
         self.coordinator = Coordinator(remote, ports, configuration, self.metrics, now)
         self._client = client
         self._service = GenerationService(
             self.coordinator, simulated_tokenizer(), configuration.limits, clock=now, created=0
         )
         self._servicer = GenerationServicer(self._service)
-        network.serve(
-            address, Endpoint(self.process, {"Check": self._check, "Abort": self._abort}, {"Generate": self._generate})
-        )
+        calls = {"Check": self._check, "Abort": self._abort}
+        network.serve(addresses.own, Endpoint(self.process, calls, {"Generate": self._generate}))
         self._starting = self.process.spawn(self.coordinator.start())
 
     async def stop(self, drain_seconds: float) -> None:

@@ -47,6 +47,16 @@ class _Stored:
     verdict: Verdict | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TargetStart:
+    """The properties of one start of a target."""
+
+    epoch: str
+    max_context_len: int
+    profile: tuple[StepSample, ...] = ()
+    """Step times measured at warm-up."""
+
+
 class SimulatedTarget:
     """Verifies rows as a target does. Synchronous; it has the interface of `TargetEngine`."""
 
@@ -55,10 +65,7 @@ class SimulatedTarget:
         model: HashedModel,
         memory: BlockMemory,
         step_time: StepTime,
-        *,
-        epoch: str,
-        max_context_len: int,
-        profile: tuple[StepSample, ...] = (),
+        start: TargetStart,
         drafter: SimulatedDrafter | None = None,
     ) -> None:
         """`drafter` drafts on the target after each step."""
@@ -73,14 +80,14 @@ class SimulatedTarget:
         self._info = TargetInfo(
             model="simulated",
             vocabulary_size=model.vocabulary_size,
-            max_context_len=max_context_len,
+            max_context_len=start.max_context_len,
             layout=KvLayout(memory.block_size),
             kv=memory.occupancy(),
             eos_token_ids=model.eos_token_ids,
             tensor_parallel=1,
             dtype="float32",
-            epoch=epoch,
-            profile=profile,
+            epoch=start.epoch,
+            profile=start.profile,
         )
 
     def info(self) -> TargetInfo:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from deploy.network.https_client import check_reachable, refusal_hint, why_silent
+from deploy.network.https_client import check_reachable, json_of, refusal_hint, why_silent
 
 _TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
 """Status codes of a server that may answer later."""
@@ -108,11 +108,11 @@ class Translator:
         while True:
             try:
                 response = await self._client.request(method, f"{self._url}{path}", json=body)
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
                 reason = f"{self._url}{path}: {why_silent(error)}"
             else:
                 if response.status_code == httpx.codes.OK:
-                    return response.json()
+                    return json_of(response)
                 reason = f"{self._url}{path} answered {response.status_code}: {response.text[:500]}"
                 reason += refusal_hint(response.status_code)
                 if response.status_code not in _TEMPORARY:

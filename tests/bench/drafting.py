@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from tests.bench.client import Answers, RequestOptions, ask_all
 from tests.bench.options import Options
 from tests.bench.processes.clusters import Activity, ProcessCluster

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from cluster.core.config.sections import Configuration
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, load_settings

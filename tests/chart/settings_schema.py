@@ -92,6 +92,7 @@ def _relaxed(schema: Any, *, names: bool = False) -> Any:
 
 
 def _preset(name: str) -> Schema:
-    target = load_configuration(merge(read_values(name), {})).target
+    configuration = load_configuration(merge(read_values(name), {}))
+    target, threshold = configuration.target, configuration.cluster.memory_threshold
     needed = {"path": target.path, "device": target.device, "tensor_parallel": target.tensor_parallel}
-    return {"memory_bytes": _MEMORY_BYTES[name], "target": needed}
+    return {"memory_bytes": _MEMORY_BYTES[name], "memory_threshold": threshold, "target": needed}

@@ -70,6 +70,21 @@ def test_the_head_offers_no_cores_to_replicas(rendered: Rendered) -> None:
     assert rendered.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
+def test_rays_memory_monitor_has_the_threshold_of_the_settings_and_spares_the_controller() -> None:
+    chosen: list[tuple[Object, str | None]] = [
+        ({}, "0.95"),
+        ({"settings": {"cluster": {"memory_threshold": 0.8}}}, "0.8"),
+        ({"settings": {"cluster": {"memory_threshold": 1}}}, None),
+    ]
+    for values, threshold in chosen:
+        for role, container in containers(render(values)).items():
+            variables = environment(container)
+            expected = None if role == "head" else threshold  # Serve's controller runs on the head
+            assert variables.get("RAY_memory_usage_threshold", {}).get("value") == expected
+            assert (variables["RAY_memory_monitor_refresh_ms"]["value"] == "0") is (expected is None)
+            assert variables["RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"]["value"] == "deploy.ray.controller:started"
+
+
 def test_every_group_has_the_ray_resource_that_replicas_of_its_role_ask_for(rendered: Rendered) -> None:
     (application,) = rendered.serve_config["applications"]
     settings = application["args"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,6 +122,24 @@ def test_the_trial_of_the_choice_passes() -> None:
     plugins = {plugin.name: plugin for plugin in all_backends()}
     setting = choice._trial_setting(setting_of(Shape(8, 2, 32, 16), torch.float32), LayerShape(2, 32, heads_per_kv=4))
     assert choice._agrees(plugins["triton"], plugins["sdpa"], setting, StepKind.RAGGED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(6, 3, 80, 32)])
+def test_what_is_stored_has_the_bits_of_the_reference(shape: Shape, dtype: torch.dtype) -> None:
+    rows = rows_of([(37, 1, TREE), (16, 3, EMPTY_TREE)], shape.size)
+    tokens = sum(row.width for row in rows)
+    # As a projection of keys and values together returns them: heads lie apart.
+    both = torch.randn(tokens, 2, shape.kv_heads, shape.dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    both[0, :, 0, :4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    stored = []
+    for backend_type in (SdpaBackend, TritonBackend):
+        setting = setting_of(shape, dtype)
+        backend = backend_type(setting)
+        backend.write(0, both[:, 0], both[:, 1], backend.plan(rows))  # type: ignore[arg-type]
+        stored.append((*setting.store.keys, *setting.store.values))
+    for ours, theirs in zip(*stored, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_trees_of_more_than_one_word() -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.gpu_proof.assembler import assembled
 
 triton = pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
 
@@ -19,57 +15,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 MOST_REGISTERS, MOST_SHARED = 255, 160 * 1024
-MOST_SPILLED = 192  # bytes of a thread: 164 at 128 dimensions and 8 heads of a group, else 12 or none
-
-
-@dataclass(frozen=True)
-class Assembled:
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    tensor_products: int
-
-
-def assembled(
-    kernel: Any, arguments: dict[str, str], constants: dict[str, Any], capability: int, warps: int = 4
-) -> Assembled:
-    """Compile a kernel for a GPU and read what the assembler says of it."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(kernel, signature=arguments | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    text = compiled.asm["ptx"]
-    found = re.search(r"\.target\s+(\w+)", text)
-    assert found is not None
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "kernel.ptx"
-        file.write_text(text, encoding="utf-8")
-        command = [ptxas(text), "-v", f"--gpu-name={found[1]}", str(file), "-o", str(file.with_suffix(".cubin"))]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", report)
-    spills = re.findall(r"(\d+) bytes spill", report)
-    assert registers is not None
-    products = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", text))
-    return Assembled(int(registers[1]), sum(map(int, spills)), compiled.metadata.shared, products)
-
-
-def ptxas(text: str) -> str:
-    """The assembler of Triton's wheel that reads this version of PTX; the newer one has a name of its own."""
-    version = re.search(r"\.version\s+(\d+)", text)
-    name = "ptxas-blackwell" if version is not None and int(version[1]) > 8 else "ptxas"
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (8, 128), (4, 80), (2, 256)])
-@pytest.mark.parametrize(("tile", "splits"), [(4, 8), (16, 1)])
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_attention_multiplies_on_tensor_cores_and_spills_little(
-    capability: int, group: int, dim: int, tile: int, splits: int, kind: str
+def test_attention_multiplies_on_tensor_cores_without_spills(
+    capability: int, group: int, dim: int, is_wide: bool, kind: str
 ) -> None:
-    from workers.forward.triton.attention import SPLIT_KEYS, attend_tiles, key_tile
+    from workers.forward.triton.attention import attend_tiles, key_tile
+    from workers.forward.triton.tiles import SPLIT_KEYS, wide_tile
 
+    tile, splits = (wide_tile(group, dim), 1) if is_wide else (4, 8)
     pointers = dict.fromkeys(("queries", "keys", "values", "output"), f"*{kind}")
     pointers |= dict.fromkeys(("sums", "stats"), "*fp32")
     pointers |= dict.fromkeys(("items", "tokens", "lasts", "positions"), "*i32") | {"words": "*i64"}
@@ -79,16 +37,38 @@ def test_attention_multiplies_on_tensor_cores_and_spills_little(
     width = triton.next_power_of_2(dim)
     constants = {
         "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": group, "TILE": max(tile, 16 // group),
-        "WORDS": int(tile == 4), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": key_tile(width),
+        "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": key_tile(dim),
         "SPLIT": SPLIT_KEYS, "SPLITS": splits, "EXACT": False,
     }  # fmt: skip
     found = assembled(
-        attend_tiles, pointers | dict.fromkeys(numbers, "i32"), constants, capability, 8 if tile * group >= 64 else 4
+        attend_tiles,
+        pointers | dict.fromkeys(numbers, "i32"),
+        constants,
+        capability,
+        warps=8 if tile * group >= 64 else 4,
     )
-    assert found.spilled_bytes <= MOST_SPILLED, found
+    assert found.spilled_bytes == 0, found
     assert found.registers <= MOST_REGISTERS
     assert found.shared_bytes <= MOST_SHARED
     assert found.tensor_products > 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (32, 80)])
+def test_keys_and_values_are_stored_without_spills(capability: int, heads: int, dim: int) -> None:
+    from workers.forward.triton.kv_write import store_tokens
+
+    pointers = dict.fromkeys(("keys", "values", "stored_keys", "stored_values"), "*bf16") | {"slots": "*i64"}
+    numbers = ("key_token", "key_head", "value_token", "value_head")
+    numbers += ("key_slot", "key_slot_head", "value_slot", "value_slot_head")
+    constants = {
+        "HEADS": heads,
+        "DIM": dim,
+        "WIDTH": triton.next_power_of_2(heads * dim),
+        "MOST": 3.3895313892515355e38,
+    }
+    found = assembled(store_tokens, pointers | dict.fromkeys(numbers, "i32"), constants, capability)
+    assert found.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -23,8 +23,8 @@ from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import code_directory, load_settings
 from tests.support.clusters.live_cluster import ClientAnswer, Reference, RequestCase, Server, answer_grpc
-from workers.forward.linear import quantize
 from workers.forward.native.build import load_library
+from workers.forward.weights.int8 import quantize
 from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights

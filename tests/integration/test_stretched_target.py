@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import Configuration
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest
 from deploy.bench.contestants.local import local_contestant

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.clusters.ray_head import LOOPBACK
@@ -61,10 +62,11 @@ class RunningServe:
         for line in self.process.stdout or ():
             self.lines.append(line.rstrip("\n"))
 
-    def wait_until_ready(self) -> None:
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Return once that many lines have the text."""
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and self.process.poll() is None:
-            if any("is ready at" in line for line in self.lines):
+            if sum(text in line for line in self.lines) >= times:
                 return
             time.sleep(0.1)
         pytest.fail("\n".join(self.lines))
@@ -83,7 +85,7 @@ class RunningServe:
 def running_serve(directory: Path, *settings: str) -> Iterator[RunningServe]:
     server = RunningServe(directory, *settings)
     try:
-        server.wait_until_ready()
+        server.wait_for("is ready at")
         yield server
     finally:
         server.process.terminate()
@@ -115,3 +117,29 @@ def test_a_second_signal_ends_answers_with_an_error_and_the_process_within_two_s
         assert error["message"] == "the server cannot answer now; try again"
         time.sleep(0.2)
         assert "stopped at once" in server.lines[-1]
+
+
+def test_the_lines_of_all_processes_are_one_stream_of_json(tmp_path: Path) -> None:
+    drafting = ("draft.methods=[ngram]", "draft.placement=drafter", "draft.replicas=1", "log_level=info")
+    with running_serve(tmp_path, "server.log_format=json", *drafting) as server:
+        url = f"http://{LOOPBACK}:{server.port}/v1/completions"
+        answered = httpx.post(url, json={"prompt": "hello", "max_tokens": 4}, headers={"x-request-id": "mine"})
+        refused = httpx.post(url, json={"prompt": "hello", "max_tokens": -1}, headers={"x-request-id": "wrong"})
+        assert (answered.status_code, refused.status_code) == (200, 400)
+        (drafter,) = (one for one in psutil.Process(server.process.pid).children(recursive=True) if is_drafter(one))
+        drafter.kill()
+        server.wait_for("has joined", 2)
+    lines = [json.loads(line) for line in server.lines]
+    assert all({"time", "level", "process", "pid", "logger", "message"} <= set(line) for line in lines)
+    requests = {line["request_id"]: line for line in lines if line["logger"] == "pilotfish.requests"}
+    assert (requests["mine"]["process"], requests["mine"]["status"]) == ("ingress", 200)
+    assert (requests["wrong"]["error"], requests["wrong"]["status"]) == ("InvalidRequest", 400)
+    assert {"serve", "ingress", "coordinator"} <= {line["process"] for line in lines}
+    assert any(line["level"] in ("warning", "error") and "ray" in line["logger"] for line in lines), "nobody says so"
+    assert (lines[-1]["process"], lines[-1]["message"]) == ("serve", "stopped")
+
+
+def is_drafter(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "ServeReplica" in " ".join(process.cmdline()) and ":Draft" in " ".join(process.cmdline())
+    return False

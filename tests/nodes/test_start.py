@@ -25,7 +25,7 @@ VARIABLES = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    start_local_ray(Resources(2.0, 0, 1 << 30), 1.0)
+    start_local_ray(Resources(2.0, 0, 1 << 30))
     yield
     ray.shutdown()
 

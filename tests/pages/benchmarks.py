@@ -9,7 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 PAGE = Path(__file__).resolve().parents[2] / "BENCHMARKS.md"
-QUESTIONS = ("peers", "drafts", "batch", "prompts", "round", "memory", "faults", "translation")
+QUESTIONS = ("peers", "drafts", "batch", "prompts", "round", "memory", "faults", "translation", "gpu")
 _BEGIN, _END = "<!-- figures: {} -->", "<!-- end -->"
 
 Result = Mapping[str, Any]
@@ -27,7 +27,7 @@ def page() -> str:
 
 
 def _table(question: str, results: Mapping[str, Result]) -> str:
-    lines = ["| what | measured | run |", "|---|---|---|"]
+    lines = [f"| what | {'predicted' if question == 'gpu' else 'measured'} | run |", "|---|---|---|"]
     commands = []
     for name, result in results.items():
         figures = [figure for figure in result["figures"] if figure["question"] == question]

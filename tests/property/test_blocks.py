@@ -188,4 +188,4 @@ def all_blocks(table: BlockTable) -> list[BlockId]:
 
 
 TestBlockTables = BlockTables.TestCase
-TestBlockTables.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockTables.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

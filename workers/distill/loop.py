@@ -195,7 +195,6 @@ class TrainingLoop:
         answers: Sequence[Answer],
         plan: TrainingPlan,
         checkpoint: Path,
-        clock: Clock = time.monotonic,
         early_stopping: EarlyStopping | None = None,
     ) -> None:
         # A prompt that fills the whole length leaves no position to train on.
@@ -207,34 +206,33 @@ class TrainingLoop:
         self._plan = plan
         self._checkpoint = checkpoint
         self._fingerprint = plan.fingerprint(learner.parameters, learner.vocabulary)
-        self._clock = clock
         self._early_stopping = early_stopping or _NO_MEASURES
 
-    def run(self, report: Report) -> Progress:
+    def run(self, report: Report, clock: Clock = time.monotonic) -> Progress:
         """Train until the plan is finished or nothing improves; the learner then has the best measured parameters.
 
         Ctrl-C and SIGTERM end the step that runs, write a checkpoint and raise `KeyboardInterrupt`. Raises
         `ConfigurationError` for a checkpoint of another training.
         """
         with _signals_between_steps() as was_signalled:
-            return self._run(report, was_signalled)
+            return self._run(report, clock, was_signalled)
 
-    def _run(self, report: Report, was_signalled: Callable[[], bool]) -> Progress:
+    def _run(self, report: Report, clock: Clock, was_signalled: Callable[[], bool]) -> Progress:
         plan, learner = self._plan, self._learner
         progress = (
             load_checkpoint(self._checkpoint, learner.parameters, learner.optimizers, self._fingerprint) or Progress()
         )
         if progress.served_as != self._early_stopping.identity:
             progress.served, progress.best, progress.served_as = [], {}, self._early_stopping.identity
-        begun = self._clock() - progress.seconds
+        begun = clock() - progress.seconds
         saved, recent_losses = progress.seconds, []
-        measures = _Measures(self._early_stopping, self._clock, progress, self._done(progress))
+        measures = _Measures(self._early_stopping, clock, progress, self._done(progress))
         while (done := self._done(progress)) < 1 and not measures.must_end(progress, plan.seconds):
             for indices in self._remaining_batches(progress):
                 whole = plan.seconds or progress.seconds / max(1e-9, done)
                 if measures.is_due(done, whole):
                     measures.take(progress, learner.parameters, done, whole)
-                    progress.seconds = self._clock() - begun
+                    progress.seconds = clock() - begun
                     self._save(progress)
                     saved = progress.seconds
                     if measures.must_end(progress, plan.seconds):
@@ -244,7 +242,7 @@ class TrainingLoop:
                 progress.step += 1
                 progress.batch += 1
                 progress.answer_tokens += positions
-                progress.seconds = self._clock() - begun
+                progress.seconds = clock() - begun
                 if len(recent_losses) == _LOSS_EVERY:
                     progress.losses.append((progress.step, progress.seconds, sum(recent_losses) / len(recent_losses)))
                     recent_losses = []

@@ -19,6 +19,7 @@ from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
 from workers.distill.examples import Batch, make_batch
 from workers.distill.student import Student, StudentPlan, head_rows
+from workers.forward.encoder_decoder.decoder import logits_scale
 from workers.model.target_ends import decoder_parameters
 
 _LAYER = re.compile(r"^(?P<before>.*\bdecoder\.(?:layers|block)\.)(?P<number>\d+)(?P<after>\..*)$")
@@ -44,8 +45,7 @@ class Seq2SeqStudent(Student):
         self._decoder_start = decoder_start
         self._encoded: dict[tuple[int, ...], Tensor] = {}
         self._stored_positions = 0
-        # T5 scales the decoder's output before a head that is tied to the embedding.
-        self._scale = module.config.d_model**-0.5 if getattr(module.config, "scale_decoder_outputs", False) else 1.0
+        self._scale = logits_scale(module) or 1.0
 
     def train(self, mode: bool = True) -> Self:
         """Switch to training. The encoder stays as the target has it."""

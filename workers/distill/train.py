@@ -31,20 +31,18 @@ class Training:
         held_out: Sequence[Answer],
         plan: TrainingPlan,
         directory: Path,
-        *,
         target: PreTrainedModel | None = None,
-        clock: Clock = time.monotonic,
     ) -> None:
         if plan.on_policy > 0 and target is None:
             raise ConfigurationError("on_policy: needed the target, for its probabilities of the student's answers")
         self._student = student
         learner = _StudentLearner(student, held_out, plan, target)
-        self._loop = TrainingLoop(learner, answers, plan, directory / TENSORS, clock)
+        self._loop = TrainingLoop(learner, answers, plan, directory / TENSORS)
 
-    def run(self, report: Report) -> Progress:
+    def run(self, report: Report, clock: Clock = time.monotonic) -> Progress:
         """Train until the plan is finished. Raises `ConfigurationError` for a checkpoint of another training."""
         self._student.train()
-        return self._loop.run(report)
+        return self._loop.run(report, clock)
 
 
 class _StudentLearner:

@@ -17,7 +17,7 @@ from cluster.core.config.base import PluginSettings
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.registry import Registry
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import EvidenceNeeds
+from cluster.core.drafting import EvidenceNeeds, Tap
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.common.combination import combined
@@ -133,7 +133,7 @@ def create_for_worker_rank(draft: DraftSection, target: TargetSection) -> DraftM
 def needs_of(draft: DraftSection) -> EvidenceNeeds:
     """What the target must show to the selected methods."""
     needs = [plugin.needs(draft.settings(name, plugin.settings)) for name, plugin in _selected(draft)]
-    taps = tuple(sorted({tap for one in needs for tap in one.taps}))
+    taps = tuple(sorted({tap for one in needs for tap in one.taps}, key=_order))
     return EvidenceNeeds(taps, max(one.top for one in needs), any(one.decisions for one in needs))
 
 
@@ -168,6 +168,11 @@ def is_encoder_decoder(directory: Path) -> bool:
         return bool(json.loads((directory / "config.json").read_text("utf-8")).get("is_encoder_decoder"))
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _order(tap: Tap) -> int:
+    """A place for each tap in the evidence, so that it does not depend on the order of methods."""
+    return 1 << 16 if tap == "middle" else tap
 
 
 def _only(place: Placement, plugin: MethodPlugin) -> bool:

@@ -1,15 +1,16 @@
 """One attention function for every model family: paged, ragged, with tree masks and windows.
 
-`transformers` calls attention through a registry. The function registered here ignores its mask argument. The runner
-plans each step with an attention backend, which knows where each new token's key and value are stored and which stored
-ones the token sees. Prompt chunks, single tokens, chains and trees are rows of one step.
+`transformers` calls attention through a registry. The function registered here reads the masks of a model when it is
+loaded, and then ignores them. The runner plans each step with an attention backend, which knows where each new token's
+key and value are stored and which stored ones the token sees. Prompt chunks, single tokens, chains and trees are rows
+of one step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,8 +24,32 @@ ATTENTION_NAME = "pilotfish_paged"
 READS_SOURCE = "reads_source"
 """Attribute that marks the cross-attention modules of an encoder-decoder model."""
 
-Probed = tuple[int, int, int | None, int]
-"""One layer's KV heads, head dimension, window, and query heads per KV head."""
+
+class UnsupportedModel(ModelLoadError):
+    """A model that would be computed wrong. The message says why, without the model's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments of one call of attention, as the probe reads them."""
+
+    query: torch.Tensor  # [1, heads, tokens, dim]
+    key: torch.Tensor  # [1, kv_heads, tokens, dim]
+    value: torch.Tensor
+    mask: Any
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    others: dict[str, Any]
+    """Arguments by name that the paged attention does not read."""
+
+
+class Probe(Protocol):
+    """Records what the layers of one pass ask of attention."""
+
+    def record(self, module: nn.Module, call: AttentionCall, *, reads_source: bool) -> None:
+        """Record a layer. Raises `UnsupportedModel` for what the paged attention would not compute."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +68,36 @@ class PagedAttention:
 
     def __init__(self) -> None:
         self.step: StepPlan | None = None
-        self.probe: dict[int, Probed] | None = None
-        """While set, no attention is computed. Each layer records its shape here."""
+        self.probe: Probe | None = None
+        """While set, no attention is computed. Each layer is recorded in it."""
 
     def attend(
         self,
         module: nn.Module,
         query: torch.Tensor,  # [1, heads, tokens, dim]
         key: torch.Tensor,  # [1, kv_heads, tokens, dim]
-        value: torch.Tensor,
+        value: torch.Tensor,  # [1, kv_heads, tokens, value dim]
         scaling: float | None,
-        window: int | None,
+        sinks: torch.Tensor | None,  # [heads]
     ) -> torch.Tensor:
-        """Returns `[1, tokens, heads, dim]`. `window` is only recorded by the probe; the pool's groups apply it."""
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        reads_source = READS_SOURCE in vars(module)
+        """Returns `[1, tokens, heads, value dim]`."""
         if self.probe is not None:
-            self._record(layer, (key.shape[1], key.shape[3], window, query.shape[1] // key.shape[1]), reads_source)
-            return torch.zeros_like(query).transpose(1, 2)
+            return _attend_shape(query, key, value).zero_()
         if self.step is None:
             raise RuntimeError("a paged model was called outside its runner")
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        reads_source = READS_SOURCE in vars(module)
         backend, metadata = self.step.backend, self.step.sources if reads_source else self.step.metadata
+        width, padded = value.shape[3], max(key.shape[3], value.shape[3])
+        if width != key.shape[3]:  # zeros change neither the products nor the values that are kept
+            scaling = key.shape[3] ** -0.5 if scaling is None else scaling
+            query, key, value = (nn.functional.pad(one, (0, padded - one.shape[3])) for one in (query, key, value))
         if not reads_source:
             backend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), metadata)
-        return backend.attend(layer, query[0].transpose(0, 1), metadata, scaling)[None]
-
-    def _record(self, layer: int, shape: Probed, reads_source: bool) -> None:
-        """Record the shape of a layer's self-attention, which its cross-attention must have too."""
-        if self.probe is None:
-            return
-        if reads_source and self.probe.get(layer) != shape:
-            raise ModelLoadError(
-                f"decoder layer {layer}: its cross-attention has the shape {shape}, which is refused; it must be that "
-                f"of its self-attention, {self.probe.get(layer)}"
-            )
-        self.probe[layer] = shape
+        queries = query[0].transpose(0, 1)
+        if sinks is None:
+            return backend.attend(layer, queries, metadata, scaling)[None, ..., :width]
+        return backend.attend_with_sinks(layer, queries, metadata, scaling, sinks)[None, ..., :width]
 
 
 def paged_attention_forward(
@@ -85,25 +105,28 @@ def paged_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the layout replaces it
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,  # noqa: ARG001 - never at inference
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function with the signature that `transformers` expects."""
-    if softcap is not None or s_aux is not None:
-        # The probe pass raises this when the model is loaded.
-        raise ModelLoadError("a model whose attention has soft-capped logits or learned sinks is not supported")
+    """The attention function with the signature that `transformers` expects.
+
+    Masks, windows, soft caps and `others` are read by the probe pass, when the model is loaded. The step's layout
+    replaces the masks, and the backend knows the rest of each layer.
+    """
     if torch.compiler.is_compiling():
-        handle = module.attention_handle
-        return torch.ops.pilotfish.attend(query, key, value, handle, scaling, sliding_window), None
-    paged = module.paged_attention
+        return torch.ops.pilotfish.attend(query, key, value, module.attention_handle, scaling, s_aux), None
+    paged = getattr(module, "paged_attention", None)
     if not isinstance(paged, PagedAttention):
-        raise TypeError("the attention module was not bound by bind()")
-    return paged.attend(module, query, key, value, scaling, sliding_window), None
+        raise UnsupportedModel(f"{type(module).__name__} attends without a layer_idx, so its keys have no place")
+    if paged.probe is not None:
+        call = AttentionCall(query, key, value, attention_mask, sliding_window, softcap, s_aux is not None, others)
+        paged.probe.record(module, call, reads_source=READS_SOURCE in vars(module))
+    return paged.attend(module, query, key, value, scaling, s_aux), None
 
 
 # The compiler sees attention as one opaque operator, since its arguments do not include the pool and the layout.
@@ -118,19 +141,19 @@ def _attend(
     value: torch.Tensor,
     handle: torch.Tensor,
     scaling: float | None,
-    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     module = _bound[int(handle)]
-    output: torch.Tensor = module.paged_attention.attend(module, query, key, value, scaling, window)  # type: ignore[operator, union-attr]
-    return output
+    output: torch.Tensor = module.paged_attention.attend(module, query, key, value, scaling, sinks)  # type: ignore[operator, union-attr]
+    return output.contiguous()  # as the compiler was told, whatever the strides of the query
 
 
-def _attend_shape(query: torch.Tensor, *_: Any) -> torch.Tensor:
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], query.shape[3]))
+def _attend_shape(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: Any) -> torch.Tensor:
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
 
 define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor handle, float? scaling, int? window) -> Tensor",
+    "attend(Tensor query, Tensor key, Tensor value, Tensor handle, float? scaling, Tensor? sinks) -> Tensor",
     _attend,
     _attend_shape,
 )

@@ -14,7 +14,7 @@ from torch import nn
 
 from cluster.core.config.model_section import ModelSection
 from workers.forward.code_folder import keep_compiled_code
-from workers.forward.replace_linear import decoder_layers
+from workers.forward.layer_lists import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

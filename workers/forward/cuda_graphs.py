@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
@@ -29,6 +30,7 @@ from workers.forward.graph_buffers import (
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass
+from workers.ranks import least_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,15 @@ class _CapturedGraph:
     output: PassOutput  # written by each replay
 
 
+class _Outcome(IntEnum):
+    """What a rank says of a capture. The ranks do what the least of them says."""
+
+    NONE_AT_ALL = 0
+    """Nothing can be captured any more."""
+    NOT_THIS_SIZE = 1
+    CAPTURED = 2
+
+
 class CudaGraphRunner:
     """Captured passes of one model over one pool. Not thread-safe."""
 
@@ -65,8 +76,13 @@ class CudaGraphRunner:
         attention: ChosenBackend,
         bounds: GraphLimits = DEFAULT_LIMITS,
         capture_after: int = _CAPTURE_AFTER,
+        ranks: int = 1,
     ) -> None:
-        """Capture a size when it occurs for the `capture_after`th time."""
+        """Capture a size when it occurs for the `capture_after`th time.
+
+        With several `ranks`, all of them run the same steps, and agree on each capture.
+        """
+        self._ranks = ranks
         self._compute = compute
         self._capture = capture
         self._setting = setting
@@ -123,21 +139,34 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def capture(self, size: GraphSize, partial: PartialPass = WHOLE) -> bool:
-        """Capture a pass of this size over padding only. Returns whether it is captured."""
+        """Capture a pass of this size over padding only. Returns whether it is captured, the same on all ranks."""
         key = size, partial
         if key in self._captured:
             return True
         if self._given_up or key in self._refused or len(self._captured) >= _MOST_GRAPHS:
             return False
+        found = self._attempt(size, partial)
+        own = found if isinstance(found, _Outcome) else _Outcome.CAPTURED
+        agreed = _Outcome(least_of_all_ranks(own, self._ranks))
+        if agreed is not own:
+            logger.warning("passes of %s are not captured as a CUDA graph, because another rank cannot", size)
+        if agreed is _Outcome.CAPTURED and isinstance(found, _CapturedGraph):
+            self._captured[key] = found
+            return True
+        self._refused.add(key)
+        self._given_up = agreed is _Outcome.NONE_AT_ALL
+        return False
+
+    def _attempt(self, size: GraphSize, partial: PartialPass) -> _CapturedGraph | _Outcome:
+        """Capture a pass on this rank. Logs why it cannot be captured."""
         setting = self._setting
         buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
         buffers.fill((), (), (), ())
         try:
             example = self._pass(buffers, partial)
         except Exception as error:  # the compiler may raise anything
-            self._refused.add(key)
             logger.warning("passes of %s cannot be captured and run without a CUDA graph: %r", size, error)
-            return False
+            return _Outcome.NOT_THIS_SIZE
         output = self._output_buffers(example)
 
         def write() -> None:
@@ -147,12 +176,10 @@ class CudaGraphRunner:
                 output.hidden.copy_(found.hidden)
 
         try:
-            self._captured[key] = _CapturedGraph(buffers, self._capture(write), output)
+            return _CapturedGraph(buffers, self._capture(write), output)
         except RuntimeError as error:
-            self._given_up = True
             logger.warning("no further passes are captured as CUDA graphs: %s", error)
-            return False
-        return True
+            return _Outcome.NONE_AT_ALL
 
     def _pass(self, buffers: GraphBuffers, partial: PartialPass) -> PassOutput:
         backend = self._attention.backend
@@ -218,4 +245,4 @@ def make_graph_runner(model: LoadedModel, setting: AttentionSetting, compute: Co
     if not model.uses_cuda_graphs:
         return None
     attention = choose_backend(setting, StepKind.PADDED, model.tensor_parallel)
-    return CudaGraphRunner(compute, CudaGraphCapture(model.device), setting, attention)
+    return CudaGraphRunner(compute, CudaGraphCapture(model.device), setting, attention, ranks=model.tensor_parallel)

@@ -16,8 +16,8 @@ import torch
 from cluster.core.ids import BlockId
 from cluster.core.tree import ROOT
 from workers.forward.layout import RowShape, blocks_read, slots_of
-from workers.forward.linear import padded_rows
 from workers.forward.padded_step import WORD, PaddedStep, RowPadding, VisibilityMask, WindowBlocks
+from workers.forward.weights.plain import padded_rows
 from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.transfer import IntegerArray
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cluster.core.errors import ConfigurationError
-from workers.forward.replace_linear import decoder_layers, decoder_list
+from workers.forward.layer_lists import decoder_layers, decoder_list
 
 SKIP_ATTENTION, SKIP_MLP = 1, 2
 _ATTENTION_NAMES = ("self_attn", "attn")

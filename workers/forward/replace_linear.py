@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from workers.forward.linear import FastLinear, make_linear_kernel, merge_linears
+from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
+from workers.forward.weights.base import Storage
+from workers.forward.weights.choice import store
+from workers.forward.weights.modules import LINEAR_TYPES, StoredLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,22 +19,25 @@ if TYPE_CHECKING:
 # Projections of the same input, which become one product.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 _STYLES = ("colwise", "rowwise")
+_How = tuple[str, str | None]
+"""The setting `quantization`, and the directory of compiled CPU kernels."""
 
 
-def replace_linear_layers(model: PreTrainedModel, quantization: str = "none") -> None:
+def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", directory: str | None = None) -> None:
     """Replace every linear layer by its fastest form; under tensor parallelism, by this rank's shard.
 
-    A layer that is sharded neither by columns nor by rows stays as `transformers` made it.
+    A layer that is sharded neither by columns nor by rows stays as `transformers` made it. `directory` keeps the
+    compiled CPU kernels.
     """
     plan: dict[str, str] = model.tp_plan or {}
     # The list holds only parents: a reference to a linear layer would keep its old weights in memory.
     parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
     for path, parent in parents:
         for names in _SIBLINGS:
-            _merge(parent, path, names, plan, quantization)
+            _merge(parent, path, names, plan, (quantization, directory))
         for name, child in list(parent.named_children()):
             if _is_linear(child) and (style := _style(child, f"{path}.{name}", plan)) is not None:
-                setattr(parent, name, _replace(child, style, quantization))
+                setattr(parent, name, _replace(child, style, (quantization, directory)))
 
 
 def has_only_fast_linears(model: nn.Module) -> bool:
@@ -45,28 +50,8 @@ def has_only_fast_linears(model: nn.Module) -> bool:
     )
 
 
-def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The decoder layers: the members of the model's longest module list."""
-    lists = [getattr(parent, name) for parent, name in _outer_lists(model)]
-    yield from max(lists, key=len, default=[])
-
-
-def decoder_list(model: nn.Module) -> tuple[nn.Module, str]:
-    """The module that holds the list of decoder layers, and the list's name in it."""
-    return max(_outer_lists(model), key=lambda entry: len(getattr(*entry)))
-
-
-def _outer_lists(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The lists of modules that are in no other list: a layer of T5 is itself a list of parts."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield model, name
-        else:
-            yield from _outer_lists(child)
-
-
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _is_transposed(module)
+    return type(module) in LINEAR_TYPES or _is_transposed(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -79,13 +64,15 @@ def _style(module: nn.Module, path: str, plan: dict[str, str]) -> str | None:
     """`whole`, or how the layer is sharded; `None` for a sharding that is not supported here."""
     from torch.distributed.tensor import DTensor  # takes most of a second, as do the other imports in functions here
 
+    if isinstance(module, StoredLinear):
+        return "rowwise" if module.sums_ranks else "whole"
     if not isinstance(module.weight, DTensor):
         return "whole"
     style = plan.get(re.sub(r"\d+", "*", path.removeprefix(".")))
     return style if style in _STYLES else None
 
 
-def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str, str], quantization: str) -> None:
+def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str, str], how: _How) -> None:
     children = [getattr(parent, name, None) for name in names]
     if not all(isinstance(child, nn.Module) and _is_linear(child) for child in children):
         return
@@ -93,32 +80,39 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
     styles = [_style(layer, f"{path}.{name}", plan) for layer, name in zip(layers, names, strict=True)]
     if any(style not in ("whole", "colwise") for style in styles):
         return
-    weights, biases = zip(*(_parameters(layer) for layer in layers), strict=True)
+    quantization, directory = how
+    storages, biases = zip(*(_stored(layer, quantization) for layer in layers), strict=True)
     if len({bias is None for bias in biases}) > 1:
         return
     bias = None if biases[0] is None else torch.cat(biases)
-    product = make_linear_kernel(torch.cat(weights), bias, quantization)
-    for name, fast in zip(names, merge_linears(product, [len(weight) for weight in weights]), strict=True):
+    product = make_linear_kernel(storages[0].joined(storages[1:]), bias, directory)
+    for name, fast in zip(names, merge_linears(product, [one.outputs for one in storages]), strict=True):
         setattr(parent, name, fast)
 
 
-def _replace(layer: nn.Module, style: str, quantization: str) -> FastLinear:
-    weight, bias = _parameters(layer)
-    if style == "rowwise":
-        product = make_linear_kernel(weight, None, quantization, cut_inputs=True)
-        return FastLinear(product, len(weight), reduce=True, bias=bias)
-    return FastLinear(make_linear_kernel(weight, bias, quantization), len(weight))
+def _replace(layer: nn.Module, style: str, how: _How) -> FastLinear:
+    quantization, directory = how
+    is_cut = style == "rowwise"
+    storage, bias = _stored(layer, quantization, cut_inputs=is_cut)
+    kernel = make_linear_kernel(storage, None if is_cut else bias, directory)
+    fast = FastLinear(kernel, storage.outputs, reduce=is_cut, bias=bias if is_cut else None)
+    if isinstance(layer.weight, torch.Tensor):
+        fast.weight = PackedWeight(layer.weight.dtype, torch.Size((storage.outputs, storage.inputs)))
+    return fast
 
 
-def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """This rank's weight `[out, in]` and bias `[out]`."""
+def _stored(layer: nn.Module, quantization: str, *, cut_inputs: bool = False) -> tuple[Storage, torch.Tensor | None]:
+    """This rank's matrix in its storage, and its bias `[out]`. `cut_inputs`: see `store`."""
     from torch.distributed.tensor import DTensor
 
     weight, bias = (
         value.to_local() if isinstance(value, DTensor) else value
         for value in (layer.weight, getattr(layer, "bias", None))
     )
+    own_bias = bias.detach() if isinstance(bias, torch.Tensor) else None
+    if isinstance(layer, StoredLinear):
+        return layer.storage, own_bias
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"{type(layer).__name__} has no weight")
     weight = weight.detach()
-    return weight.t() if _is_transposed(layer) else weight, bias.detach() if isinstance(bias, torch.Tensor) else None
+    return store(weight.t() if _is_transposed(layer) else weight, quantization, cut_inputs=cut_inputs), own_bias

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cluster.core.errors import ConfigurationError
-from workers.forward.replace_linear import decoder_layers
+from workers.forward.layer_lists import decoder_layers
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:

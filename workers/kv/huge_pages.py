@@ -12,6 +12,8 @@ import torch
 
 CACHE_LINE = 64
 """Bytes per cache line."""
+_REGION = 64 << 20
+"""Least bytes of a mapping of an arena. Pages that are not written to take no memory."""
 
 
 def huge_pages(size: int) -> torch.Tensor:
@@ -25,23 +27,27 @@ def huge_pages(size: int) -> torch.Tensor:
 
 
 class Arena:
-    """Memory in huge pages that is handed out piece by piece and freed as a whole."""
+    """Memory in huge pages that is handed out piece by piece and freed as a whole. It grows as it is needed."""
 
-    def __init__(self, size: int) -> None:
-        self._bytes = huge_pages(size)
-        self._used = 0
+    def __init__(self) -> None:
+        self._regions: list[tuple[torch.Tensor, int]] = []
+        """Mappings, and how many bytes of each were handed out."""
 
     @property
-    def taken(self) -> torch.Tensor:
-        """The bytes of this memory that were handed out so far, uint8 `[bytes]`."""
-        return self._bytes[: self._used]
+    def taken(self) -> list[torch.Tensor]:
+        """The bytes that were handed out so far, in regions of uint8 `[bytes]`."""
+        return [region[:used] for region, used in self._regions]
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros in the arena, aligned to a cache line."""
         size = math.prod(shape) * dtype.itemsize
-        taken = self._bytes[self._used : self._used + size].view(dtype).view(*shape)
-        self._used += -(-size // CACHE_LINE) * CACHE_LINE
-        return taken
+        padded = -(-size // CACHE_LINE) * CACHE_LINE
+        region, used = self._regions[-1] if self._regions else (torch.empty(0, dtype=torch.uint8), 0)
+        if used + padded > len(region):
+            region, used = huge_pages(max(padded, _REGION)), 0
+            self._regions.append((region, used))
+        self._regions[-1] = (region, used + padded)
+        return region[used : used + size].view(dtype).view(*shape)
 
 
 def release_free_memory() -> None:

@@ -13,10 +13,15 @@ class LayerShape:
 
     kv_heads: int
     head_dim: int
+    """Numbers of a key, or of a value if these are wider: the narrower of both are padded with zeros."""
     window: int | None = None
     """Number of positions that a token sees, itself included; `None` means all of them."""
     heads_per_kv: int = 1
     """Query heads that share one KV head."""
+    soft_cap: float | None = None
+    """Bound of the products of queries and keys: `cap * tanh(product / cap)`; `None`: they have none."""
+    has_learned_sinks: bool = False
+    """Whether each head has a learned logit that takes a share of the softmax."""
 
 
 @dataclass(frozen=True, slots=True)

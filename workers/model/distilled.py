@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME
-from workers.model.draft_card import CARD, LAYERS, VOCABULARY, WEIGHTS, DraftCard, read_card
+from workers.model.draft_card import CARD, LAYERS, VOCABULARY, WEIGHTS, DraftCard, DraftDescription, read_card
 from workers.model.stretch import read_stretch
 from workers.model.target_ends import (
     ModelOutline,
@@ -100,7 +100,7 @@ def read_draft_files(
     return card, tensors, vocabulary
 
 
-def draft_vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftCard) -> torch.Tensor | None:
+def draft_vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftDescription) -> torch.Tensor | None:
     """Check the tensor `vocabulary` of a draft's file. Returns it as int64, or `None` where the card names no size."""
     if card.vocabulary_size is None and tokens is None:
         return None

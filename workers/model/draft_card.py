@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from cluster.core.drafting import Tap
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.model.draft_shapes import SHAPES, Shape, shape_from
+from workers.model.public_shapes import PublicShape
 
 CARD = "pilotfish_draft.json"
 """Name of the file; a directory with it holds a distilled draft."""
@@ -25,13 +27,13 @@ VOCABULARY = "vocabulary"
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCard:
-    """Describes a distilled draft and the target whose embedding and head it uses."""
+class DraftDescription:
+    """Describes a draft of any format, and its target."""
 
     target: str
     """Name of the target."""
     target_vocabulary_size: int
-    """Number of tokens of the target, and of rows of its embedding."""
+    """Number of tokens of the target, and of rows of its embedding; 0 where a public draft does not tell it."""
     hidden_size: int
     """Width of the embedding, equal in target and draft."""
     layers: tuple[int, ...]
@@ -40,16 +42,27 @@ class DraftCard:
     """Number of tokens that the draft can propose; `None`: all of the target's."""
     kind: str = LAYERS
     """`layers`, `heads`, `eagle`, `block`, `exit` or `table`."""
-    taps: tuple[int, ...] = ()
+    taps: tuple[Tap, ...] = ()
     """Taps of the target that it reads: tap `l` is the residual stream after `l` decoder layers."""
-    shape: Shape | None = None
+    shape: Shape | PublicShape | None = None
     """The sizes of its module; `None` for the kind `layers`, whose `config.json` has them."""
     tree: tuple[tuple[int, ...], ...] = ()
     """Nodes of a static draft tree, the best first, each as the ranks along its path; empty: the drafter chooses."""
+    source: str = CARD
+    """Name of the file that describes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCard(DraftDescription):
+    """Describes a distilled draft and the target whose embedding and head it uses."""
+
+    taps: tuple[int, ...] = ()
+    shape: Shape | None = None
 
     def write(self, directory: Path) -> None:
         """Write the card into the draft's directory."""
         values = asdict(self)
+        del values["source"]
         if not self.tree:
             del values["tree"]
         text = json.dumps({"format_version": FORMAT_VERSION} | values, indent=2)

@@ -101,5 +101,7 @@ def _kernels(section: TargetSection, model: LoadedModel) -> list[str]:
         processor = torch.cuda.get_device_name(model.device)
     else:
         processor = torch.backends.cpu.get_cpu_capability()
-    kernels = "torch" if model.native is None else f"native, {products(section.compile_directory)}"
+    kernels = "torch" if model.native is None else "native"
+    if model.native is not None or (section.quantization != "none" and model.device.type == "cpu"):
+        kernels += f", {products(section.compile_directory)}"  # which multiply quantized matrices of modules, too
     return [kernels, processor, torch.__version__]

@@ -16,12 +16,12 @@ from cluster.core.config.model_section import PoolSection
 from workers.forward.encoder_decoder.encoder import SourceEncoder
 from workers.forward.encoder_decoder.native_decoder import NativeSourcedDecoder, pack_sourced_decoder, sourced_shape
 from workers.forward.encoder_decoder.native_encoder import NativeSourceEncoder, pack_source_encoder
-from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.loaded_model import LoadedModel, SourceReader
 from workers.forward.native.decoder import NativeDecoder
 from workers.forward.native.decoder_packing import pack_decoder
 from workers.forward.native.decoder_shape import supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
+from workers.forward.weights.choice import store
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 
@@ -74,7 +74,7 @@ def with_fast_encoder(model: LoadedModel, reader: SourceEncoder, quantization: s
     """The model with its encoder `reader` on the CPU kernels if they may and can compute it, else on packed layers."""
     found = _try_native_encoder(model, reader, quantization) if native else None
     if found is None or model.source is None:
-        reader.replace_linear_layers(quantization)
+        reader.replace_linear_layers(quantization, model.code_directory)
         return model
     return replace(model, source=replace(model.source, encoder=found))
 
@@ -120,15 +120,15 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @contextmanager
 def _quantized_like_kernels(module: nn.Module, quantization: str) -> Iterator[None]:
-    """Inside, the module's linear layers multiply with the int8 weights that the kernels will pack.
+    """Inside, the module's linear layers multiply with the weights as the kernels will store them.
 
     So the trial measures the kernels alone and not the error of the quantization.
     """
 
     def multiply(layer: nn.Linear, inputs: tuple[Any, ...], _: torch.Tensor) -> torch.Tensor:
-        return Int8Kernel(*quantize(layer.weight.detach()), layer.bias).multiply(*inputs)
+        return store(layer.weight.detach(), quantization).kernel(layer.bias).multiply(*inputs)
 
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear)] if quantization == "int8" else []
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear)] if quantization != "none" else []
     hooks = [layer.register_forward_hook(multiply) for layer in layers]
     try:
         yield

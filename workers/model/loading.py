@@ -24,21 +24,30 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
 
 from cluster.core.config.model_section import ModelSection
-from cluster.core.errors import ConfigurationError, ModelLoadError
-from workers.forward.attention import ATTENTION_NAME, Probed, bind, register
+from cluster.core.errors import ConfigurationError, ModelLoadError, PilotfishError
+from workers.forward.attention import ATTENTION_NAME, UnsupportedModel, register
 from workers.forward.code_folder import keep_compiled_code
 from workers.forward.compilation import compile_layers, should_compile, undo_compile
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.probe import AttentionProbe, measure_layers, run_probe
 from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.runner import WARM_UP_WIDTHS
-from workers.kv.spec import LayerShape
+from workers.model.context import context_len, longest_context, stated_width
 from workers.model.devices import choose_device, may_be_native
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
 from workers.model.encoder_decoder.shard import Share
-from workers.model.encoder_decoder.split import decoder_context_len, split_encoder_decoder
+from workers.model.encoder_decoder.split import (
+    decoder_context_len,
+    encoder_vocabulary_size,
+    split_encoder_decoder,
+)
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels, with_fast_encoder
 from workers.model.model_files import end_of_sequence_ids
+from workers.model.stored.loading import load_stored
+from workers.model.stored.source import stored_file
+from workers.model.target_ends import decoder_vocabulary_size
+from workers.model.trial import Trial, verdict_file
 
 logger = logging.getLogger(__name__)
 
@@ -64,36 +73,58 @@ def load_model(
     tensor_parallel: int = 1,
     max_context_len: int | None = None,
     target_directory: Path | None = None,
+    trial: bool = False,
 ) -> LoadedModel:
     """Load a language model from the local directory `section.path` (see `resolve_model_directory`).
 
     `target_directory` is where a distilled draft reads its embedding and its head. With `tensor_parallel > 1`,
     `torch.distributed` must be initialized; all ranks call this together, and each holds its own heads and its own
-    part of the vocabulary. Raises `ModelLoadError`, `ConfigurationError`.
+    part of the vocabulary. With `trial`, the model is refused unless it computes step by step what it computes in one
+    dense pass. Raises `ModelLoadError`, `ConfigurationError`.
     """
+    device = choose_device(section.device, rank)
     request = _Request(
         section=section,
         config=_load_config(Path(section.path)),
-        device=choose_device(section.device, rank),
+        device=device,
         share=Share(rank, tensor_parallel),
         max_context_len=max_context_len,
         target_directory=target_directory,
+        trial=Trial(verdict_file(section, tensor_parallel, device)) if trial else None,
     )
-    if section.quantization == "int8" and request.device.type == "cuda":
+    if section.quantization != "none" and request.device.type == "cuda":
         raise ConfigurationError(
-            "quantization: int8 is refused on CUDA; it is for CPU, where its kernels are. On CUDA it must be none"
+            f"quantization: {section.quantization} is refused on CUDA; it is for CPU, where its kernels are. "
+            "On CUDA it must be none"
         )
     if tensor_parallel > 1:
         check_divisible(request.config, tensor_parallel)
     keep_compiled_code(section.compile_directory)
     register()
     may_be_packed = may_be_native(section, request.device, tensor_parallel)
-    if request.config.is_encoder_decoder:
+    with _refused_by_name(request.config):
+        if not request.config.is_encoder_decoder:
+            return _load_decoder(request, native=may_be_packed)
         try:
             return _load_encoder_decoder(request, native=may_be_packed)
         except KernelMismatch:
             return _load_encoder_decoder(request, native=False)
-    return _load_decoder(request, native=may_be_packed)
+
+
+@contextmanager
+def _refused_by_name(config: PreTrainedConfig) -> Iterator[None]:
+    """Raise `ModelLoadError` with the model's type for whatever an unknown family fails with inside."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise ModelLoadError(f"model type {config.model_type!r} is refused: {error}") from error
+    except (KernelMismatch, PilotfishError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except Exception as error:  # code of a family that nobody has seen may raise anything
+        raise ModelLoadError(
+            f"model type {config.model_type!r} is refused: it cannot be loaded with paged attention: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +138,8 @@ class _Request:
     max_context_len: int | None
     target_directory: Path | None
     """Where a distilled draft reads its embedding and its head."""
+    trial: Trial | None = None
+    """What compares its steps with its dense pass; `None`: nothing does."""
 
     @property
     def directory(self) -> Path:
@@ -120,23 +153,25 @@ class _Request:
 
     def read(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
         """The module, and the vocabulary of a reduced head, if any. Raises `ModelLoadError`, `ConfigurationError`."""
-        return _draw(self) if self.section.load_format == "dummy" else _read(self)
+        if self.section.load_format == "dummy":
+            return _draw(self)
+        return _read(self) if self.section.quantization != "stored" else (_read_stored(self), None)
 
 
 def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     """Load a model without an encoder. With `native`, the CPU kernels compute its layers if they can."""
-    section, config = request.section, request.config
-    share = request.share
+    section, share, text = request.section, request.share, request.config.get_text_config()
     module, vocabulary = request.read()
-    vocabulary_size = int(config.get_text_config().vocab_size)
+    measured = measure_layers(module, request.device, longest_context(text))
+    vocabulary_size = int(text.vocab_size)
     model = LoadedModel(
         module=module,
         name=request.directory.name,
-        layers=measure_layers(module, request.device),
-        hidden_size=int(config.get_text_config().hidden_size),
+        layers=measured.layers,
+        hidden_size=stated_width(text),
         vocabulary_size=vocabulary_size,
         vocabulary_offset=share.tokens(vocabulary_size).start,
-        max_context_len=_context_len(config, request.max_context_len),
+        max_context_len=context_len(text, request.max_context_len, measured.bounds),
         eos_token_ids=end_of_sequence_ids(request.directory),
         device=request.device,
         dtype=request.dtype,
@@ -145,6 +180,11 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
         uses_cuda_graphs=request.device.type == "cuda" and section.compile != "off",
         vocabulary=vocabulary,
     )
+    if request.trial is not None:
+        if section.quantization == "stored" and share.ranks > 1:
+            replace_linear_layers(module, section.quantization, section.compile_directory)  # stored ones sum no ranks
+        request.trial.expect(module, vocabulary_size, request.device, share.ranks)
+        request.trial.check(model)
     if native:
         try:
             kernels = try_native_kernels(model, section.quantization)
@@ -158,8 +198,9 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
 
 def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     """Replace the linear layers and compile the decoder layers."""
-    replace_linear_layers(model.module, section.quantization)
-    measure_layers(model.module, model.device)  # binds attention again, and checks that the replaced layers run
+    replace_linear_layers(model.module, section.quantization, section.compile_directory)
+    # Binds attention again, and checks that the replaced layers run.
+    measure_layers(model.module, model.device, model.max_context_len)
     if should_compile(section):
         _compile_or_warn(model.module, section, model.device)
     return model
@@ -171,22 +212,26 @@ def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:
     With `native`, the CPU kernels compute its layers if they can. Raises `KernelMismatch` if they compute other logits
     than the module, `ModelLoadError`, `ConfigurationError`.
     """
-    section, config = request.section, request.config
-    share = request.share
+    section, share, text = request.section, request.share, request.config.get_text_config()
     origin = request.directory  # of the settings
     if is_distilled(origin) and request.target_directory is not None:
         origin = request.target_directory
     module, vocabulary = request.read()
-    split = split_encoder_decoder(module, origin, section.quantization, share if share.ranks > 1 else None)
-    vocabulary_size = split.vocabulary_size if vocabulary is None else int(config.get_text_config().vocab_size)
+    if request.trial is not None:
+        sizes = decoder_vocabulary_size(request.config), encoder_vocabulary_size(module)
+        request.trial.expect(module, sizes[0], request.device, share.ranks, source_vocabulary=sizes[1])
+    own = share if share.ranks > 1 else None
+    split = split_encoder_decoder(module, origin, section.quantization, own, section.compile_directory)
+    vocabulary_size = split.vocabulary_size if vocabulary is None else int(text.vocab_size)
+    max_context_len = decoder_context_len(text, request.max_context_len)
     model = LoadedModel(
         module=split.decoder,
         name=request.directory.name,
-        layers=measure_layers(split.decoder, request.device),
-        hidden_size=int(config.get_text_config().hidden_size),
+        layers=measure_layers(split.decoder, request.device, max_context_len).layers,
+        hidden_size=stated_width(text),
         vocabulary_size=vocabulary_size,
         vocabulary_offset=share.tokens(vocabulary_size).start,
-        max_context_len=decoder_context_len(config.get_text_config(), request.max_context_len),
+        max_context_len=max_context_len,
         eos_token_ids=end_of_sequence_ids(origin),
         device=request.device,
         dtype=request.dtype,
@@ -195,6 +240,8 @@ def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:
         vocabulary=vocabulary,
         source=split.source,
     )
+    if request.trial is not None:
+        request.trial.check(model)
     model = with_fast_encoder(model, split.encoder, section.quantization, native=native)
     kernels = try_native_kernels(model, section.quantization) if native else None
     return _optimized(model, section) if kernels is None else replace(model, native=kernels)
@@ -227,9 +274,29 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     except ImportError as error:
         raise ModelLoadError(_missing_library(directory, config, error)) from error
     except (OSError, ValueError, KeyError) as error:
+        if error.args == (ATTENTION_NAME,):  # a family that looks its attention up in a list of its own
+            raise UnsupportedModel("its attention is code of its own, which takes no registered function") from error
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module.eval().requires_grad_(False)
     return module, None
+
+
+def _read_stored(request: _Request) -> PreTrainedModel:
+    """Load this rank's share of the weights as they are stored. Raises `ModelLoadError`, `ConfigurationError`."""
+    file = None if request.config.is_encoder_decoder else stored_file(request.directory)
+    if file is None:
+        raise ConfigurationError(
+            f"quantization: stored is refused for {str(request.directory)!r}, which is no converted GGUF file; "
+            "it must be none or int8"
+        )
+
+    def make() -> PreTrainedModel:
+        module: PreTrainedModel = _auto_class(request.config).from_config(
+            request.config, dtype=request.dtype, attn_implementation=ATTENTION_NAME
+        )
+        return module
+
+    return load_stored(make, file, request.dtype, request.share)
 
 
 def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
@@ -318,44 +385,11 @@ def _load_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def _context_len(config: PreTrainedConfig, wanted: int | None) -> int:
-    own = int(config.get_text_config().max_position_embeddings)
-    if wanted is not None and wanted > own:
-        raise ConfigurationError(f"target.max_context_len: {wanted} is refused; the model's limit is {own}")
-    return wanted or own
-
-
-def measure_layers(module: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
-    """The shape of each attention layer, measured in a forward pass, since configurations differ between families."""
-    found = _probe(module, device, 1)
-    if not found or sorted(found) != list(range(len(found))):
-        raise ModelLoadError(
-            f"model type {module.config.model_type!r}: its attention layers have no distinct layer_idx"
-        )
-    return tuple(LayerShape(*found[layer]) for layer in range(len(found)))
-
-
-def _probe(module: PreTrainedModel, device: torch.device, width: int) -> dict[int, Probed]:
-    """Run a forward pass over `width` tokens that records the arguments of attention instead of computing it."""
-    paged = bind(module)
-    paged.probe = {}
-    try:
-        with torch.inference_mode():
-            module(
-                input_ids=torch.zeros((1, width), dtype=torch.long, device=device),
-                position_ids=torch.zeros((1, width), dtype=torch.long, device=device),
-                use_cache=False,
-            )
-        return paged.probe
-    finally:
-        paged.probe = None
-
-
 def _compile_or_warn(module: PreTrainedModel, section: ModelSection, device: torch.device) -> None:
     """Compile the layers. A failure is logged, and with `compile: on` raises `ModelLoadError`."""
     compile_layers(module, section.compile_directory)
     try:
-        _probe(module, device, WARM_UP_WIDTHS[0])
+        run_probe(module, device, AttentionProbe(1), WARM_UP_WIDTHS[0])
     except Exception as error:  # the compiler may raise anything
         if section.compile == "on":
             raise ModelLoadError(f"model type {module.config.model_type!r} cannot be compiled: {error}") from error

@@ -11,20 +11,21 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from gguf import GGUFReader
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cluster.core.errors import ModelLoadError
 from workers.model.dequantized import write_dequantized_from
+from workers.model.formats.hub import fetch
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
 from workers.model.packaged.zip_entries import extract_entries
 from workers.model.quantized import FORMATS, dequantize, quantization_of
+from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
@@ -51,17 +52,19 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
         destination = cache_directory / f"{directory.stem}-{_identity([directory])}"
-        return _converted(lambda building, _: _convert_gguf(directory, building), destination)
+
+        converted = _converted(lambda building, _: _convert_gguf(directory, building), destination)
+        if not (converted / STORED_IN).is_file():  # new, or converted by a version that wrote no note
+            with suppress(OSError):
+                write_stored_in(converted, directory)
+        return converted
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
             f"(owner/name) or one of {', '.join(sorted(PACKAGED_MODELS))}"
         )
-    try:
-        found = snapshot_download(path, revision=revision, allow_patterns=[*_HUB_FILES, *_HUB_TOKENIZER_FILES])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"model path {path!r}: it cannot be downloaded from the model hub: {error}") from error
-    return _plain_weights(_checked(Path(found)), cache_directory)
+    found = fetch(f"model path {path!r}", path, revision, [*_HUB_FILES, *_HUB_TOKENIZER_FILES])
+    return _plain_weights(_checked(found), cache_directory)
 
 
 def _stretched(request: StretchRequest, cache_directory: Path, revision: str | None) -> Path:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ModelLoadError
-from workers.model.draft_card import CARD, DraftCard
+from workers.model.draft_card import DraftDescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def decoder_layer_count(config: PreTrainedConfig) -> int:
     return int(next((getattr(config, name) for name in names if hasattr(config, name)), config.num_hidden_layers))
 
 
-def read_shared_with_encoder(target: Path, card: DraftCard) -> dict[str, torch.Tensor]:
+def read_shared_with_encoder(target: Path, card: DraftDescription) -> dict[str, torch.Tensor]:
     """All tensors of an encoder-decoder target but those of its decoder's layers. Raises `ModelLoadError`."""
     found = outline(read_target_config(target, card))
     tensors = {
@@ -102,7 +102,7 @@ def read_shared_with_encoder(target: Path, card: DraftCard) -> dict[str, torch.T
     return tensors
 
 
-def read_shared_ends(target: Path, card: DraftCard) -> SharedEnds:
+def read_shared_ends(target: Path, card: DraftDescription) -> SharedEnds:
     """Read the parts that a draft with this card shares with its target. Raises `ModelLoadError`."""
     config = read_target_config(target, card)
     found = outline(config)
@@ -124,7 +124,7 @@ def read_shared_ends(target: Path, card: DraftCard) -> SharedEnds:
     return SharedEnds(found, config, tensors)
 
 
-def read_target_config(target: Path, card: DraftCard) -> PreTrainedConfig:
+def read_target_config(target: Path, card: DraftDescription) -> PreTrainedConfig:
     """The configuration of a target. Raises `ModelLoadError` unless it has the sizes that the card names."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
@@ -134,16 +134,16 @@ def read_target_config(target: Path, card: DraftCard) -> PreTrainedConfig:
     return config
 
 
-def check_config(directory: Path, what: str, config: PreTrainedConfig, card: DraftCard) -> None:
+def check_config(directory: Path, what: str, config: PreTrainedConfig, card: DraftDescription) -> None:
     """Raise `ModelLoadError` unless a configuration has the sizes that the card names."""
     text = config.get_text_config()
     for field, wanted, found in (
         ("target_vocabulary_size", card.target_vocabulary_size, decoder_vocabulary_size(text)),
         ("hidden_size", card.hidden_size, text.hidden_size),
     ):
-        if found != wanted:
+        if wanted and found != wanted:
             raise ModelLoadError(
-                f"draft directory {str(directory)!r}: {field} is {wanted} in {CARD} and {found} in {what}"
+                f"draft directory {str(directory)!r}: {field} is {wanted} in {card.source} and {found} in {what}"
             )
 
 

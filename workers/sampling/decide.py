@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import cast
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from cluster.core.request import SamplingParameters
 from workers.sampling.context import DecisionContext, is_truncated, leaders_of
+from workers.sampling.decision_table import MOST_COLUMNS, table_of
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
@@ -105,6 +108,16 @@ def merge_winners(values: Tensor, ids: Tensor) -> list[int]:
     return chosen
 
 
+def has_kernels(logits: Tensor) -> bool:
+    """Whether the Triton kernels decide: on an NVIDIA GPU where the package `triton` is installed."""
+    return logits.is_cuda and logits.shape[1] <= MOST_COLUMNS and _has_triton()
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
     """Scores of some rows of logits. The token with the largest score is the decision."""
@@ -167,6 +180,11 @@ def _score_part(
 
 
 def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -> tuple[Tensor, Tensor]:
+    """The best score of each row, float32 [n], and its token, int64 [n]."""
+    if has_kernels(logits) and len(contexts):
+        from workers.sampling.triton.winners import winners
+
+        return winners(logits.detach(), table_of(contexts, offset, logits.shape[1]), offset)
     values = torch.empty(len(contexts), device=logits.device)
     ids = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)
     for part in score_rows(logits, contexts, offset):

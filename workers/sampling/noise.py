@@ -26,10 +26,10 @@ _MASK64 = (1 << 64) - 1
 _CPU_CHUNK = 1 << 16
 """Elements drawn at a time on a CPU, so that three buffers of them fit into the second-level cache."""
 
-_BIN_SHIFT = 15
+BIN_SHIFT = 15
 """Bits of a float32 below the sign, the exponent and the 8 bits of mantissa that select the bin."""
-_BINS = 1 << (32 - _BIN_SHIFT)
-_BIN_MASK = _BINS - 1
+_BINS = 1 << (32 - BIN_SHIFT)
+BIN_MASK = _BINS - 1
 
 
 def gumbel(
@@ -155,26 +155,26 @@ def _quantile(bits: Tensor, out: Tensor) -> None:
     A word h, read as signed, is a distance in units of 2⁻³²: h + ½ from 0 if it is positive, −(h + ½) from 1 if it is
     negative. As a float32, its sign selects the end, its exponent the octave, and the head of its mantissa the bin.
     """
-    intercepts, slopes = _chords(bits.device)
+    intercepts, slopes = chords(bits.device)
     out.copy_(bits)
     out += 0.5
-    torch.bitwise_right_shift(out.view(torch.int32), _BIN_SHIFT, out=bits)
-    bits &= _BIN_MASK
+    torch.bitwise_right_shift(out.view(torch.int32), BIN_SHIFT, out=bits)
+    bits &= BIN_MASK
     bins = bits.reshape(-1)
     out *= slopes.index_select(0, bins).view_as(out)
     out += intercepts.index_select(0, bins).view_as(out)
 
 
 @lru_cache(maxsize=16)
-def _chords(device: torch.device) -> tuple[Tensor, Tensor]:
+def chords(device: torch.device) -> tuple[Tensor, Tensor]:
     """Intercept and slope of the line in each bin: float32 [_BINS] each; bins that do not occur hold 0.
 
     They are computed in float64 on the CPU by exactly rounded operations and then copied, so that every device has the
     same bits.
     """
-    starts = torch.arange(_BINS // 2, dtype=torch.int32) << _BIN_SHIFT  # the float32 bits of each bin's start
+    starts = torch.arange(_BINS // 2, dtype=torch.int32) << BIN_SHIFT  # the float32 bits of each bin's start
     left = starts.view(torch.float32).double()
-    right = (starts + (1 << _BIN_SHIFT)).view(torch.float32).double()
+    right = (starts + (1 << BIN_SHIFT)).view(torch.float32).double()
     occurs = (left >= 0.5) & (left <= 2.0**31)
     left, right = left[occurs], right[occurs].clamp(max=2.0**31)  # ½ … 2³¹, in units of 2⁻³²
     intercepts, slopes = torch.zeros(2, _BINS, dtype=torch.float64)

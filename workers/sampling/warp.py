@@ -118,7 +118,7 @@ def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Colu
         (row, token, amount)
         for row, context in enumerate(contexts)
         if _adds(context.sampling)
-        for token, amount in _additions(context).items()
+        for token, amount in additions(context).items()
     ]
     _update(logits, added, column, torch.add)
     excluded = [
@@ -168,7 +168,7 @@ def _force(logits: Tensor, contexts: Sequence[DecisionContext], column: _Column)
                 logits[row, index] = 0.0
 
 
-def _additions(context: DecisionContext) -> dict[int, float]:
+def additions(context: DecisionContext) -> dict[int, float]:
     """The sum that is added to the logit of each token: its bias minus its penalties."""
     sampling = context.sampling
     additions: dict[int, float] = {}

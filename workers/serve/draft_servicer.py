@@ -21,12 +21,13 @@ from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.common.idle_work import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
+from workers.serve.lease_servicer import LeasedServicer
 from workers.serve.leases import Leases
 
 logger = logging.getLogger(__name__)
 
 
-class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+class DraftServicer(LeasedServicer[None], draft_pb2_grpc.DraftServiceServicer):
     """Owns the method and the thread that it computes in. `WireServer` maps raised errors to gRPC status codes.
 
     A cancelled call that has not begun is not computed. One that has begun is finished, so that a repeated call is
@@ -38,10 +39,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, method: DraftMethod, leases: Leases | None = None) -> None:
         self._method = method
-        self.leases = leases or Leases()
-        """The leases of the clients."""
         self._idle_work = method if isinstance(method, IdleWork) else None
-        self._compute = ComputeThread("draft", None if self._idle_work is None else self._idle_work.run_ahead)
+        idle_work = None if self._idle_work is None else self._idle_work.run_ahead
+        super().__init__(ComputeThread("draft", idle_work), method.release, leases)
         self._lock = threading.Lock()
         self._waiting: list[_Call] = []
 
@@ -65,23 +65,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         client = decode_client(request.client)
         sequence_ids = decode_sequence_ids(request.sequence_ids, prefix=client)
         with self.leases.call(client):
-            await self._compute.run_shielded(self._release, client, sequence_ids)
+            await self._compute.run_shielded(self._release_of, client, sequence_ids)
         return draft_pb2.DraftServiceReleaseResponse()
-
-    @property
-    def failures(self) -> int:
-        """Consecutive calls that failed although no single row was the cause."""
-        return self._compute.failures
-
-    @property
-    def busy_seconds(self) -> float:
-        """How long the computation under way has been running, in seconds; 0 while there is none."""
-        return self._compute.busy_seconds
-
-    async def release_expired(self) -> None:
-        """Free what clients with an ended lease stored."""
-        if self.leases.has_expired:
-            await self._compute.run_shielded(lambda: self._method.release(self.leases.expire()))
 
     async def close(self) -> None:
         """Finish the computation that is under way and end the thread. Closing again does nothing."""
@@ -121,10 +106,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             for each in batch:
                 each.proposals = tuple(next(proposals) for _ in each.rows)
         return call.proposals or ()
-
-    def _release(self, client: str, sequence_ids: Sequence[SequenceId]) -> None:
-        self.leases.forget(client, sequence_ids)
-        self._method.release(sequence_ids)
 
     def _take(self, call: _Call) -> list[_Call]:
         """Remove the call, and the first waiting call of each other client, from the waiting ones."""

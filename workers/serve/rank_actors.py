@@ -75,7 +75,7 @@ class FirstRank:
         Raises `ConfigurationError`, `ModelLoadError`.
         """
         configuration = load_configuration(group.values)
-        set_logging(configuration.log_level, configuration.server.log_format)
+        set_logging(configuration.log_level, configuration.server.log_format, "target rank 0")
         engine = await asyncio.to_thread(self._load, configuration, group)
         self._server = host_target(
             group.host,
@@ -149,7 +149,7 @@ class WorkerRank:
 
         configuration = load_configuration(group.values)
         target = configuration.target
-        set_logging(configuration.log_level, configuration.server.log_format)
+        set_logging(configuration.log_level, configuration.server.log_format, f"target rank {rank}")
         compute_without_interruption()
         set_threads(group.threads)
         use_interface_of(group.host)

@@ -19,6 +19,7 @@ from cluster.wire.codec.step import decode_step_batch, encode_step_result
 from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from pilotfish.v1 import target_pb2, target_pb2_grpc
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
+from workers.serve.lease_servicer import LeasedServicer
 from workers.serve.leases import Leases
 
 
@@ -46,7 +47,7 @@ class StepEngine(Protocol):
         ...
 
 
-class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+class TargetServicer(LeasedServicer[KvOccupancy], target_pb2_grpc.TargetServiceServicer):
     """Owns the engine and the thread that it computes in. `WireServer` maps raised errors to gRPC status codes.
 
     A cancelled step that has not begun is not computed. One that has begun is finished, and repeating its rows repeats
@@ -55,9 +56,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, engine: StepEngine, leases: Leases | None = None) -> None:
         self._engine = engine
-        self.leases = leases or Leases()
-        """The leases of the clients."""
-        self._compute = ComputeThread("target")
+        super().__init__(ComputeThread("target"), engine.release, leases)
 
     async def Step(
         self,
@@ -81,7 +80,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         if request.all:
             sequence_ids = self.leases.stored(client)
         with self.leases.call(client):
-            kv = await self._compute.run_shielded(self._release, client, sequence_ids)
+            kv = await self._compute.run_shielded(self._release_of, client, sequence_ids)
         return target_pb2.TargetServiceReleaseResponse(kv=encode_occupancy(kv))
 
     async def Open(
@@ -99,21 +98,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Describe this target."""
         return encode_target_info(await self._compute.run(self._engine.info))
 
-    @property
-    def failures(self) -> int:
-        """Consecutive steps that failed although no single row was the cause."""
-        return self._compute.failures
-
-    @property
-    def busy_seconds(self) -> float:
-        """How long the computation under way has been running, in seconds; 0 while there is none."""
-        return self._compute.busy_seconds
-
-    async def release_expired(self) -> None:
-        """Free what clients with an ended lease stored."""
-        if self.leases.has_expired:
-            await self._compute.run_shielded(lambda: self._engine.release(self.leases.expire()))
-
     async def close(self) -> None:
         """Finish the steps that have begun and close the engine. Closing again does nothing."""
         await self._compute.close(self._engine.close)
@@ -121,10 +105,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def _open(self, client: str, rows: Sequence[OpenRow]) -> OpenResult:
         self.leases.store(client, (row.sequence_id for row in rows))
         return self._engine.open(rows)
-
-    def _release(self, client: str, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
-        self.leases.forget(client, sequence_ids)
-        return self._engine.release(sequence_ids)
 
     def _step(self, client: str, batch: StepBatch) -> StepResult:
         self.leases.store(client, (row.sequence_id for row in batch.rows))

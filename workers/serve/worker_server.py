@@ -18,7 +18,7 @@ from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.server import WireServer
 from pilotfish.v1 import draft_pb2_grpc, lease_pb2_grpc, target_pb2_grpc
 from workers.serve.draft_servicer import DraftServicer
-from workers.serve.lease_servicer import LeaseServicer
+from workers.serve.lease_servicer import LeasedServicer, LeaseServicer
 from workers.serve.leases import Leases
 from workers.serve.target_servicer import StepEngine, TargetServicer
 
@@ -47,7 +47,7 @@ class WorkerHost:
         self,
         host: str,
         service: str,
-        servicer: TargetServicer | DraftServicer,
+        servicer: LeasedServicer[Any],
         add_to_server: Callable[[Any, Any], None],
         access: PeerAccess = OPEN,
         hang_seconds: float = HANG_SECONDS,

@@ -58,6 +58,7 @@ def build_engine(
         attention=attention,
         fingerprint=fingerprint(section, model, attention),
         directory=Path(section.path),
+        is_tried=section.trial == "on",
     )
     engine = TargetEngine(model, pool, decider_of_model(model, decider), options)
     try:
@@ -77,5 +78,9 @@ def _load(section: TargetSection, rank: int) -> LoadedModel:
     from workers.model.loading import load_model  # imports transformers, which takes seconds
 
     return load_model(
-        section, rank=rank, tensor_parallel=section.tensor_parallel, max_context_len=section.max_context_len
+        section,
+        rank=rank,
+        tensor_parallel=section.tensor_parallel,
+        max_context_len=section.max_context_len,
+        trial=section.trial == "on",
     )

@@ -48,7 +48,7 @@ from workers.verify.forbidden import ForbiddenTexts
 from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
-from workers.verify.step_profile import profile_steps
+from workers.verify.step_profile import compile_decisions, profile_steps
 from workers.verify.verdicts import UNDECIDABLE, fault_verdict, path_logprobs, row_problem, source_problem
 
 
@@ -68,6 +68,8 @@ class EngineOptions:
     fingerprint: str = ""
     directory: Path | None = None
     """The directory with the tokenizer, which grammars need."""
+    is_tried: bool = True
+    """Whether the model is known to compute in steps what it computes in one dense pass."""
 
 
 class TargetEngine:
@@ -109,7 +111,7 @@ class TargetEngine:
         return replace(
             describe_target(self._model, self._pool),
             model=self._options.served_name or self._model.name,
-            is_lossless=self._rule.is_lossless and self._pool.is_lossless,
+            is_lossless=self._rule.is_lossless and self._pool.is_lossless and self._options.is_tried,
             epoch=self._epoch,
             profile=self._profile,
             fingerprint=self._options.fingerprint,
@@ -118,16 +120,15 @@ class TargetEngine:
 
     def warm_up(self, profile: Sequence[StepSample] = ()) -> None:
         """Compile kernels, capture CUDA graphs, and measure the time of steps unless given. Call this on all ranks."""
-        self._runner.warm_up()
-        self._profile = tuple(profile)
-        if profile:
-            return
 
         def decide(rows: Sequence[ForwardRow], contexts: Sequence[DecisionContext]) -> Decisions:
-            logits = self._runner.forward(rows, PassOptions(leaders=1))
+            logits = self._runner.forward(rows, PassOptions(leaders=common_leaders(one.sampling for one in contexts)))
             return self._decider.decide(logits, contexts, self._rule.needs_distribution)
 
-        self._profile = profile_steps(self._pool, decide)
+        self._runner.warm_up()
+        if self._model.device.type == "cuda":
+            compile_decisions(self._pool, decide)
+        self._profile = tuple(profile) or profile_steps(self._pool, decide)
 
     def close(self) -> None:
         """Free the memory and files outside of the pool. Closing twice is harmless."""

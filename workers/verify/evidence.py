@@ -10,7 +10,7 @@ import torch
 
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.target_section import EvidenceSection
-from cluster.core.drafting import Evidence, HiddenStates
+from cluster.core.drafting import Evidence, HiddenStates, Tap
 from cluster.core.ids import SequenceId
 from cluster.core.ports import ReadsHiddenStates
 from cluster.core.verification import Verdict, VerifyRow
@@ -22,9 +22,10 @@ MAX_SENT_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of hidden states that the verdicts of one step bring; the rows share them equally."""
 
 
-def resolve_taps(taps: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Replace negative taps, which count from the last one (-1 is tap `layers`)."""
-    return tuple(tap + layers + 1 if tap < 0 else tap for tap in taps)
+def resolve_taps(taps: Sequence[Tap], layers: int) -> tuple[int, ...]:
+    """The taps as numbers of decoder layers, for a target with this number of layers."""
+    numbers = (layers // 2 if tap == "middle" else tap for tap in taps)
+    return tuple(tap + layers + 1 if tap < 0 else tap for tap in numbers)
 
 
 def within_bytes(evidence: Evidence | None, most_bytes: int) -> Evidence | None:

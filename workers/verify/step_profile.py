@@ -25,6 +25,10 @@ _NARROW = 8
 BUDGET_SECONDS = 0.25
 """Every size is measured once. Further repetitions begin within this time, so that a target is ready sooner."""
 _GREEDY = SamplingParameters(temperature=0.0)
+_EVERY_KERNEL = (
+    SamplingParameters(temperature=0.5),
+    SamplingParameters(temperature=0.5, repetition_penalty=1.1, top_k=2, top_p=0.5, min_p=0.1),
+)
 
 Decide = Callable[[Sequence[ForwardRow], Sequence[DecisionContext]], object]
 
@@ -45,6 +49,22 @@ def profile_steps(pool: KvPool, decide: Decide) -> tuple[StepSample, ...]:
             continue
         samples.append(StepSample(rows, tokens, median(seconds)))
     return tuple(samples)
+
+
+def compile_decisions(pool: KvPool, decide: Decide) -> None:
+    """Decide one token in every way that has kernels of its own, so that no request waits for a compiler.
+
+    Frees all blocks afterwards. Call this on all ranks at once.
+    """
+    for sampling in _EVERY_KERNEL:
+        table = pool.new_table()
+        try:
+            pool.reserve(table, 1)
+            decide([ForwardRow(table, (0,), select=(0,))], [DecisionContext(sampling, (0,), 1)])
+        except KvPoolExhausted:
+            return
+        finally:
+            pool.release(table)
 
 
 def _time(pool: KvPool, decide: Decide, rows: int, width: int) -> float:

@@ -53,6 +53,10 @@ class DrafterClient:
         self._metrics = metrics
         self._clock = clock
         self.breaker = CircuitBreaker(clock)
+        self.drafted_tokens = 0
+        """Number of drafted tokens that the drafter proposed."""
+        self.call_seconds = 0.0
+        """Total time of the calls to the drafter, in seconds."""
         self._releases = ReleaseQueue(drafter.release)
         self._synced_lens: dict[SequenceId, int] = {}
         self._refused: set[SequenceId] = set()
@@ -149,6 +153,8 @@ class DrafterClient:
         if proposals is not None and (seconds <= self._timeout or not _wants_drafts(rows)):  # a prefill may take longer
             self.breaker.record_success()
         self._metrics.drafter_worked(seconds)
+        self.drafted_tokens += sum(len(proposal.tree) for proposal in (proposals or {}).values())
+        self.call_seconds += seconds
         return ProposeResult(proposals, seconds)
 
     def _validated(self, rows: tuple[DraftRow, ...], answer: Iterable[Proposal], vocabulary_size: int) -> Proposals:

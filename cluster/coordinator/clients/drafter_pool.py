@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 from cluster.coordinator.clients.drafter import DrafterClient, Proposals, ProposeCall
-from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.metrics import DrafterStatus, Metrics
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import NO_DRAFT
@@ -147,6 +147,14 @@ class DrafterPool:
     def failed(self) -> int:
         """Number of drafters that have failed and not answered since."""
         return len(self._clients) - self.available
+
+    @property
+    def drafters(self) -> dict[str, DrafterStatus]:
+        """What each drafter does, by its name."""
+        return {
+            name: DrafterStatus(client.breaker.closed, self._loads[client], client.drafted_tokens, client.call_seconds)
+            for name, client in self._by_name.items()
+        }
 
     @property
     def is_idle(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SerializeAsAny
 
@@ -12,9 +12,9 @@ MIB = 1024 * 1024
 
 
 class Section(BaseModel):
-    """A part of the configuration. It is frozen and refuses unknown keys."""
+    """A part of the configuration. It is frozen and refuses unknown keys, and numbers that are not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class PluginSettings(Section):
@@ -35,7 +35,7 @@ class ModuleSection(PluginSettings):
     """Settings of a drafting method that can load a trained module."""
 
     path: str = ""
-    """A module that was distilled from the target: a local directory, or the name of a packaged one."""
+    """A module that was trained for the target: a local directory, a hub id, or the name of a packaged one."""
 
 
 Settings = TypeVar("Settings", bound=PluginSettings)
@@ -65,6 +65,9 @@ def _yaml_choice(value: object) -> object:
 ChoiceType = TypeVar("ChoiceType")
 Choice = Annotated[ChoiceType, BeforeValidator(_yaml_choice)]
 """A `Literal` among whose values is `on` or `off`. It accepts YAML's booleans as well."""
+
+Taps = Annotated[tuple[Annotated[int, Field(ge=-64, le=4096)] | Literal["middle"], ...], Field(max_length=16)]
+"""Names of hidden states of a target. `cluster.core.drafting.Tap` says what they mean."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]

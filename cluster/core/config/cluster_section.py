@@ -35,7 +35,9 @@ class ClusterSection(Section):
     ray_auth: Choice[Literal["token", "off"]] = "token"
     """`token`: a Ray cluster that Pilotfish joins must demand a token (RAY_AUTH_MODE=token); `off`: it may be open."""
     memory_threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Used share of the machine's memory at which the Ray that `serve` starts kills processes of the cluster, whichever
-    program uses the memory; 1: Ray kills none, and the kernel ends the process of its choice when memory is used up."""
+    """Used share of the memory of the container, or of the machine without a limit of the container, above which
+    `serve` ends a drafter, the largest first, whichever program uses the memory, and says so; without drafters it
+    warns. 1: neither. When memory is used up, the kernel ends a process.
+    """
     lease_seconds: Seconds = LEASE_SECONDS
     """A worker frees what a coordinator stored on it when the coordinator is silent for this long, in seconds."""

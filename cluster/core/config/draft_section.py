@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.config.base import Choice, ModuleSection, PluginHost, PluginSettings, Seconds
+from cluster.core.config.base import Choice, ModuleSection, PluginHost, PluginSettings, Seconds, Taps
 from cluster.core.config.model_section import ModelSection, PoolSection
 
 NO_DRAFTS = "none"
@@ -34,7 +34,9 @@ class DraftModelSection(ModelSection, PluginSettings):
 class DraftModuleSection(ModuleSection):
     """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
 
-    taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
+    revision: str | None = None
+    """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
+    taps: Taps = ()
     """Numbers of decoder layers after which hidden states are read, as in `target.evidence.taps`; unset: the card's."""
 
     def check_selected(self) -> None:
@@ -50,6 +52,10 @@ class DraftSection(PluginHost):
     """Name of the drafting method; `none` decodes without drafts; unset: `methods`, or `ngram` without them."""
     methods: Annotated[tuple[str, ...], Field(max_length=8)] = ()
     """Several drafting methods, whose candidates share one draft tree; unset: `method` alone."""
+    path: str = ""
+    """A draft for the target: a local directory, hub id or packaged name. Its format chooses the drafting method."""
+    revision: str | None = None
+    """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     placement: Literal["auto", "target", "drafter"] = "auto"
     """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 7

@@ -155,6 +155,8 @@ def _explain(
         match part["type"]:
             case "extra_forbidden" | "is_instance_of":
                 yield _unknown(key, plugins)
+            case "model_type":
+                yield f"{key}: {shorten(part['input'])} is refused; it must be a section with keys of its own"
             case "value_error":
                 yield f"{key}: {part['msg'].removeprefix('Value error, ')}"
             case _:

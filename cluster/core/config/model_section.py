@@ -28,8 +28,8 @@ class ModelSection(Section):
     """`auto` runs supported model families on CPU by Pilotfish's own kernels; `off` always runs the PyTorch modules."""
     compile_directory: str | None = None
     """Directory for compiled code that is reused at the next start; unset takes a folder in Pilotfish's cache."""
-    quantization: Literal["none", "int8"] = "none"
-    """`int8` stores the weights of linear layers in 8 bits; answers are then those of the quantized model."""
+    quantization: Literal["none", "int8", "stored"] = "none"
+    """`int8` keeps linear layers in 8 bits and answers as that model; `stored` keeps a GGUF file's own bits, on CPU."""
 
 
 class PoolSection(Section):

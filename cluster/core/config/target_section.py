@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.config.base import PluginHost, Positive, Seconds, Section
+from cluster.core.answer_format_rows import call_format_names, reasoning_format_names
+from cluster.core.config.base import Choice, PluginHost, Positive, Seconds, Section, Taps
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.server import AutoscalingSection
 
@@ -35,8 +36,9 @@ class KvSection(PoolSection):
 class EvidenceSection(Section):
     """What the target shows to drafters beyond committed tokens. The selected drafting methods set it."""
 
-    taps: Annotated[tuple[Annotated[int, Field(ge=-1, le=4096)], ...], Field(max_length=16)] = ()
-    """Numbers of decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer's output."""
+    taps: Taps = ()
+    """Numbers of decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer's output,
+    `middle` half of all layers."""
     top: Annotated[int, Field(ge=0, le=64)] = 0
     """Number of most probable tokens at the root and at each accepted node of a draft tree."""
     decisions: bool = False
@@ -57,6 +59,11 @@ class TargetSection(ModelSection, PluginHost):
     """Model name that clients send; unset takes the last part of `path`."""
     aliases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=64)] = ()
     """Further names that clients may send for the model. Its answers have the first name."""
+    tool_parser: str = "auto"
+    """How the model writes calls of tools, by vLLM's name of the parser; `auto` sees it in the chat template."""
+    reasoning_parser: str = "auto"
+    """How the model writes what it thinks, by vLLM's name of the parser; `auto` sees it in the chat template, `none`:
+    what it thinks is content."""
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of targets. Each has its own coordinator and ranks, and answers a part of the requests."""
     autoscaling: AutoscalingSection = AutoscalingSection()
@@ -70,6 +77,8 @@ class TargetSection(ModelSection, PluginHost):
     acceptance: str = "coupled"
     """Name of the acceptance rule. `coupled` accepts what the target decides, so drafts change no token. `rejection`
     and `block` keep the distribution, but for one seed the text depends on the drafts. Other rules may be LOSSY."""
+    trial: Choice[Literal["on", "off"]] = "on"
+    """LOSSY if `off`: whether a model is refused that computes other logits in steps than in one dense pass."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0
@@ -82,6 +91,16 @@ class TargetSection(ModelSection, PluginHost):
     """The KV cache on each rank."""
     evidence: EvidenceSection = EvidenceSection()
     """What the target shows to drafters."""
+
+    @model_validator(mode="after")
+    def _check_parsers(self) -> TargetSection:
+        for name, value, known, others in (
+            ("tool_parser", self.tool_parser, call_format_names(), ("auto",)),
+            ("reasoning_parser", self.reasoning_parser, reasoning_format_names(), ("auto", "none")),
+        ):
+            if value not in (*others, *known):
+                raise ValueError(f"{name} ({value}) must be one of {', '.join((*others, *known))}")
+        return self
 
 
 _FIELDS = ("path", "revision", "load_format", "dtype", "quantization", "max_context_len", "acceptance")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.core.answer_format import AnswerFormat, ToolFormat
+from cluster.core.answer_format import AnswerFormat, CallFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.fair_queue import flow_of
 from cluster.core.grammar import Grammar
 from cluster.core.request import GenerationRequest
+from cluster.generation.grammar.after_reasoning import after_reasoning
 from cluster.generation.grammar.checker import GrammarChecker
-from cluster.generation.grammar.tool_calls import MISTRAL_OPENING, functions_of, tool_call_grammar, with_special_opening
+from cluster.generation.grammar.tool_calls import functions_of, tool_call_grammar
 from cluster.generation.text.prompts import ChatPrompt
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.validate import ValidatedRequest
@@ -29,31 +30,33 @@ class Constraints:
 
         Raises `InvalidRequest` (`grammar`, `tool_choice`, `tools`).
         """
-        grammar = await self._grammar(request.sampling.grammar, valid)
+        own = request.sampling.grammar
+        is_call = isinstance(valid.prompt, ChatPrompt) and valid.prompt.required_tool is not None
+        grammar = await self._grammar(own, valid, form)
         if grammar is None:
             return request
-        if form.begins_in_reasoning:
-            bound = "left out, or reasoning turned off by chat_template_kwargs: this prompt ends where reasoning begins"
-            raise InvalidRequest("grammar", grammar.kind.value, bound)
+        whole = after_reasoning(grammar, form, self._tokenizer.special_tokens_in(form.markers), is_call=is_call)
+        if whole != grammar:
+            grammar = await self._checked(whole, valid)
         return replace(request, sampling=replace(request.sampling, grammar=grammar))
 
-    async def _grammar(self, grammar: Grammar | None, valid: ValidatedRequest) -> Grammar | None:
+    async def _grammar(self, grammar: Grammar | None, valid: ValidatedRequest, form: AnswerFormat) -> Grammar | None:
         prompt = valid.prompt
-        if not isinstance(prompt, ChatPrompt) or prompt.required_tool is None:
+        if not isinstance(prompt, ChatPrompt) or prompt.required_tool is None or form.calls is None:
             return None if grammar is None else await self._checked(grammar, valid)
         if grammar is not None:
             raise InvalidRequest("grammar", grammar.kind.value, "left out where a tool is required")
         if valid.answers.beam is not None:
             raise InvalidRequest("tool_choice", prompt.required_tool, "left out with beam search")
-        form = self._tokenizer.tool_format
-        tools, required = prompt.options.tools, prompt.required_tool
+        return await self._calls(prompt, prompt.required_tool, form.calls, valid)
+
+    async def _calls(self, prompt: ChatPrompt, required: str, form: CallFormat, valid: ValidatedRequest) -> Grammar:
+        tools, specials = prompt.options.tools, self._tokenizer.special_tokens_in(tuple(form.markers))
         try:
-            calls = tool_call_grammar(tools, required, form, single=prompt.single_call)
-            calls = await self._checked(calls, valid)
+            calls = tool_call_grammar(tools, required, form, specials, single=prompt.single_call)
+            return await self._checked(calls, valid)
         except InvalidRequest as error:
             raise error if error.field != "grammar" else await self._of_one_tool(tools, valid, error) from None
-        opening = self._tokenizer.special_token(MISTRAL_OPENING) if form is ToolFormat.MISTRAL else None
-        return calls if opening is None else with_special_opening(calls, opening)
 
     async def _of_one_tool(
         self, tools: Sequence[str], valid: ValidatedRequest, error: InvalidRequest

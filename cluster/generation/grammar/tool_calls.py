@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.core.answer_format import ToolFormat
+from cluster.core.answer_format import CallFormat, Field, Literal, literal_of
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind, lark_json, lark_text
-from cluster.core.json_schema import STRICT_FORMAT, unknown_format
+from cluster.core.json_schema import STRICT_FORMAT, KnownTypes, types_of, unknown_format
 from cluster.generation.grammar.endless import endless_schema
 
 ANY_TOOL = ""
 """Requires a call of any tool."""
-MISTRAL_OPENING = "[TOOL_CALLS]"
-"""What precedes calls in the form `MISTRAL`. For most tokenizers it is a special token."""
+Specials = Mapping[str, int]
+"""The ids of special tokens by their text, which a grammar names by id."""
 _MOST_CALLS = 8
 """Most calls in one answer."""
+_MOST_DEPTH = 8
+"""Objects and lists in each other whose schemas are kept in notations other than JSON; deeper ones hold any value."""
+_MOST_CHARS = 1 << 20
+"""Most characters of a grammar. A short schema with references can describe one of any length."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ROOT = "#/$defs/__root"
+_ANY_TEXT = r"/(?s:.*)/"
 
 
-def tool_call_grammar(tools: Sequence[str], required: str, form: ToolFormat, *, single: bool) -> Grammar:
+def tool_call_grammar(
+    tools: Sequence[str], required: str, form: CallFormat, specials: Specials, *, single: bool
+) -> Grammar:
     """Return the grammar of calls of the `required` tool, or of `ANY_TOOL`.
 
     `tools` are JSON objects in OpenAI's form. `single` allows one call only, as a named tool does. Raises
-    `InvalidRequest` for a tool that is not offered (`tool_choice`), or whose parameters are no schema (`tools`).
+    `InvalidRequest` for a tool that is not offered (`tool_choice`), or whose parameters are no schema (`tools`), and
+    for schemas whose grammar is too long or too deep (`grammar`).
     """
     functions = functions_of(tools)
     chosen = [function for function in functions if required in (ANY_TOOL, function["name"])]
     if not chosen:
         raise InvalidRequest("tool_choice", required, "the name of one of the tools")
-    rules = [_call(f"call{number}", function, form) for number, function in enumerate(chosen)]
-    calls = " | ".join(f"call{number}" for number in range(len(chosen)))
     most = 1 if single or required != ANY_TOOL else _MOST_CALLS
-    lines = [_start(form, most), f"call: {calls}", *(line for rule in rules for line in rule)]
-    return Grammar(GrammarKind.GRAMMAR, "\n".join(lines))
+    try:
+        text = _CallRules(form, specials).grammar(chosen, most)
+    except RecursionError:
+        raise InvalidRequest("grammar", "too many levels", "schemas with fewer levels") from None
+    return Grammar(GrammarKind.GRAMMAR, text)
 
 
 def functions_of(tools: Sequence[str]) -> list[dict[str, Any]]:
@@ -43,31 +54,248 @@ def functions_of(tools: Sequence[str]) -> list[dict[str, Any]]:
     return [_function(f"tools[{position}]", tool) for position, tool in enumerate(tools)]
 
 
-def with_special_opening(grammar: Grammar, token: int) -> Grammar:
-    """Return a grammar of calls in the form `MISTRAL` whose opening is a special token."""
-    opening = f"start: {lark_text(MISTRAL_OPENING)}"
-    return Grammar(grammar.kind, grammar.text.replace(opening, f"start: <[{token}]>", 1))
+def written(text: str, specials: Specials) -> str:
+    """Return a text as literals of Lark's syntax, with its special tokens by their ids; empty for an empty text."""
+    pieces = "|".join(re.escape(piece) for piece in sorted(specials, key=len, reverse=True) if piece)
+    parts = re.split(f"({pieces})", text) if pieces else [text]
+    return " ".join(f"<[{specials[part]}]>" if part in specials else lark_text(part) for part in parts if part)
 
 
-def _start(form: ToolFormat, most: int) -> str:
-    match form:
-        case ToolFormat.HERMES:
-            return f'start: call ("\\n" call){{0,{most - 1}}}' if most > 1 else "start: call"
-        case ToolFormat.LLAMA:
-            return "start: call"
-        case ToolFormat.MISTRAL:
-            more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
-            return f'start: {lark_text(MISTRAL_OPENING)} "[" call{more} "]"'
+def text_before(end: str, specials: Specials) -> tuple[str, str]:
+    """Return the attribute and the body of a rule of any text and `end`, which does not occur before."""
+    if any(piece in end for piece in specials):
+        return "", f"{_ANY_TEXT} {written(end, specials)}"
+    return f"[suffix={lark_text(end)}]", _ANY_TEXT
 
 
-def _call(rule: str, function: dict[str, Any], form: ToolFormat) -> list[str]:
-    """The rule of one tool's calls, and that of its arguments: a schema with a root of its own, for its references."""
-    field = "parameters" if form is ToolFormat.LLAMA else "arguments"
-    opening, closing = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{field}": ', "}"
-    if form is ToolFormat.HERMES:
-        opening, closing = f"<tool_call>\n{opening}", f"{closing}\n</tool_call>"
-    arguments = lark_json(function["parameters"])
-    return [f"{rule}: {lark_text(opening)} {rule}_arguments {lark_text(closing)}", f"{rule}_arguments: {arguments}"]
+class _CallRules:
+    """The rules of calls in one format."""
+
+    def __init__(self, form: CallFormat, specials: Specials) -> None:
+        self._form = form
+        self._specials = specials
+        self._lines: list[str] = []
+        self._chars = 0
+        """Number of characters of the rules so far."""
+        self._has_any_value = False
+
+    def grammar(self, functions: Sequence[dict[str, Any]], most: int) -> str:
+        """Return the grammar of at most `most` calls of some functions."""
+        form = self._form
+        kinds = {Field.LIST: self._object, Field.PYTHON: self._python}
+        listed = next((rule for kind, rule in kinds.items() if kind in form.call), None)
+        if listed is not None:
+            opening, between, closing = form.list
+            entry = self._any_of([listed(function) for function in functions])
+            entries = self._repeated(entry, between, most)
+            calls = self._joined(self._written(opening), entries, self._written(closing))
+            call = self._joined(*(self._part(part, calls) for part in form.call))
+        elif form.between is None:
+            call = self._any_of([self._call(function) for function in functions])
+        else:
+            call = self._repeated(self._any_of([self._call(function) for function in functions]), form.between, most)
+        opening, closing = (self._written(text) for text in form.section)
+        return "\n".join([f"start: {self._joined(opening, call, closing)}", *self._lines])
+
+    def _call(self, function: dict[str, Any]) -> str:
+        return self._rule(self._joined(*(self._part(part, self._fielded(part, function)) for part in self._form.call)))
+
+    def _part(self, part: str | Literal | Field, fields: str) -> str:
+        """Return a part of a call: a literal, or the rule of its fields. Other fields are empty."""
+        if isinstance(part, Field):
+            return fields
+        literal = literal_of(part)
+        return self._written(literal.text) if literal.is_written else ""
+
+    def _fielded(self, part: str | Literal | Field, function: dict[str, Any]) -> str:
+        match part:
+            case Field.NAME:
+                return lark_text(function["name"])
+            case Field.ID:
+                return f"/{self._form.ids}/" if self._form.ids else ""
+            case Field.ARGUMENTS:
+                return self._rule(lark_json(function["parameters"]))
+            case Field.CALL:
+                return self._object(function)
+            case Field.TAGS:
+                return self._tags(function["parameters"])
+            case Field.BRACES:
+                return self._braces(function["parameters"], function["parameters"], 0)
+        return ""
+
+    def _object(self, function: dict[str, Any]) -> str:
+        """Return the rule of a call as a JSON object."""
+        fields = {
+            "NAME": lark_text(json.dumps(function["name"], ensure_ascii=False)),
+            "ID": f"/{self._form.ids}/",
+            "ARGUMENTS": self._rule(lark_json(function["parameters"])),
+        }
+        parts = re.split(r"\b(NAME|ID|ARGUMENTS)\b", self._form.object)
+        return self._rule(" ".join(fields.get(part) or lark_text(part) for part in parts if part))
+
+    def _python(self, function: dict[str, Any]) -> str:
+        """Return the rule of a call as Python writes it."""
+        parameters = function["parameters"]
+        known: KnownTypes = {}
+        arguments = [
+            (self._rule(f"{lark_text(key + '=')} {self._python_value(schema, parameters, known)}"), is_required)
+            for key, schema, is_required in _properties(parameters)
+        ]
+        return self._rule(f'{lark_text(function["name"] + "(")} {self._sequence(arguments, ", ")} ")"')
+
+    def _python_value(self, schema: object, parameters: dict[str, Any], known: KnownTypes) -> str:
+        words = {"boolean": '("True" | "False")', "null": '"None"'}
+        types = types_of(schema, parameters, known)
+        if types is not None and len(types) == 1 and (word := words.get(min(types))) is not None:
+            return word
+        return self._json(schema, parameters)
+
+    def _tags(self, parameters: dict[str, Any]) -> str:
+        """Return the rule of arguments between tags."""
+        tags = self._form.tags
+        if tags is None:
+            raise TypeError(f"{self._form.name}: a format with tags describes them")
+        arguments = []
+        known: KnownTypes = {}
+        for key, schema, is_required in _properties(parameters):
+            types = types_of(schema, parameters, known)
+            is_text = types is None or "string" in types
+            key_end = tags.key_end if is_text or not tags.json_key_end else tags.json_key_end
+            before = self._joined(self._written(tags.key), lark_text(key), self._written(key_end + tags.value))
+            choices = _choices(_resolved(schema, parameters))
+            if choices is not None:
+                value = f"({' | '.join(map(lark_text, choices))}) {self._written(tags.value_end)}"
+            elif is_text:
+                value = self._text(tags.value_end)
+            else:
+                value = f"{self._json(schema, parameters)} {self._written(tags.value_end)}"
+            arguments.append((self._rule(f"{before} {value}"), is_required))
+        return self._sequence(arguments, "")
+
+    def _braces(self, schema: object, root: dict[str, Any], depth: int) -> str:
+        """Return the rule of a value whose texts stand between quotes, and whose keys need none."""
+        schema = _resolved(schema, root)
+        if depth > _MOST_DEPTH or not isinstance(schema, dict):
+            return self._any_braces()
+        choices, quote = _choices(schema), self._written(self._form.quote)
+        if choices is not None:
+            return f"{quote} ({' | '.join(map(lark_text, choices))}) {quote}"
+        match schema.get("type"):
+            case "string":
+                return self._rule(f"{quote} {self._text(self._form.quote)}")
+            case "array":
+                entry = self._braces(schema.get("items"), root, depth + 1)
+                return self._rule(f'"[" ({entry} ("," {entry})*)? "]"')
+            case "object" if isinstance(schema.get("properties"), dict):
+                entries = [
+                    (self._rule(f"{lark_text(key + ':')} {self._braces(part, root, depth + 1)}"), is_required)
+                    for key, part, is_required in _properties(schema)
+                ]
+                return self._rule(f'"{{" {self._sequence(entries, ",")} "}}"')
+            case "object" if depth == 0:
+                return self._rule(f'"{{" (/\\w+:/ {self._any_braces()} ("," /\\w+:/ {self._any_braces()})*)? "}}"')
+            case "integer" | "number" | "boolean" | "null":
+                return self._json(schema, root)
+        return self._any_braces()
+
+    def _any_braces(self) -> str:
+        if not self._has_any_value:
+            self._has_any_value = True
+            quoted = f"{self._written(self._form.quote)} {self._text(self._form.quote)}"
+            number = self._rule(lark_json({"type": ["number", "boolean", "null"]}))
+            entries = '"[" (any_value ("," any_value)*)? "]"'
+            members = '"{" (/\\w+:/ any_value ("," /\\w+:/ any_value)*)? "}"'
+            self._lines.append(f"any_value: {quoted} | {number} | {entries} | {members}")
+        return "any_value"
+
+    # Parts of rules
+
+    def _written(self, text: str) -> str:
+        return written(text, self._specials)
+
+    def _text(self, end: str) -> str:
+        """Return the rule of any text and its end."""
+        attribute, body = text_before(end, self._specials)
+        return self._rule(body, attribute)
+
+    def _json(self, schema: object, root: dict[str, Any]) -> str:
+        """Return the rule of JSON that a part of a schema describes, with the references that the whole resolves."""
+        wrapped = {**_rooted(schema), "$defs": {"__root": _rooted(root)}} if _has_references(schema) else schema
+        return self._rule(lark_json(wrapped if isinstance(wrapped, dict) else True))
+
+    def _rule(self, body: str, attribute: str = "") -> str:
+        """Add a rule and return its name. Raises `InvalidRequest` (`grammar`) if the grammar is then too long."""
+        self._chars += len(body)
+        if self._chars > _MOST_CHARS:
+            bound = f"schemas whose grammar has at most {_MOST_CHARS} characters"
+            raise InvalidRequest("grammar", f"more than {_MOST_CHARS} characters", bound)
+        name = f"rule{len(self._lines)}"
+        self._lines.append(f"{name}{attribute}: {body}")
+        return name
+
+    def _any_of(self, rules: Sequence[str]) -> str:
+        return rules[0] if len(rules) == 1 else self._rule(" | ".join(rules))
+
+    def _repeated(self, rule: str, between: str, most: int) -> str:
+        return f"{rule} ({self._joined(self._written(between), rule)}){{0,{most - 1}}}" if most > 1 else rule
+
+    def _joined(self, *parts: str) -> str:
+        return " ".join(filter(None, parts))
+
+    def _sequence(self, parts: Sequence[tuple[str, bool]], between: str) -> str:
+        """Return the rule of parts in their order, of which some are required, with a text between each two."""
+        following, first = '""', '""'
+        comma = lark_text(between) if between else ""
+        for part, is_required in reversed(parts):
+            alternatives = [] if is_required else [first]
+            first = self._any_of([self._rule(f"{part} {following}"), *alternatives])
+            alternatives = [] if is_required else [following]
+            following = self._any_of([self._rule(f"{comma} {part} {following}"), *alternatives])
+        return first
+
+
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, object, bool]]:
+    """Return name, schema and necessity of each property."""
+    properties, required = schema.get("properties"), schema.get("required")
+    names = required if isinstance(required, list) else []
+    return [(key, part, key in names) for key, part in properties.items()] if isinstance(properties, dict) else []
+
+
+def _choices(schema: object) -> list[str] | None:
+    """Return the texts that a schema allows; `None` if it allows others."""
+    if not isinstance(schema, dict):
+        return None
+    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    is_text = isinstance(values, list) and bool(values) and all(isinstance(value, str) and value for value in values)
+    return values if is_text else None
+
+
+def _resolved(schema: object, root: Mapping[str, Any]) -> object:
+    """Return what a reference into the schema names, or the schema itself if it is none."""
+    for _ in range(_MOST_DEPTH):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return schema
+        schema = root
+        for step in filter(None, reference[1:].split("/")):
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return None
+
+
+def _has_references(schema: object) -> bool:
+    return '"$ref"' in json.dumps(schema)
+
+
+def _rooted(schema: object) -> Any:
+    """Return a schema whose references begin at `_ROOT` instead of at its root."""
+    if isinstance(schema, list):
+        return [_rooted(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _ROOT + part[1:] if key == "$ref" and isinstance(part, str) and part.startswith("#") else _rooted(part)
+        for key, part in schema.items()
+    }
 
 
 def _function(field: str, tool: str) -> dict[str, Any]:

@@ -9,19 +9,27 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.core.answer_format import ToolFormat
+from cluster.core.answer_format_rows import call_format_of, reasoning_format_of
 from cluster.core.errors import ConfigurationError, InvalidRequest
-from cluster.core.json_text import find_half
+from cluster.generation.text.chat_messages import (
+    Expected,
+    Message,
+    as_object,
+    as_text,
+    has_broken_call,
+    to_json,
+    with_tools_as_text,
+)
 
 RENDER_SECONDS = 5.0
 """Longest time for which a template may compute, in seconds of its thread."""
@@ -33,29 +41,6 @@ _MARGIN = " \t "
 
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception"})
 """Variables of templates that requests cannot set by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class CalledTool:
-    """A call of a tool by the assistant."""
-
-    id: str
-    name: str
-    arguments: str
-    """A JSON object, or other text where the model wrote no object."""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a conversation."""
-
-    role: str
-    content: str
-    name: str | None = None
-    tool_calls: tuple[CalledTool, ...] = ()
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    """What the assistant thought before the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +128,23 @@ class ChatTemplate:
         clock: Clock = time.thread_time,
     ) -> None:
         self._environment = environment = _BoundedEnvironment(clock)
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            variables = meta.find_undeclared_variables(tree)
         except TemplateError as error:
             raise ConfigurationError(f"chat template: {error}") from None
         self._special_tokens = dict(special_tokens)
         self._characters = frozenset(source).union(*special_tokens.values())
-        self.reasons = "</think>" in source
-        """Whether the model writes what it thinks between `<think>` and `</think>`."""
-        self._renders_tools = "tools" in source
-        self.tool_format = _tool_format(source)
+        self._renders_tools = "tools" in variables
+        self.call_format = call_format_of(source if self._renders_tools else "")
+        """How the model writes calls of tools."""
+        self._expected = Expected.of(source, tree, self.call_format.history_ids if self._renders_tools else "")
+        self.reasoning_format = reasoning_format_of(source)
+        """How the model writes what it thinks; `None` if it does not."""
 
     def render(
         self, messages: Sequence[Message], options: TemplateOptions = PLAIN, most_chars: int | None = None
@@ -180,7 +169,9 @@ class ChatTemplate:
         """
         *before, last = messages
         mark = self._unused_character(messages, options)
-        marked = replace(last, content=f"{last.content}{mark}{_MARGIN}")
+        end = f"{mark}{_MARGIN}"
+        parts = (*last.parts[:-1], f"{last.parts[-1]}{end}") if last.parts else ()
+        marked = replace(last, content=f"{last.content}{end}", parts=parts)
         text = self._render([*before, marked], options, most_chars)
         prompt, found, rest = text.rpartition(mark)
         if not found:
@@ -190,10 +181,10 @@ class ChatTemplate:
     def _unused_character(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         """Return a private-use character that neither the template nor what it renders contains."""
         rendered = (
-            [_variables(message, _as_text) for message in messages],
+            [self._expected.variables(message, as_text) for message in messages],
             [json.loads(text) for text in (*options.tools, options.arguments or "{}")],
         )
-        used = self._characters.union(_to_json(rendered))
+        used = self._characters.union(to_json(rendered))
         found = next((char for char in map(chr, _PRIVATE_USE) if char not in used), None)
         if found is None:
             raise InvalidRequest("messages", f"{len(used)} different characters", "without all private-use characters")
@@ -201,20 +192,27 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], options: TemplateOptions, most_chars: int | None) -> str:
         tools = [json.loads(tool) for tool in options.tools]
-        if tools and not self._renders_tools:
-            messages = with_tools_as_text(messages, options.tools)
         variables = {"documents": None, **(json.loads(options.arguments) if options.arguments else {})}
         variables |= {"tools": tools or None, "add_generation_prompt": options.add_generation_prompt}
-        # Arguments that are no object are shown as text. Some templates take objects only.
-        forms = (_as_text, _as_object) if any(map(_has_broken_call, messages)) else (_as_text,)
-        for form in forms:
-            turns = {"messages": [_variables(message, form) for message in messages]}
+        for turns in self._turns(messages, options):
             try:
-                return self._generate({**self._special_tokens, **variables, **turns}, most_chars)
+                return self._generate({**self._special_tokens, **variables, "messages": turns}, most_chars)
             except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
                 reason = str(error)
         roles = [message.role for message in messages]
         raise InvalidRequest("messages", roles, f"a conversation that the model's template accepts: {reason}")
+
+    def _turns(self, messages: Sequence[Message], options: TemplateOptions) -> Iterator[list[dict[str, Any]]]:
+        """Yield the messages as the template reads them, first in the form that most templates take."""
+        prepared: Sequence[Message] = self._expected.prepared(messages)
+        offers = [prepared]
+        if options.tools and not self._renders_tools:
+            offers = [with_tools_as_text(prepared, options.tools, in_system=is_first) for is_first in (True, False)]
+        # Arguments that are no object are shown as text. Some templates take objects only.
+        forms = (as_text, as_object) if any(map(has_broken_call, messages)) else (as_text,)
+        for turns in offers:
+            for form in forms:
+                yield [self._expected.variables(turn, form) for turn in turns]
 
     def _generate(self, variables: Mapping[str, Any], most_chars: int | None) -> str:
         parts, length = [], 0
@@ -225,92 +223,6 @@ class ChatTemplate:
             if most_chars is not None and length > most_chars:
                 raise TextTooLong(length)
         return "".join(parts)
-
-
-def with_tools_as_text(messages: Sequence[Message], tools: Sequence[str]) -> tuple[Message, ...]:
-    """Return a conversation that offers tools, and shows their calls, in its texts, for a template that knows none."""
-    offer = "\n".join(
-        (
-            "You can call these functions:",
-            "<tools>",
-            *tools,
-            "</tools>",
-            "To call one, write its name and arguments as JSON between tags:",
-            '<tool_call>{"name": "NAME", "arguments": {}}</tool_call>',
-        )
-    )
-    head, *others = messages
-    if head.role == "system":
-        head = Message("system", f"{head.content}\n\n{offer}", head.name)
-    else:
-        head, others = Message("system", offer), [head, *others]
-    return (head, *map(_with_calls_as_text, others))
-
-
-def _with_calls_as_text(message: Message) -> Message:
-    calls = [
-        f'<tool_call>{{"name": {_to_json(call.name)}, "arguments": {call.arguments}}}</tool_call>'
-        for call in message.tool_calls
-    ]
-    return Message(message.role, "\n".join([*filter(None, [message.content]), *calls]), message.name)
-
-
-def _called_with(call: CalledTool) -> dict[str, Any] | None:
-    """Return the arguments of a call as an object; `None` if what the model wrote is none."""
-    try:
-        value = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and find_half(value) is None else None
-
-
-def _has_broken_call(message: Message) -> bool:
-    return any(_called_with(call) is None for call in message.tool_calls)
-
-
-def _as_text(call: CalledTool) -> object:
-    """The arguments of a call as an object, or as the text that the model wrote instead."""
-    found = _called_with(call)
-    return call.arguments if found is None else found
-
-
-def _as_object(call: CalledTool) -> object:
-    """The arguments of a call as an object, which has the text that the model wrote instead of one."""
-    found = _called_with(call)
-    return {"partial_json": call.arguments} if found is None else found
-
-
-def _variables(message: Message, arguments: Callable[[CalledTool], object]) -> dict[str, Any]:
-    """Return a message as templates expect it."""
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        found["name"] = message.name
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.reasoning is not None:
-        found["reasoning_content"] = found["reasoning"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": arguments(call)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _tool_format(source: str) -> ToolFormat:
-    if "[TOOL_CALLS]" in source:
-        return ToolFormat.MISTRAL
-    is_llama = "<|python_tag|>" in source or ("<|start_header_id|>" in source and "tools" in source)
-    return ToolFormat.LLAMA if is_llama and "<tool_call>" not in source else ToolFormat.HERMES
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as `transformers` writes it: not escaped for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -48,8 +48,8 @@ class OutputProcessor:
         self._min_tokens = request.sampling.min_tokens
         self._prediction = PredictionMatch(request.prediction) if request.prediction else None
         self._prompt_len = len(request.input)
-        begins = request.text.begins_in_reasoning
-        self._reasoning = None if begins is None else ReasoningCount(begins_inside=begins)
+        form, begins = request.text.reasoning, request.text.begins_in_reasoning
+        self._reasoning = None if form is None else ReasoningCount(form, begins_inside=begins)
         self._seed = request.seed_of(index)
         self._returns_drafts = request.returns_drafts
         self._tokens = 0

@@ -12,27 +12,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cluster.core import bounds
-from cluster.core.answer_format import TEXT_ONLY, AnswerFormat
+from cluster.core.answer_format import TEXT_ONLY, AnswerFormat, ReasoningFormat
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import ContextLengthExceeded, InvalidRequest, context_reason
 from cluster.core.json_text import WHOLE, find_half
 from cluster.core.nearest import nearest
 from cluster.core.verification import TargetInfo
-from cluster.generation.text.chat_template import (
-    OWN_VARIABLES,
-    PLAIN,
-    CalledTool,
-    Message,
-    TemplateOptions,
-    TextTooLong,
-)
+from cluster.generation.text.chat_messages import CalledTool, Message
+from cluster.generation.text.chat_template import OWN_VARIABLES, PLAIN, TemplateOptions, TextTooLong
 from cluster.generation.text.tokenizer import Tokenizer
 from pilotfish.v1 import generation_pb2
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-THINKING_START, THINKING_END = "<think>", "</think>"
-_LONGEST_THINK_TOKENS = 16
-"""Most tokens of `<think>` and the white space after it."""
+_LONGEST_OPENING_TOKENS = 32
+"""Most tokens of what opens or closes reasoning, and the white space after it."""
 ALL_THAT_FITS = -1
 """`PromptOptions.truncate` that keeps as many tokens as the context and `max_tokens` allow."""
 
@@ -186,7 +179,10 @@ def _chat_message(field: str, message: generation_pb2.ChatMessage) -> Message:
     # What an earlier answer called is shown to the model as it is, whether or not a tool could take it.
     calls = tuple(CalledTool(call.id, call.name, call.arguments) for call in message.tool_calls)
     reasoning = message.reasoning if message.HasField("reasoning") else None
-    return Message(message.role, message.content, name, calls, call_id, reasoning)
+    content, parts = message.content, tuple(message.content_parts)
+    if parts and content:
+        raise InvalidRequest(f"{field}.content", content, "left out where there are content_parts")
+    return Message(message.role, content or "\n".join(parts), name, calls, call_id, reasoning, parts)
 
 
 async def encode_prompt(
@@ -290,17 +286,22 @@ def answer_format(tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int]) -
     """Return the format of the answers to a prompt with these tokens."""
     if not isinstance(prompt, ChatPrompt):
         return TEXT_ONLY
-    form = tokenizer.tool_format if prompt.options.tools else None
-    if not tokenizer.reasons:
-        return AnswerFormat(form)
+    calls, reasoning = tokenizer.call_format if prompt.options.tools else None, tokenizer.reasoning_format
+    if reasoning is None or not reasoning.reasons:
+        return AnswerFormat(calls, reasoning)
     if not prompt.options.continue_final_message:
-        return AnswerFormat(form, True, begins_thinking(tokenizer, tokens))
+        return AnswerFormat(calls, reasoning, begins_reasoning(tokenizer, reasoning, tokens))
     last = prompt.messages[-1]
-    is_thought = last.content.lstrip().startswith(THINKING_START) and THINKING_END not in last.content
-    return AnswerFormat(form, True, last.role == "assistant" and is_thought)
+    begun = last.content.lstrip()
+    is_open = begun.startswith(reasoning.written_opening.rstrip()) if begun else reasoning.begins_inside
+    return AnswerFormat(
+        calls, reasoning, last.role == "assistant" and is_open and reasoning.closing not in last.content
+    )
 
 
-def begins_thinking(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:
-    """Return whether a prompt ends after `<think>`, so that the answer begins with what the model thinks."""
-    end = tokenizer.decode(tokens[-_LONGEST_THINK_TOKENS:], skip_special_tokens=False)
-    return end.rstrip().endswith(THINKING_START)
+def begins_reasoning(tokenizer: Tokenizer, reasoning: ReasoningFormat, tokens: Sequence[int]) -> bool:
+    """Return whether an answer to a prompt begins with what the model thinks, without a marker."""
+    end = tokenizer.decode(tokens[-_LONGEST_OPENING_TOKENS:], skip_special_tokens=False).rstrip()
+    if reasoning.begins_inside:
+        return not end.endswith(reasoning.closing)
+    return end.endswith(reasoning.written_opening.rstrip())

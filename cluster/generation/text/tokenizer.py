@@ -5,20 +5,48 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from cluster.core.answer_format import ToolFormat
+from cluster.core.answer_format import CallFormat, ReasoningFormat
+from cluster.core.answer_format_rows import call_format, call_format_of, reasoning_format
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.core.token_bytes import METASPACE, PieceToBytes, reader
-from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions
+from cluster.generation.text.chat_messages import Message
+from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions
 from cluster.generation.text.marian_vocabulary import MarianVocabulary, is_marian
 from cluster.generation.text.text_executor import TextExecutor
 from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """The settings `tool_parser` and `reasoning_parser`: names of formats, `auto` or `none`."""
+
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
+    def calls(self, template: ChatTemplate | None) -> CallFormat:
+        """Return how calls of tools are written: as the setting says, else as the chat template shows."""
+        seen = call_format_of("") if template is None else template.call_format
+        if self.tool_parser in ("auto", seen.name, *seen.names):
+            return seen
+        return call_format(self.tool_parser) or seen
+
+    def reasoning(self, template: ChatTemplate | None) -> ReasoningFormat | None:
+        """Return how reasoning is written: as the setting says, else as the chat template shows."""
+        if self.reasoning_parser != "auto":
+            return reasoning_format(self.reasoning_parser)
+        return None if template is None else template.reasoning_format
+
+
+BY_TEMPLATE = Parsers()
+"""The formats that the chat template shows."""
 
 
 class Tokenizer:
@@ -31,17 +59,24 @@ class Tokenizer:
         *,
         strips_first_space: bool = False,
         template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
         eos_token_ids: tuple[int, ...] = (),
         file: Path | None = None,
+        parsers: Parsers = BY_TEMPLATE,
     ) -> None:
         self.file = file
         """The `tokenizer.json` that was read. Grammars need it."""
         self._vocabulary = vocabulary
         self._piece_to_bytes = piece_to_bytes
+        self._specials_in: dict[tuple[str, ...], Mapping[str, int]] = {}
         self._bytes: dict[int, bytes] = {}
         """The bytes of the tokens that were asked for; most answers use the same few thousand."""
         self._strips_first_space = strips_first_space
         self._template = template
+        self._tool_template = tool_template or template
+        """The template of conversations with tools."""
+        self.call_format = parsers.calls(self._tool_template)
+        self.reasoning_format = parsers.reasoning(template)
         self.eos_token_ids = eos_token_ids
         self.texts = TextExecutor()
         """Threads for work on texts of more than a few tokens."""
@@ -49,7 +84,7 @@ class Tokenizer:
         """Most characters of a token. A text has at least its length ÷ this number of tokens."""
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
+    def load(cls, directory: Path, parsers: Parsers = BY_TEMPLATE) -> Tokenizer:
         """Read `tokenizer.json`, or the files of a MarianMT model, and the other tokenizer files of a model directory.
 
         Raises `ConfigurationError` if a file is missing, unreadable or of an unknown kind.
@@ -64,14 +99,20 @@ class Tokenizer:
             piece_to_bytes, strips_first_space = reader(decoder)
         settings = _read_json(directory / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
-        template = _template_source(directory, settings)
+        templates = {
+            name: ChatTemplate(source, special_tokens)
+            for name, source in _template_sources(directory, settings).items()
+            if name in ("default", "tool_use")
+        }
         return cls(
             vocabulary,
             piece_to_bytes,
             strips_first_space=strips_first_space,
-            template=None if template is None else ChatTemplate(template, special_tokens),
+            template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
             eos_token_ids=_eos_token_ids(directory, vocabulary, special_tokens),
             file=file if file.is_file() else None,
+            parsers=parsers,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -95,16 +136,6 @@ class Tokenizer:
         """Whether the model has a chat template."""
         return self._template is not None
 
-    @property
-    def reasons(self) -> bool:
-        """Whether the model writes what it thinks between `<think>` and `</think>`."""
-        return self._template is not None and self._template.reasons
-
-    @property
-    def tool_format(self) -> ToolFormat:
-        """How the model writes calls of tools."""
-        return ToolFormat.HERMES if self._template is None else self._template.tool_format
-
     def render_chat(
         self, messages: Sequence[Message], options: TemplateOptions = PLAIN, most_chars: int | None = None
     ) -> str:
@@ -112,7 +143,8 @@ class Tokenizer:
         if self._template is None:
             roles = [message.role for message in messages]
             raise InvalidRequest("messages", roles, "sent as a prompt instead: this model has no chat template")
-        return self._template.render(messages, options, most_chars)
+        template = self._tool_template if options.tools and self._tool_template is not None else self._template
+        return template.render(messages, options, most_chars)
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions = PLAIN) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
@@ -136,18 +168,28 @@ class Tokenizer:
         """Return the entry of the vocabulary for a token, as the tokenizer spells it; empty for an unused id."""
         return self._vocabulary.piece(token) or ""
 
-    def special_token(self, piece: str) -> int | None:
-        """Return the id of a special token, or `None` if the vocabulary has no such special token."""
-        found = (token for token in self._vocabulary.special_ids if self._vocabulary.piece(token) == piece)
-        return next(found, None)
+    def special_tokens_in(self, texts: tuple[str, ...]) -> Mapping[str, int]:
+        """Return the special tokens that are part of the texts of a format, by their text."""
+        found = self._specials_in.get(texts)
+        if found is None:
+            pieces = ((self._vocabulary.piece(token) or "", token) for token in self._vocabulary.special_ids)
+            found = {piece: token for piece, token in pieces if piece and any(piece in text for text in texts)}
+            self._specials_in[texts] = found
+        return found
 
     def is_special(self, token: int) -> bool:
         """Whether the token is a special token."""
         return token in self._vocabulary.special_ids
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
-        """Return a detokenizer for one answer. `starts_text` removes the first space if the tokenizer adds one."""
-        return Detokenizer(self, skip_special_tokens, starts_text and self._strips_first_space)
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, starts_text: bool = False, kept: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """Return a detokenizer for one answer. `starts_text` removes the first space if the tokenizer adds one.
+
+        The special tokens `kept` are not skipped.
+        """
+        hidden = self._vocabulary.special_ids - kept if skip_special_tokens else frozenset[int]()
+        return Detokenizer(self, hidden, starts_text and self._strips_first_space)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens. Bytes that are not valid UTF-8 become U+FFFD."""
@@ -161,17 +203,17 @@ class Detokenizer:
     All parts together equal `Tokenizer.decode` of all tokens, apart from the first space of a continuation.
     """
 
-    __slots__ = ("_drop_space", "_skip_special_tokens", "_tokenizer", "_utf8")
+    __slots__ = ("_drop_space", "_hidden", "_tokenizer", "_utf8")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, drop_space: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], drop_space: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden = hidden
         self._drop_space = drop_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that is now complete."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token):
+        if token in self._hidden:
             return ""
         return self._first_space_dropped(self._utf8.decode(self._tokenizer.token_bytes(token)))
 
@@ -219,15 +261,20 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the template: from its own file, or from the settings, alone or in a list under `default`."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = settings.get("chat_template")
-    if isinstance(source, list):
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
-    return source if isinstance(source, str) else None
+def _template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name: from files of their own, else from the settings of tokenizer or processor."""
+    own = directory / "chat_template.jinja"
+    more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    files = (
+        {"default": own, **{path.stem: path for path in more}} if own.is_file() else {path.stem: path for path in more}
+    )
+    found: dict[str, str] = {}
+    for given in (_read_json(directory / "chat_template.json"), settings):
+        source = given.get("chat_template")
+        entries = source if isinstance(source, list) else [{"name": "default", "template": source}]
+        named = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict))
+        found |= {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+    return found | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
 
 
 def _eos_token_ids(directory: Path, vocabulary: Vocabulary, special_tokens: Mapping[str, str]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from fastapi import Request
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.ingress.asgi import read_body
-from cluster.ingress.openai.fields.types import StrictModel, UnknownFields
+from cluster.ingress.openai.fields.types import IN_VOCABULARY, StrictModel, UnknownFields
 from cluster.ingress.openai.parse import parse
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ IGNORED_FIELDS = "x-ignored-fields"
 MISSPELT_FIELDS = "x-misspelt-fields"
 """The header that names ignored fields that are probably misspelt, as `temprature=temperature`."""
 
+_TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+"""Names of fields that are lists of token ids."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Names of the field for the most tokens of an answer."""
 
@@ -47,7 +49,9 @@ async def read_parsed(model: type[_Body], request: Request, limits: LimitsSectio
 
 
 def _with_true_bound(error: InvalidRequest, limits: LimitsSection) -> InvalidRequest:
-    """Return the error, for a length of the answer with the bound that a smaller wrong value would be told."""
+    """Return the error, for token ids and lengths with the bound that a less wrong value would be told."""
+    if type(error.value) is int and error.field.partition("[")[0] in _TOKEN_LISTS:
+        return InvalidRequest(error.field, error.value, IN_VOCABULARY)
     if error.field not in _LENGTHS or type(error.value) is not int:
         return error
     most = limits.max_output_tokens

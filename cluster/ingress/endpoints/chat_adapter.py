@@ -11,6 +11,7 @@ from typing import Protocol
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from cluster.core.answer_format import TEXT_ONLY
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.ingress.answers import answers
@@ -113,7 +114,7 @@ class _Answer:
         self.adapter = adapter
         self._form = form
         self._choice = Choice(0)
-        self._parser = AnswerParser("", None, None)
+        self._parser = AnswerParser("", TEXT_ONLY)
         self._started = generation_pb2.GenerationStarted()
 
     async def first(self, responses: Events) -> list[Event]:

@@ -34,6 +34,13 @@ _FIELDS: Mapping[str, str] = {
 }
 """Names of series, and what they are called in the answer. Series that differ in other labels add up."""
 _DRAFTERS = "pilotfish:drafters"
+_DRAFTER_FIELDS: Mapping[str, str] = {
+    "pilotfish:drafter_available": "available",
+    "pilotfish:drafter_sequences": "sequences",
+    "pilotfish:drafter_proposed_tokens_total": "proposed_tokens_total",
+    "pilotfish:drafter_busy_seconds_total": "busy_seconds_total",
+}
+"""Names of the series of each drafter, and what they are called in its entry of `drafting`."""
 
 
 def add_cluster_status(app: FastAPI, client: StatusClient) -> None:
@@ -50,17 +57,29 @@ def read_replicas(exposition: str) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            field = _FIELDS.get(sample.name)
-            if field is None and sample.name != _DRAFTERS:
+            field, of_drafter = _FIELDS.get(sample.name), _DRAFTER_FIELDS.get(sample.name)
+            if field is None and of_drafter is None and sample.name != _DRAFTERS:
                 continue
             name = sample.labels.get(LABEL, "")
             replica = found.setdefault(name, _empty(name, sample.labels.get("model_name", "")))
-            if field is None:
-                replica["drafters"][sample.labels.get("state", "")] = int(sample.value)
-            else:
+            if field is not None:
                 replica[field] += sample.value
+            elif of_drafter is not None:
+                _drafter(replica, sample.labels.get("drafter", ""))[of_drafter] = sample.value
+            else:
+                replica["drafters"][sample.labels.get("state", "")] = int(sample.value)
     return list(found.values())
 
 
 def _empty(name: str, model: str) -> dict[str, Any]:
-    return {"id": name, "model": model, "drafters": {}, **dict.fromkeys(_FIELDS.values(), 0.0)}
+    return {"id": name, "model": model, "drafters": {}, "drafting": [], **dict.fromkeys(_FIELDS.values(), 0.0)}
+
+
+def _drafter(replica: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entry of a drafter among those that draft for a replica."""
+    entry = next((one for one in replica["drafting"] if one["id"] == name), None)
+    if entry is None:
+        entry = {"id": name, **dict.fromkeys(_DRAFTER_FIELDS.values(), 0.0)}
+        replica["drafting"].append(entry)
+    found: dict[str, Any] = entry
+    return found

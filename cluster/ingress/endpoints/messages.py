@@ -194,7 +194,7 @@ def _thinking(thinking: Json) -> Json:
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise InvalidRequest("thinking.budget_tokens", budget, "an integer of at least 0")
     return {
-        "chat_template_kwargs": {"enable_thinking": kind != "disabled"},
+        "chat_template_kwargs": {"enable_thinking": kind != "disabled", "thinking": kind != "disabled"},
         "thinking_token_budget": budget if kind == "enabled" else None,
     }
 

@@ -100,20 +100,34 @@ def _turns(items: str | list[dict[str, Any]]) -> Iterator[Json]:
     if isinstance(items, str):
         yield {"role": "user", "content": items}
         return
+    thought: Json = {}
     for position, item in enumerate(items):
         field, kind = f"input[{position}]", item.get("type", "message")
-        if kind == "message":
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            yield {"role": role, "content": _text(f"{field}.content", item.get("content"))}
+        if kind == "reasoning":
+            thought = _thought(field, item)
+        elif kind == "message":
+            own, thought = (thought, {}) if item.get("role") == "assistant" else ({}, thought)
+            yield {"role": item.get("role"), "content": _text(f"{field}.content", item.get("content")), **own}
         elif kind == "function_call":
             function = {"name": item.get("name") or "", "arguments": item.get("arguments")}
             call = {"id": item.get("call_id") or "", "type": "function", "function": function}
-            yield {"role": "assistant", "content": "", "tool_calls": [call]}
+            yield {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+            thought = {}
         elif kind == "function_call_output":
             content = _text(f"{field}.output", item.get("output"))
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         elif kind == "item_reference" or not isinstance(kind, str):
             raise UnsupportedParameter(f"{field}.type", kind, "message, function_call or function_call_output")
+
+
+def _thought(field: str, item: Json) -> Json:
+    """Return what an earlier answer thought as a field of the message that follows it; nothing if it is not told."""
+    texts = [
+        _text(f"{field}.{name}", [{**part, "type": "text"} if isinstance(part, dict) else part for part in item[name]])
+        for name in ("summary", "content")
+        if isinstance(item.get(name), list)
+    ]
+    return {"reasoning_content": texts[-1] or texts[0]} if any(texts) else {}
 
 
 def _text(field: str, content: object) -> str:
@@ -166,7 +180,8 @@ class _ResponseObject:
             yield self._in_item("response.output_text.delta", content_index=0, delta=part.text, logprobs=scored)
         else:
             if not self._items or self._items[-1]["type"] != "reasoning":
-                item: Json = {"type": "reasoning", "id": f"rs_{self.id[5:]}", "summary": [], "encrypted_content": None}
+                identity = f"rs_{self.id[5:]}_{len(self._items)}"
+                item: Json = {"type": "reasoning", "id": identity, "summary": [], "encrypted_content": None}
                 yield from self._open({**item, "content": [{"type": "reasoning_text", "text": ""}]})
             self._items[-1]["content"][0]["text"] += part.text
             yield self._in_item("response.reasoning_text.delta", content_index=0, delta=part.text)
@@ -242,7 +257,9 @@ class _ResponseObject:
             for item in self._items
             if item["type"] == "function_call" and item["status"] == "completed"
         ]
-        return {"role": "assistant", "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+        thought = "".join(item["content"][0]["text"] for item in self._items if item["type"] == "reasoning")
+        more = {"tool_calls": calls, "reasoning_content": thought}
+        return {"role": "assistant", "content": "".join(texts), **{name: more[name] for name in more if more[name]}}
 
     def _open_message(self) -> Iterable[Event]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

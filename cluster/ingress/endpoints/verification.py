@@ -129,7 +129,7 @@ async def _repeat(responses: Events, body: VerifyBody) -> _Repeated:
         async for _, response in responses:
             if response.HasField("started"):
                 answer.fingerprint = system_fingerprint(response.started)
-                if body.text is not None and (response.started.tool_format or response.started.reasons):
+                if body.text is not None and (response.started.tool_format or response.started.reasoning_format):
                     raise InvalidRequest("text", "sent", "left out: calls and reasoning are compared by token_ids")
             elif response.HasField("delta"):
                 answer.text += response.delta.text

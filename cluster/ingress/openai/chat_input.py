@@ -30,7 +30,8 @@ def _template_arguments(body: ChatExtensions) -> str:
     if body.documents:
         arguments["documents"] = body.documents
     if body.reasoning_effort is not None:
-        arguments |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+        thinks = body.reasoning_effort != "none"
+        arguments |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
     arguments |= body.chat_template_kwargs
     return json.dumps(arguments, ensure_ascii=False) if arguments else ""
 
@@ -38,7 +39,8 @@ def _template_arguments(body: ChatExtensions) -> str:
 def _message(turn: ChatTurn) -> generation_pb2.ChatMessage:
     return generation_pb2.ChatMessage(
         role=turn.role,
-        content=turn.content,
+        content=turn.content if isinstance(turn.content, str) else "",
+        content_parts=() if isinstance(turn.content, str) else turn.content,
         name=turn.name,
         tool_calls=[
             generation_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.core.answer_format import ToolFormat
+from cluster.core.answer_format import AnswerFormat
+from cluster.core.answer_format_rows import call_format, reasoning_format
 from cluster.ingress.openai.fields.tools import required_tool
-from cluster.ingress.openai.parsing.answer_parser import AnswerParser, ReasoningParser
-from cluster.ingress.openai.parsing.call_parser import ALL_CALLS, CallOptions, CallParser
+from cluster.ingress.openai.parsing.answer_parser import ALL_CALLS, AnswerParser
+from cluster.ingress.openai.parsing.call_reader import CallOptions
 from cluster.ingress.openai.parsing.parts import Json
 from cluster.ingress.openai.requests import ChatRequest
 from pilotfish.v1 import common_pb2, generation_pb2
@@ -146,6 +147,7 @@ class ChatFormat:
         return cls(
             TokenNames(body.return_tokens_as_token_ids),
             CallOptions(
+                tools={tool["function"]["name"]: _parameters(tool["function"]) for tool in body.tools},
                 parallel=body.parallel_tool_calls,
                 forced=required_tool(body) is not None,
                 whole=bool(body.stop or body.stop_token_ids),
@@ -156,15 +158,13 @@ class ChatFormat:
 
     def begin(self, choice: Choice, started: generation_pb2.GenerationStarted) -> None:
         """Parse the answer if it may have reasoning or calls of tools."""
-        if not started.tool_format and not started.reasons:
+        if not started.tool_format and not started.reasoning_format:
             return
-        form = ToolFormat(started.tool_format) if started.tool_format else None
-        choice.parser = AnswerParser(
-            f"call_{started.request_id[:32]}_{choice.index}_",
-            ReasoningParser(begins_inside=started.begins_in_reasoning) if started.reasons else None,
-            None if form is None else CallParser(form, self._calls),
-            self._include_reasoning,
+        form = AnswerFormat(
+            call_format(started.tool_format), reasoning_format(started.reasoning_format), started.begins_in_reasoning
         )
+        prefix = f"call_{started.request_id[:32]}_{choice.index}_"
+        choice.parser = AnswerParser(prefix, form, self._calls, include_reasoning=self._include_reasoning)
 
     def logprobs(self, choice: Choice, delta: generation_pb2.GenerationDelta) -> list[Json]:  # noqa: ARG002
         """Return token, bytes and alternatives of each token."""
@@ -260,6 +260,12 @@ class CompletionFormat:
         """Return one list per field."""
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return {name: [entry[name] for entry in entries] for name in names}
+
+
+def _parameters(function: Json) -> Json:
+    """Return the schema of a tool's arguments; an empty one if there is none."""
+    found = function.get("parameters")
+    return found if isinstance(found, dict) else {}
 
 
 def token_text(text: bytes) -> str:

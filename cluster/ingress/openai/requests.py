@@ -16,6 +16,7 @@ from cluster.core.grammar import Grammar
 from cluster.ingress.openai.fields.grammars import GrammarParameters
 from cluster.ingress.openai.fields.tools import ChatExtensions, ToolCall, required_tool
 from cluster.ingress.openai.fields.types import (
+    IN_VOCABULARY,
     MAX_UINT32,
     FirstErrorOnly,
     StrictModel,
@@ -182,7 +183,7 @@ class ChatTurn(StrictModel):
     path: ClassVar[str] = "messages."
 
     role: Text
-    content: Text
+    content: Text | list[Text]
     name: Text | None = None
     tool_calls: Annotated[list[ToolCall], FirstErrorOnly()] = Field(default_factory=list)
     """Calls of tools by the assistant."""
@@ -233,7 +234,7 @@ class ChatRequest(ChatExtensions, Parameters):
 
 
 def plain_messages(value: object) -> object:
-    """Drop the nulls of messages, and join their text parts. Raises `InvalidRequest` (`messages…`)."""
+    """Drop the nulls of messages, and take the texts of their parts. Raises `InvalidRequest` (`messages…`)."""
     if not isinstance(value, list):
         return value
     return [_plain_message(f"messages[{position}]", message) for position, message in enumerate(value)]
@@ -250,14 +251,22 @@ def _list_of_prompts(value: object) -> object:
             return value
         prompts = [value] if all(type(entry) is int for entry in value) else value
         if all(type(prompt) is list and all(type(token) is int for token in prompt) for prompt in prompts):
-            for prompt in prompts:
-                bounds.tokens("prompt", prompt, 0, bounds.MAX_MESSAGE_BYTES, MAX_UINT32 + 1)
+            for index, prompt in enumerate(prompts):
+                _check_tokens("prompt" if prompts is not value else f"prompt[{index}]", prompt)
             return prompts
     raise InvalidRequest("prompt", value, "a string, token ids, or a list of either")
 
 
+def _check_tokens(field: str, tokens: list[int]) -> None:
+    """Raise `InvalidRequest` for a token that the model cannot have, whatever its vocabulary is."""
+    bounds.count(field, tokens, 0, bounds.MAX_MESSAGE_BYTES)
+    for position, token in enumerate(tokens):
+        if not 0 <= token <= MAX_UINT32:
+            raise InvalidRequest(f"{field}[{position}]", token, IN_VOCABULARY)
+
+
 def _plain_message(field: str, message: object) -> object:
-    """Drop nulls, join text parts, and take what other servers' answers have. Raises `InvalidRequest`."""
+    """Drop nulls, take the texts of parts, and what other servers' answers have. Raises `InvalidRequest`."""
     if not isinstance(message, dict):
         return message
     present = {name: value for name, value in message.items() if value is not None}
@@ -273,9 +282,7 @@ def _plain_message(field: str, message: object) -> object:
         present["content"] = present.get("content") or refusal
     if isinstance(present.get("content"), list):
         parts = present["content"]
-        present["content"] = "\n".join(
-            part_text(f"{field}.content[{position}]", part) for position, part in enumerate(parts)
-        )
+        present["content"] = [part_text(f"{field}.content[{position}]", part) for position, part in enumerate(parts)]
     return present
 
 
@@ -297,4 +304,4 @@ def part_text(field: str, part: object) -> str:
 def _check_token_key(field: str, key: str) -> None:
     """Check that a key is a token id. It is a string, because JSON objects have no other keys."""
     if not (key.isascii() and key.isdecimal()) or len(key) > len(str(MAX_UINT32)) or int(key) > MAX_UINT32:
-        raise InvalidRequest(field, key, "a token id of the model's vocabulary")
+        raise InvalidRequest(field, key, IN_VOCABULARY)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 
 from pydantic_core import to_json
 
-from cluster.ingress.openai.draft_metrics import draft_metrics, note_acceptance
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import EventId, EventIds, Stage
 from cluster.ingress.openai.formats import Choice, reported_prompt, streamed_prompt
@@ -36,13 +35,13 @@ async def whole_response(
         if event.HasField("started"):
             note_prompt(choices[index], event.started, metadata.endpoint, options)
         elif event.HasField("delta"):
-            note_acceptance(choices[index], event.delta)
+            _note_acceptance(choices[index], event.delta)
             add_delta(metadata.endpoint, choices[index], event.delta, options)
         elif event.HasField("finished"):
             choices[index].finished = _ended(event.finished, options)
     complete = [whole_choice(metadata.endpoint, choice, options) | metadata.receipt(choice) for choice in choices]
     prompt = {} if metadata.endpoint.reports_prompt_per_choice else reported_prompt(choices[0])
-    return metadata.wrap(complete, chunk=False, usage=usage(choices), **draft_metrics(choices), **prompt)
+    return metadata.wrap(complete, chunk=False, usage=usage(choices), **_draft_metrics(choices), **prompt)
 
 
 async def chunks(
@@ -70,14 +69,14 @@ async def chunks(
     stage, ids, joining = last.stage, EventIds(last, choices), _Joining(options.interval)
     try:
         async for index, event in events:
-            note_acceptance(choices[index], event.delta)
+            _note_acceptance(choices[index], event.delta)
             for sent in joining.add(index, event):
                 chunk = _chunk(metadata, choices[index], sent, options)
                 if chunk is not None:
                     yield _server_sent(chunk, ids.next(stage))
         if options.usage and stage is Stage.CHOICES:
             stage = Stage.USAGE
-            summary = metadata.wrap([], chunk=True, usage=usage(choices), **draft_metrics(choices))
+            summary = metadata.wrap([], chunk=True, usage=usage(choices), **_draft_metrics(choices))
             yield _server_sent(summary, ids.next(stage))
     except Exception as error:
         yield _with_id(on_error(error).body(), ids.next(stage))
@@ -162,3 +161,38 @@ def _server_sent(payload: Json, event_id: str) -> bytes:
 
 def _with_id(data: bytes, event_id: str) -> bytes:
     return b"id: " + event_id.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def _note_acceptance(choice: Choice, delta: generation_pb2.GenerationDelta) -> None:
+    """Record what one step verified for an answer."""
+    if delta.drafted_tokens:
+        choice.acceptances.append((delta.drafted_tokens, delta.accepted_draft_tokens))
+
+
+def _draft_metrics(choices: Iterable[Choice]) -> Json:
+    """Return the field `metrics` of a response, in the form of vLLM; nothing if no drafts were verified.
+
+    Entry `j` of the histogram is the number of steps that accepted `j` drafted tokens. `num_spec_tokens` is the
+    largest number that one step verified.
+    """
+    steps = [step for choice in choices for step in choice.acceptances]
+    if not steps:
+        return {}
+    most = max(drafted for drafted, _ in steps)
+    histogram = [0] * (most + 1)
+    for _, count in steps:
+        histogram[count] += 1
+    drafted, accepted = (sum(values) for values in zip(*steps, strict=True))
+    return {
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + accepted / len(steps),
+                "draft_acceptance_rate": accepted / drafted,
+                "acceptance_histogram": histogram,
+                "num_spec_steps": len(steps),
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": drafted,
+                "num_spec_tokens": most,
+            }
+        }
+    }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -14,20 +12,20 @@ import httpx
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest
 from deploy.draft_origins import summed
+from deploy.network.https_client import refusal_hint, why_silent
 
-_TIMEOUT_SECONDS = 3600.0
+_PATH = "/v1/chat/completions"
 
 
 class EndpointContestant:
     """Measures a server by its streamed answers. It reports τ only where the server counts target steps."""
 
-    def __init__(self, client: httpx.AsyncClient, url: str, model: str, *, predicts: bool = False) -> None:
-        """`url` is the server's address, with or without the path `/v1`.
+    def __init__(self, client: httpx.AsyncClient, model: str, *, predicts: bool = False) -> None:
+        """The base address of `client` is the server's.
 
         With `predicts`, requests have the `prediction` (OpenAI's parameter) of prompts that have one.
         """
         self._client = client
-        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         self._model = model
         self._predicts = predicts
 
@@ -56,14 +54,15 @@ class EndpointContestant:
             body["prediction"] = {"type": "content", "content": prompt.prediction}
         read = StreamReader()
         try:
-            async with self._client.stream("POST", self._url, json=body, timeout=_TIMEOUT_SECONDS) as response:
+            async with self._client.stream("POST", _PATH, json=body) as response:
                 if response.status_code != httpx.codes.OK:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise WorkerUnavailable(f"{self._url} answered {response.status_code}: {text[:500]}")
+                    text = (await response.aread()).decode(errors="replace")[:500]
+                    hint = refusal_hint(response.status_code)
+                    raise WorkerUnavailable(f"{response.request.url} answered {response.status_code}: {text}{hint}")
                 async for line in response.aiter_lines():
                     read.line(line)
         except httpx.HTTPError as error:
-            raise WorkerUnavailable(f"{self._url}: {error!r}") from error
+            raise WorkerUnavailable(f"{self._client.base_url}: {why_silent(error)}") from error
         return read.answer(counts_drafts="prediction" not in body)
 
 
@@ -128,10 +127,3 @@ class StreamReader:
             int(cached or 0),
             summed(self._origins),
         )
-
-
-@asynccontextmanager
-async def endpoint_contestant(url: str, model: str, *, predicts: bool = False) -> AsyncIterator[EndpointContestant]:
-    """A contestant that asks the server at `url`."""
-    async with httpx.AsyncClient() as client:
-        yield EndpointContestant(client, url, model, predicts=predicts)

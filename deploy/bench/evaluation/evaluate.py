@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,13 @@ from deploy.bench.measuring.costs import configuration_cost
 from deploy.bench.measuring.meter import ResourceMeter
 from deploy.bench.measuring.results import BenchResults
 from deploy.bench.measuring.roofs import measure_roofs
-from deploy.bench.measuring.runner import bench_clusters, bench_endpoints
-from deploy.bench.measuring.session import BenchSession, Report
+from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
+from deploy.bench.measuring.session import BenchSession, Report, run_to_the_end
 from deploy.bench.measuring.setup import context_len, empty_results
 from deploy.bench.report.charts import speedup_by_task
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
+from deploy.settings import Settings
 from deploy.terminal import notices
 from workers.model.stretch import read_stretch
 
@@ -58,7 +58,7 @@ def run(options: EvaluationOptions, settings_source: BenchSettings) -> tuple[Eva
     """
     transformers_logging.disable_progress_bar()
     if options.url:
-        return (_run_endpoints(options),)
+        return (_run_endpoints(options, settings_source.client()),)
     return tuple(_run_clusters(part, settings) for part, settings in by_target(options, settings_source))
 
 
@@ -103,10 +103,9 @@ def _run_clusters(options: EvaluationOptions, settings_source: BenchSettings) ->
     evaluation.roofs = measure_roofs(plain.target.dtype, plain.target.device)
     with ProgressReporter(notices, "tasks") as report:
         session = _session(options, evaluation, prompts, report, len(competitors) + len(peers))
-        find_draft = partial(draft_model_directory, settings_source)
-        clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
-        asyncio.run(clusters(session, plain, competitors, peers, find_draft))
-    write(evaluation, options.out)
+        methods = PeerMethods(peers, partial(draft_model_directory, settings_source), options.peer_seconds)
+        measuring = bench_clusters(session, plain, competitors, methods, together=options.together)
+        run_to_the_end(measuring, partial(write, evaluation), options.out)
     return evaluation
 
 
@@ -116,26 +115,17 @@ def find_peers(competitors: tuple[Competitor, ...]) -> tuple[Peer, ...]:
     return (*PEERS, *(Peer(GENERATE, request) for request in beams))
 
 
-def _run_endpoints(options: EvaluationOptions) -> Evaluation:
+def _run_endpoints(options: EvaluationOptions, settings: Settings) -> Evaluation:
     tasks, left_out = read_suite(options)
-    url, model = options.url or "", options.model or ""
     tasks, prompts = with_prompts(tasks, None, None, source_alone=options.form == "source")
-    results = empty_results(f"{model} at {url}; {sum(map(len, prompts.values()))} prompts ({', '.join(prompts)})")
+    described = f"{sum(map(len, prompts.values()))} prompts ({', '.join(prompts)})"
+    results = empty_results(f"{options.model} at {options.url}; {described}")
     results.skipped.extend(left_out)
     evaluation = Evaluation(results, tasks, _scoreboard(tasks, None))
     with ProgressReporter(notices, "tasks") as report:
         session = _session(options, evaluation, prompts, report, 1)
-        asyncio.run(
-            bench_endpoints(
-                session,
-                url,
-                options.plain_url,
-                model,
-                devices=options.devices,
-                predicts=options.send_prediction,
-            )
-        )
-    write(evaluation, options.out)
+        measuring = bench_endpoints(session, options, settings, predicts=options.send_prediction)
+        run_to_the_end(measuring, partial(write, evaluation), options.out)
     return evaluation
 
 

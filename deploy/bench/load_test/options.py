@@ -13,7 +13,7 @@ import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import number_list
-from deploy.network.https_client import CacertOption, server_root
+from deploy.network.https_client import CacertOption, UrlOption, server_root
 
 _AT_LEAST_ONE = ("num_prompts", "max_tokens", "random_input_len")
 GOODPUT_FIGURES = ("ttft", "tpot", "itl", "e2el")
@@ -36,7 +36,7 @@ class Endpoint(StrEnum):
 class LoadOptions:
     """The options of one load test. Raises `ConfigurationError` for a value out of bounds."""
 
-    url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000"
+    url: UrlOption = None
     cacert: CacertOption = None
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The served model. Unset: the first that the server lists.")
@@ -111,12 +111,8 @@ class LoadOptions:
         if not 0 <= self.seed < 1 << 63:
             _refuse("seed", self.seed, f"it must be within 0 and {(1 << 63) - 1}")
         parse_goodput(self.goodput)
-        server_root(self.url)
-
-    @property
-    def root(self) -> str:
-        """The address of the server, without `/v1`."""
-        return server_root(self.url)
+        if self.url is not None:
+            server_root(self.url)
 
 
 def parse_goodput(bounds: Sequence[str]) -> dict[str, float]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
-from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.contestants.endpoint import StreamReader
 from deploy.bench.load_test.options import LoadOptions, parse_goodput
@@ -16,7 +15,9 @@ from deploy.bench.load_test.records import LoadRecord, Measurement
 from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.load_test.workload import LoadRequest, arrival_seconds, make_requests
 from deploy.bench.measuring.costs import describe_machine
-from deploy.network.https_client import check_reachable, verification, why_silent
+from deploy.commands.client.connection import get, server_client
+from deploy.network.https_client import check_reachable, why_silent
+from deploy.settings import Settings
 
 Report = Callable[[float, str], None]
 """Called with the share of the test that is complete, and a description."""
@@ -52,7 +53,7 @@ class LoadTest:
         self._model = self._model or await self._first_model()
         warm = await self._send(warming, time.perf_counter())
         if warm.answer is None:
-            raise WorkerUnavailable(f"{options.root}{options.endpoint.path} did not answer: {warm.error}")
+            raise WorkerUnavailable(f"{_root(self._client)}{options.endpoint.path} did not answer: {warm.error}")
         cells = [(rate, bound) for rate in options.request_rate for bound in options.max_concurrency]
         total = len(cells) * options.num_prompts
         for rate, bound in cells:
@@ -99,35 +100,31 @@ class LoadTest:
         except TimeoutError:
             return LoadRecord(sent, error="timeout")
         except httpx.HTTPError as error:
-            reason = why_silent(error) if isinstance(error, httpx.TransportError) else type(error).__name__
-            return LoadRecord(sent, error=reason)
+            return LoadRecord(sent, error=why_silent(error))
         except WorkerUnavailable:
             return LoadRecord(sent, error="error in the stream")
         return LoadRecord(sent, reader.answer(), reader.prompt_tokens)
 
     async def _first_model(self) -> str:
         """The first model that the server lists. Raises `WorkerUnavailable`."""
+        models = await get(self._client, "/v1/models")
         try:
-            response = await self._client.get("/v1/models")
-            response.raise_for_status()
-            return str(response.json()["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise WorkerUnavailable(f"{self._options.root}/v1/models names no model: {error!r}") from None
+            return str(models["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise WorkerUnavailable(f"{_root(self._client)}/v1/models names no model; name it with --model") from None
 
 
-def run_load_test(
-    options: LoadOptions, api_key: str | None, command: str, report: Report, tls: PublicTlsSection | None = None
-) -> LoadResults:
+def run_load_test(options: LoadOptions, settings: Settings, command: str, report: Report) -> LoadResults:
     """Run a load test, and write its files after every measurement. Raises `PilotfishError`."""
     results = LoadResults("", describe_machine(), command)
 
     async def run() -> None:
-        async with open_client(options, api_key, tls) as client:
+        async with server_client(settings, options.url, options.cacert, options.timeout) as client:
             await check_reachable(client)
             test = LoadTest(options, client, report)
 
             def measured(measurement: Measurement) -> None:
-                results.title = _title(options, test.model)
+                results.title = _title(options, f"{test.model} at {_root(client)}")
                 results.measurements.append(measurement)
                 if options.out is not None:
                     write(results, options.out)
@@ -141,19 +138,15 @@ def run_load_test(
     return results
 
 
-def open_client(options: LoadOptions, api_key: str | None, tls: PublicTlsSection | None = None) -> httpx.AsyncClient:
-    """A client of the server, with as many connections as requests need."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    verify = verification(tls, options.cacert)
-    return httpx.AsyncClient(
-        base_url=options.root, headers=headers, limits=limits, timeout=options.timeout, verify=verify
-    )
+def _root(client: httpx.AsyncClient) -> str:
+    """The address of the server without a slash at its end."""
+    return str(client.base_url).rstrip("/")
 
 
 def _title(options: LoadOptions, model: str) -> str:
+    """`model` names the model and the server."""
     files = ", ".join(file.name for file in options.prompts) or f"random words ({options.random_input_len} each)"
     return (
-        f"{model} at {options.root}{options.endpoint.path}; {options.num_prompts} requests from {files}, at most "
+        f"{model}{options.endpoint.path}; {options.num_prompts} requests from {files}, at most "
         f"{options.max_tokens} tokens each, temperature {options.temperature:g}"
     )

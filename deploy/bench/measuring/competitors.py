@@ -79,6 +79,14 @@ class BenchSettings:
     assignments: tuple[str, ...]
     """`--set`; a competitor's own settings take precedence."""
 
+    def given(self) -> Settings:
+        """The settings of the command line as they are. Raises `ConfigurationError`."""
+        return load_settings(self.config, self.assignments)
+
+    def client(self) -> Settings:
+        """The settings of the command line for a client of running servers. Raises `ConfigurationError`."""
+        return load_settings(self.config, self.assignments, is_client=True)
+
     def plain(self) -> Settings:
         """The settings without drafts. Raises `PilotfishError`."""
         return self.settings(_selecting(NO_DRAFTS))
@@ -200,7 +208,7 @@ def _own_dtype(method: str, plugin: MethodPlugin, settings_source: BenchSettings
     """The target's dtype for a packaged draft model: one whose path is not set."""
     if "dtype" not in plugin.settings.model_fields:
         return ()
-    found = load_settings(settings_source.config, settings_source.assignments).configuration
+    found = settings_source.given().configuration
     if getattr(found.draft.settings(method, plugin.settings), "path", ""):
         return ()
     return (f"draft.{method}.dtype={found.target.dtype}",)

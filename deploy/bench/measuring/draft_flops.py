@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.core.config.draft_section import DraftModuleSection
 from cluster.core.config.sections import Configuration
 from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
-from workers.model.draft_card import DraftCard, read_card
+from workers.model.draft_card import DraftDescription
 from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
+from workers.model.formats.registry import read_draft
+from workers.model.public_shapes import FeatureShape, MedusaShape, Sizes
 from workers.model.weight_counts import count_layers, count_matrices, count_part, count_weights
 
 _EXIT = "early_exit"
@@ -42,7 +46,7 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
         proposed += count_part(target, part.layers, part.skip_attention, part.skip_mlp)
     for name, section in configuration.draft.modules.items():
         directory = Path(section.path)
-        card = read_card(directory)
+        card = read_draft(directory, section.taps if isinstance(section, DraftModuleSection) else ())
         match card.shape:
             case HeadsShape(depths=depths):
                 step += _one_pass(directory, card, depths)
@@ -50,6 +54,10 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
                 matrices = count_matrices(directory)
                 committed += sum(count for name, count in matrices.items() if name.startswith(_OF_CONTEXT))
                 step += _one_pass(directory, card, depths)
+            case FeatureShape() as shape:
+                proposed += _matrices(shape.tensors()) + _head(card)
+            case MedusaShape() as shape:
+                step += _matrices(shape.tensors()) + (0 if shape.rows else shape.depths * _head(card))
             case TableShape():
                 pass  # it looks tokens up
             case _ if name != _EXIT:
@@ -57,9 +65,16 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
     return DraftFlops(2.0 * proposed, 2.0 * step, 2.0 * committed)
 
 
-def _one_pass(directory: Path, card: DraftCard, depths: int) -> int:
+def _one_pass(directory: Path, card: DraftDescription, depths: int) -> int:
     """Multiply-adds of a pass that drafts `depths` tokens: the head, layers and selector compute for each of them."""
     matrices = {name: count for name, count in count_matrices(directory).items() if not name.startswith(_OF_CONTEXT)}
     deep = sum(count for name, count in matrices.items() if name.startswith(_PER_DEPTH))
-    head = (card.vocabulary_size or card.target_vocabulary_size) * card.hidden_size
-    return sum(matrices.values()) - deep + depths * (deep + head)
+    return sum(matrices.values()) - deep + depths * (deep + _head(card))
+
+
+def _head(card: DraftDescription) -> int:
+    return (card.vocabulary_size or card.target_vocabulary_size) * card.hidden_size
+
+
+def _matrices(sizes: Sizes) -> int:
+    return sum(math.prod(size) for size in sizes.values() if len(size) == 2)

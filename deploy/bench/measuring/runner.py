@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import psutil
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
-from deploy.bench.contestants.endpoint import endpoint_contestant
+from deploy.bench.contest_options import ContestOptions
+from deploy.bench.contestants.endpoint import EndpointContestant
 from deploy.bench.contestants.local import LocalContestant, local_contestant
 from deploy.bench.contestants.peers import ASSISTED, GENERATE, Peer, TransformersPeer, load_assistant, load_target
 from deploy.bench.measuring.competitors import Competitor
@@ -22,11 +23,17 @@ from deploy.bench.measuring.costs import configuration_cost, resident_bytes
 from deploy.bench.measuring.exactness import ROUNDING, Judge
 from deploy.bench.measuring.results import Cost, Entry
 from deploy.bench.measuring.session import BenchSession, Started
+from deploy.commands.client.connection import server_client
+from deploy.network.https_client import check_reachable
+from deploy.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _ROOM = 2.5
 """A second cluster with the target's weights is started only where this many times their bytes are free."""
+
+_ENDPOINT_TIMEOUT_SECONDS = 3600.0
+"""Longest answer of a server at a URL."""
 
 _COUPLED = "coupled"
 """The acceptance rule with which sampled answers equal those of plain decoding."""
@@ -37,31 +44,40 @@ def has_room_for_two(configuration: Configuration, weight_bytes: int) -> bool:
     return configuration.target.device == "cuda" or psutil.virtual_memory().available > _ROOM * weight_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PeerMethods:
+    """The decoding methods of `transformers` that are measured."""
+
+    chosen: Sequence[Peer]
+    find_draft: Callable[[], Path]
+    """Finds the draft model of assisted generation."""
+    seconds: float = 0.0
+    """A method that takes longer for one pass through a task has no row there; see `TransformersPeer`."""
+
+
 async def bench_clusters(
     session: BenchSession,
     plain: Configuration,
     competitors: Sequence[Competitor],
-    peers: Sequence[Peer] = (),
-    find_draft: Callable[[], Path] | None = None,
+    peers: PeerMethods | None = None,
     *,
     together: int = 1,
-    peer_seconds: float = 0.0,
 ) -> None:
     """Measure clusters in this process, then the methods `peers` of `transformers`.
 
-    `find_draft` finds the draft model of assisted generation. `together` competitors are held in memory at a time.
-    A peer that takes longer than `peer_seconds` for one pass through a task has no row there; see `TransformersPeer`.
-    Raises `PilotfishError` if plain decoding cannot start.
+    `together` competitors are held in memory at a time. Raises `PilotfishError` if plain decoding cannot start.
     """
     async with _plain_cluster(plain) as baseline:
         for group in groups(competitors, 1 if baseline is None else together):
             await _bench_group(session, plain, group, baseline)
             gc.collect()  # the weights of its clusters
+        if peers is None:
+            return
         if baseline is None:
-            for peer in peers:
+            for peer in peers.chosen:
                 session.skip(peer.name, "memory does not hold the target twice")
-        elif peers:
-            await _bench_peers(session, plain, peers, baseline, find_draft, peer_seconds)
+        elif peers.chosen:
+            await _bench_peers(session, plain, peers, baseline)
 
 
 def groups(competitors: Sequence[Competitor], together: int) -> list[list[Competitor]]:
@@ -116,12 +132,7 @@ def _entry(competitor: Competitor, grown_bytes: int, *, is_plain_own: bool) -> E
 
 
 async def _bench_peers(
-    session: BenchSession,
-    plain: Configuration,
-    peers: Sequence[Peer],
-    baseline: LocalContestant,
-    find_draft: Callable[[], Path] | None,
-    most_seconds: float,
+    session: BenchSession, plain: Configuration, peers: PeerMethods, baseline: LocalContestant
 ) -> None:
     """Measure the decoding methods of `transformers`, with one copy of the target.
 
@@ -131,35 +142,45 @@ async def _bench_peers(
     model = load_target(plain)
     cost = configuration_cost(plain, resident_bytes() - before)
     judge = Judge(ROUNDING[plain.target.dtype], shares_noise=False)
-    for request, found in groupby(peers, lambda peer: peer.request):
+    for request, found in groupby(peers.chosen, lambda peer: peer.request):
         started: list[Started] = []
         for peer in found:
             try:
                 assistant = None
-                if peer.method == ASSISTED and find_draft is not None:
-                    assistant = load_assistant(find_draft(), Path(plain.target.path), model)
+                if peer.method == ASSISTED:
+                    assistant = load_assistant(peers.find_draft(), Path(plain.target.path), model)
             except PilotfishError as error:
                 session.skip(peer.name, str(error))
                 continue
             own = replace(cost, sequences=request.beams)
             if peer.method != GENERATE:
-                own = replace(own, target_flops=0.0)  # it does not tell how many tokens it drafted
+                own = replace(own, target_flops=0.0)  # it does not report how many tokens it drafted
             entry = Entry(peer.name, "peer", (), own, baseline=request.name)
-            contestant = TransformersPeer(model, peer.method, assistant, request, most_seconds)
+            contestant = TransformersPeer(model, peer.method, assistant, request, peers.seconds)
             started.append(Started(entry, contestant, judge))
         if started:
             await session.measure(started, baseline.with_options(request))
 
 
 async def bench_endpoints(
-    session: BenchSession, url: str, plain_url: str | None, model: str, *, devices: int = 1, predicts: bool = False
+    session: BenchSession, options: ContestOptions, settings: Settings, *, predicts: bool = False
 ) -> None:
-    """Measure an OpenAI-compatible server, against another one without drafts if there is one."""
+    """Measure the OpenAI-compatible server at `options.url`, against that at `options.plain_url` if there is one.
+
+    Raises `WorkerUnavailable` for a server that does not answer or refuses the API key, before anything is measured.
+    """
     async with AsyncExitStack() as stack:
-        contestant = await stack.enter_async_context(endpoint_contestant(url, model, predicts=predicts))
-        plain = None if plain_url is None else await stack.enter_async_context(endpoint_contestant(plain_url, model))
-        entry = Entry(url, "endpoint", (), Cost(devices=devices))
-        await session.measure([Started(entry, contestant, Judge(0.0))], plain)
+
+        async def contestant(url: str | None, option: str, *, predicts: bool = False) -> EndpointContestant:
+            opened = server_client(settings, url, options.cacert, _ENDPOINT_TIMEOUT_SECONDS, option)
+            client = await stack.enter_async_context(opened)
+            await check_reachable(client)
+            return EndpointContestant(client, options.model or "", predicts=predicts)
+
+        own = await contestant(options.url, "--url", predicts=predicts)
+        plain = None if options.plain_url is None else await contestant(options.plain_url, "--plain-url")
+        entry = Entry(options.url or "", "endpoint", (), Cost(devices=options.devices))
+        await session.measure([Started(entry, own, Judge(0.0))], plain)
 
 
 @asynccontextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from cluster.core.errors import PilotfishError
 from deploy.bench.contestants.answers import BenchPass, BenchTasks, PassRequest
@@ -15,6 +17,7 @@ from deploy.bench.measuring.competitors import Skipped
 from deploy.bench.measuring.exactness import Exactness, Gap, Judge, compare
 from deploy.bench.measuring.meter import ResourceMeter
 from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Entry
+from deploy.terminal import notices
 
 Report = Callable[[float, str], None]
 Save = Callable[[BenchResults], None]
@@ -66,6 +69,17 @@ def plan_cells(tasks: BenchTasks, options: Schedule) -> tuple[Cell, ...]:
         for temperature in options.temperatures
         for task in tasks
     )
+
+
+def run_to_the_end(measuring: Coroutine[Any, Any, None], write: Callable[[Path], None], directory: Path) -> None:
+    """Run the measurements and write the results into the directory, also those of a benchmark that Ctrl-C stops."""
+    try:
+        asyncio.run(measuring)
+    except KeyboardInterrupt:
+        write(directory)
+        notices.print(f"stopped; {directory} has what was measured", markup=False)
+        raise
+    write(directory)
 
 
 @dataclass(slots=True)

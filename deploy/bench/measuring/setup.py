@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
 from deploy.bench.measuring.costs import describe_machine

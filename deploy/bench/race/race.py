@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -16,8 +13,8 @@ from deploy.bench.contestants.answers import BenchTasks
 from deploy.bench.contestants.peers import PEERS
 from deploy.bench.measuring.competitors import BenchSettings, draft_model_directory, find_competitors
 from deploy.bench.measuring.results import BenchResults, write_results
-from deploy.bench.measuring.runner import bench_clusters, bench_endpoints
-from deploy.bench.measuring.session import BenchSession, Report
+from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
+from deploy.bench.measuring.session import BenchSession, Report, run_to_the_end
 from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results
 from deploy.bench.race.options import RaceOptions
 from deploy.bench.race.report import markdown
@@ -25,6 +22,7 @@ from deploy.bench.race.tasks import read_tasks
 from deploy.bench.report.charts import speedup_by_task, throughput_by_batch
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
+from deploy.settings import Settings
 from deploy.terminal import notices
 from workers.model.stretch import read_stretch
 
@@ -32,7 +30,7 @@ from workers.model.stretch import read_stretch
 def run(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
     """Run the race and write `race.json`, `race.md` and the plots into `options.out`. Raises `PilotfishError`."""
     transformers_logging.disable_progress_bar()
-    return _run_endpoints(options) if options.url else _run_clusters(options, settings_source)
+    return _run_endpoints(options, settings_source.client()) if options.url else _run_clusters(options, settings_source)
 
 
 def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> BenchResults:
@@ -51,32 +49,20 @@ def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> Bench
     results.skipped.extend(skipped)
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, len(competitors) + len(peers))
-        find_draft = partial(draft_model_directory, settings_source)
-        clusters = partial(bench_clusters, together=options.together, peer_seconds=options.peer_seconds)
-        _run_to_the_end(clusters(session, plain, competitors, peers, find_draft), results, options.out)
+        methods = PeerMethods(peers, partial(draft_model_directory, settings_source), options.peer_seconds)
+        measuring = bench_clusters(session, plain, competitors, methods, together=options.together)
+        run_to_the_end(measuring, partial(write, results), options.out)
     return results
 
 
-def _run_endpoints(options: RaceOptions) -> BenchResults:
-    url, model = options.url or "", options.model or ""
+def _run_endpoints(options: RaceOptions, settings: Settings) -> BenchResults:
     tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, None, None)
-    results = empty_results(f"{model} at {url}; {sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})")
+    described = f"{sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})"
+    results = empty_results(f"{options.model} at {options.url}; {described}")
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, 1)
-        endpoints = bench_endpoints(session, url, options.plain_url, model, devices=options.devices)
-        _run_to_the_end(endpoints, results, options.out)
+        run_to_the_end(bench_endpoints(session, options, settings), partial(write, results), options.out)
     return results
-
-
-def _run_to_the_end(race: Coroutine[Any, Any, None], results: BenchResults, directory: Path) -> None:
-    """Run the measurements and write the results, also those of a race that Ctrl-C stops."""
-    try:
-        asyncio.run(race)
-    except KeyboardInterrupt:
-        write(results, directory)
-        notices.print(f"stopped; {directory} has what was measured")
-        raise
-    write(results, directory)
 
 
 def _session(

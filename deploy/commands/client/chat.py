@@ -17,12 +17,11 @@ import typer
 from rich.console import Console
 
 from cluster.core.errors import PilotfishError
-from deploy.commands.client.connection import InProcessOption, connected, post, stream
+from deploy.commands.client.connection import ChosenServer, InProcessOption, client_settings, connected, post, stream
 from deploy.commands.client.conversation import HELP, Conversation
 from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.network.https_client import CacertOption, UrlOption
-from deploy.settings import load_settings
+from deploy.network.https_client import CacertOption, UrlOption, check_reachable
 from deploy.signals import SIGNALLED
 from deploy.terminal import notify, output
 
@@ -47,7 +46,7 @@ def chat(
 
     Ctrl-C stops an answer. Ctrl-D, or Ctrl-C twice, ends the conversation.
     """
-    settings = load_settings(config, assignments or ())
+    settings = client_settings(config, assignments or (), url, in_process)
     conversation = Conversation(
         model=model, max_tokens=max_tokens, temperature=temperature, seed=seed, speculation=speculation
     )
@@ -55,7 +54,8 @@ def chat(
         conversation.begin(system)
 
     async def run() -> None:
-        async with connected(settings, url, in_process, notify, cacert) as client:
+        async with connected(ChosenServer(settings, url, in_process, cacert), notify) as client:
+            await check_reachable(client)
             notify(f"connected to {client.base_url}. {HELP.splitlines()[0]}")
             talking = asyncio.ensure_future(talk(client, conversation, _prompting(), output, notify, interrupts))
             interrupts.conversation = talking

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +26,22 @@ _HEADINGS = (
     "drafts\nby",
 )
 _CAPTION = "drafts by: drafters that answer, or the target itself"
+_DRAFTER_HEADINGS = ("drafter", "drafts for", "state", "sequences", "drafted\n/s", "busy")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterStatus:
+    """What a drafter does for a replica now. Rates are over the time between two looks."""
+
+    id: str
+    is_available: bool
+    """Whether the replica waits for its drafts: it has not failed."""
+    sequences: int
+    """Number of sequences that it drafts for."""
+    drafted_per_second: float
+    """Drafted tokens that it proposed."""
+    busy: float
+    """Average number of calls to it under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,8 @@ class ReplicaStatus:
     """Share of the tokens of new sequences that the prefix cache had, since the start."""
     drafters: Mapping[str, int] = field(default_factory=dict)
     """Number of drafters by state; empty if drafts come from the target."""
+    drafting: tuple[DrafterStatus, ...] = ()
+    """The drafters that draft for it."""
     lossless: bool = True
     """Whether answers are exactly those of the target alone."""
 
@@ -65,6 +84,35 @@ def statuses(
     """Return the status of every replica of the second look. Both looks are answers of `GET /cluster`."""
     earlier = {replica["id"]: replica for replica in before}
     return [_status(earlier.get(replica["id"], replica), replica, seconds) for replica in after]
+
+
+def tables(found: Sequence[ReplicaStatus], problem: str = "") -> Group:
+    """Return the table of replicas, and below it who drafts for whom if there are drafters."""
+    shown = [status_table(found, problem)]
+    if any(one.drafting for one in found):
+        shown.append(drafter_table(found))
+    return Group(*shown)
+
+
+def drafter_table(found: Sequence[ReplicaStatus]) -> Table:
+    """Return a table with one row per drafter and replica that it drafts for, ordered by drafter."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in _DRAFTER_HEADINGS:
+        is_text = heading in _DRAFTER_HEADINGS[:3]
+        table.add_column(heading, justify="left" if is_text else "right", vertical="bottom")
+    pairs = sorted(((drafter, one) for one in found for drafter in one.drafting), key=lambda pair: pair[0].id)
+    before = ""
+    for drafter, one in pairs:
+        table.add_row(
+            Text(_short(drafter.id) if drafter.id != before else "", "bold"),
+            _short(one.id or one.model),
+            Text("answers" if drafter.is_available else "failed", "" if drafter.is_available else "red"),
+            str(drafter.sequences),
+            f"{drafter.drafted_per_second:.1f}",
+            _percent(drafter.busy),
+        )
+        before = drafter.id
+    return table
 
 
 def status_table(found: Sequence[ReplicaStatus], problem: str = "") -> Table:
@@ -99,6 +147,18 @@ def status_table(found: Sequence[ReplicaStatus], problem: str = "") -> Table:
     return table
 
 
+def _drafters(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> Iterator[DrafterStatus]:
+    """The drafters of a replica at the second look. A server of an earlier version names none."""
+    earlier = {drafter["id"]: drafter for drafter in before.get("drafting", ())}
+    for drafter in after.get("drafting", ()):
+        first = earlier.get(drafter["id"], drafter)
+        drafted, busy = (
+            max(0.0, drafter[name] - first[name]) / seconds for name in ("proposed_tokens_total", "busy_seconds_total")
+        )
+        is_available = bool(drafter["available"])
+        yield DrafterStatus(drafter["id"], is_available, int(drafter["sequences"]), drafted, busy)
+
+
 def _status(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> ReplicaStatus:
     def added(name: str) -> float:
         """How much a counter has grown. One that has begun again counts from 0."""
@@ -117,6 +177,7 @@ def _status(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float)
         kv_usage=float(after["kv_usage"]),
         prefix_hit_rate=_share(after["prefix_hits_total"], after["prefix_queries_total"]),
         drafters=dict(after["drafters"]),
+        drafting=tuple(_drafters(before, after, seconds)),
         lossless=bool(after["lossless"]),
     )
 

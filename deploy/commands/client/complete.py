@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.commands.client.connection import InProcessOption, connected, post, stream
+from deploy.commands.client.connection import ChosenServer, InProcessOption, client_settings, connected, post, stream
 from deploy.commands.client.marked_text import ReceivedAnswer, statistics, write_parts
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
-from deploy.settings import Settings, load_settings
 from deploy.terminal import notify, output
 
 _PATH = "/v1/completions"
@@ -36,7 +35,7 @@ def complete(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole response as JSON.")] = False,
 ) -> None:
     """Continue a text without the chat template. `pilotfish chat` asks in a conversation."""
-    settings = load_settings(config, assignments or ())
+    settings = client_settings(config, assignments or (), url, in_process)
     body: dict[str, Any] = {
         "model": model,
         "prompt": sys.stdin.read() if prompt == "-" else prompt,
@@ -45,21 +44,12 @@ def complete(
         "seed": seed,
         "speculation": {"enabled": speculation},
     }
-    asyncio.run(answer(settings, body, url, in_process, output, as_json=as_json, cacert=cacert))
+    asyncio.run(answer(ChosenServer(settings, url, in_process, cacert), body, output, as_json=as_json))
 
 
-async def answer(
-    settings: Settings,
-    body: dict[str, Any],
-    url: str | None,
-    in_process: bool,
-    console: Console,
-    *,
-    as_json: bool,
-    cacert: str | None = None,
-) -> None:
+async def answer(server: ChosenServer, body: dict[str, Any], console: Console, *, as_json: bool) -> None:
     """Write the answer to `console`: as it arrives, or with `as_json` the whole response. Raises `PilotfishError`."""
-    async with connected(settings, url, in_process, notify, cacert) as client:
+    async with connected(server, notify) as client:
         if as_json:
             console.print(json.dumps(await post(client, _PATH, body)), markup=False, soft_wrap=True)
             return

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import httpx
@@ -16,8 +16,8 @@ import typer
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, NotReady, WorkerUnavailable
 from cluster.wire.address import http_url
-from deploy.network.https_client import refusal_hint, server_root, verification, why_silent
-from deploy.settings import Settings
+from deploy.network.https_client import NO_API, json_of, open_client, refusal_hint, verification, why_silent
+from deploy.settings import Settings, load_settings
 
 InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="Load the models in this process, without Ray and without a server.")
@@ -33,30 +33,44 @@ _TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.code
 _LONGEST_REASON = 500
 
 
-@asynccontextmanager
-async def connected(
-    settings: Settings, url: str | None, in_process: bool, notice: Callable[[str], None], cacert: str | None = None
-) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client of the server at `url`, or of the configured one, or of a cluster in this process.
+@dataclass(frozen=True, slots=True)
+class ChosenServer:
+    """Which server a command talks to: the one at `url`, the configured one, or a cluster in this process.
 
     Without `url` or `in_process`, the configured server answers if it listens, otherwise this process. An https server
-    is checked by the certificates in `cacert`, else by those in the settings. Raises `ConfigurationError` and the
-    errors of loading a model.
+    is checked by the certificates in the file `cacert`, else by those in the settings.
     """
-    if url is not None and in_process:
+
+    settings: Settings
+    url: str | None = None
+    in_process: bool = False
+    cacert: str | None = None
+
+
+def client_settings(config: str | None, assignments: Iterable[str], url: str | None, in_process: bool) -> Settings:
+    """Settings of a command that asks a server, as `ChosenServer` chooses it. Raises the errors of `load_settings`.
+
+    The draft that `draft.path` names is looked for, and fetched, only if the command loads the models itself.
+    """
+    assignments = tuple(assignments)
+    if url is None and in_process:
+        return load_settings(config, assignments)
+    settings = load_settings(config, assignments, is_client=True)
+    has_server = url is not None or listening_url(settings.configuration) is not None
+    return settings if has_server else load_settings(config, assignments)
+
+
+@asynccontextmanager
+async def connected(server: ChosenServer, notice: Callable[[str], None]) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the chosen server. Raises `ConfigurationError` and the errors of loading a model."""
+    settings, url = server.settings, server.url
+    if url is not None and server.in_process:
         raise ConfigurationError("--url and --in-process: needed one of them, found both")
-    timeout = settings.configuration.limits.max_timeout_seconds
-    tls = settings.configuration.server.tls
-    if url is not None:
-        found: str | None = server_root(url)
-    else:
-        found = None if in_process else listening_url(settings.configuration)
-    if found is not None:
-        verify = verification(tls, cacert, is_own=url is None and cacert is None)
-        async with _client(found, settings.api_key, timeout, verify) as client:
+    if url is not None or not (server.in_process or listening_url(settings.configuration) is None):
+        async with server_client(settings, url, server.cacert) as client:
             yield client
         return
-    if not in_process:
+    if not server.in_process:
         notice("no server is running; loading the model in this process (`pilotfish serve` starts a server)")
     # Importing torch takes seconds, and a client of a running server does not need it.
     from deploy.local.local_cluster import LocalCluster
@@ -65,11 +79,34 @@ async def connected(
     models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None)
     any_port = models.configuration.server.model_copy(update={"http_port": 0, "grpc_port": 0})
     configuration = models.configuration.model_copy(update={"server": any_port})
+    verify = verification(configuration.server.tls, is_own=True)
+    timeout = configuration.limits.max_timeout_seconds
     async with (
         LocalCluster(configuration, http=True) as cluster,
-        _client(cluster.http_url, cluster.access.api_key, timeout, verification(tls, is_own=True)) as client,
+        open_client(cluster.http_url, cluster.access.api_key, verify, timeout) as client,
     ):
         yield client
+
+
+def server_client(
+    settings: Settings,
+    url: str | None,
+    cacert: str | None = None,
+    timeout_seconds: float | None = None,
+    option: str = "--url",
+) -> httpx.AsyncClient:
+    """Return a client of the server at `url`, or of the configured one, with the API key of the settings.
+
+    An https server is checked by the certificates in `cacert`, else by those in the settings. The name in the
+    certificate of the configured server is not checked without `cacert`: it listens at an address of this machine.
+    Without `timeout_seconds`, an answer may take as long as the settings allow. Raises `ConfigurationError` for what is
+    no address; it names the option.
+    """
+    configuration = settings.configuration
+    verify = verification(configuration.server.tls, cacert, is_own=url is None and cacert is None)
+    longest = configuration.limits.max_timeout_seconds if timeout_seconds is None else timeout_seconds
+    address = configured_url(configuration) if url is None else url
+    return open_client(address, settings.api_key, verify, longest, option)
 
 
 def configured_url(configuration: Configuration) -> str:
@@ -93,18 +130,18 @@ async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) ->
     """Return the JSON of an answer. Raises `WorkerUnavailable`, `NotReady`."""
     try:
         response = await client.post(path, json=body)
-    except httpx.TransportError as error:
+    except httpx.HTTPError as error:
         raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
-    return _checked(response).json()
+    return json_of(_checked(response))
 
 
 async def get(client: httpx.AsyncClient, path: str) -> Any:
     """Return the JSON of a route. Raises `WorkerUnavailable`, `NotReady`."""
     try:
         response = await client.get(path)
-    except httpx.TransportError as error:
+    except httpx.HTTPError as error:
         raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
-    return _checked(response).json()
+    return json_of(_checked(response))
 
 
 async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
@@ -120,6 +157,8 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
                     _checked(response)
+                if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise WorkerUnavailable(f"{response.request.url} answered without events; {NO_API}")
                 async for line in response.aiter_lines():
                     name, _, value = line.partition(": ")
                     if name == "id":
@@ -129,7 +168,7 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
                     elif name == "data":
                         yield _chunk(value)
             reason = "the stream ended before the answer was complete"
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             reason = why_silent(error)
         except NotReady as error:
             reason = str(error)
@@ -137,11 +176,6 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
         if not last or attempts > _MOST_RETRIES:
             raise WorkerUnavailable(f"{client.base_url}: {reason}")
         await asyncio.sleep(_RETRY_SECONDS)
-
-
-def _client(url: str, api_key: str | None, timeout_seconds: float, verify: ssl.SSLContext) -> httpx.AsyncClient:
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_seconds, verify=verify)
 
 
 def _checked(response: httpx.Response) -> httpx.Response:

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.core.errors import PilotfishError
-from deploy.commands.client.cluster_table import ReplicaStatus, status_table, statuses
-from deploy.commands.client.connection import configured_url, connected, get
+from deploy.commands.client.cluster_table import ReplicaStatus, statuses, tables
+from deploy.commands.client.connection import get, server_client
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
 from deploy.settings import load_settings
-from deploy.terminal import notify, output
+from deploy.terminal import output
 
 _PATH = "/cluster"
 
@@ -38,15 +38,14 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one table and end. Rates are over one interval.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per look instead of a table.")] = False,
 ) -> None:
-    """Show replicas, requests, tokens per second, acceptance, KV memory and drafters of a running cluster.
+    """Show replicas, requests, tokens per second, acceptance, KV memory, and who drafts for whom in a running cluster.
 
     q ends it. Where API keys are demanded, `PILOTFISH_API_KEY` must be that of an operator.
     """
-    settings = load_settings(config, assignments or ())
+    settings = load_settings(config, assignments or (), is_client=True)
 
     async def run() -> None:
-        found = url or configured_url(settings.configuration)
-        async with connected(settings, found, False, notify, cacert) as client:
+        async with server_client(settings, url, cacert) as client:
             if once or as_json:
                 await print_statuses(client, interval, output, once=once, as_json=as_json)
             else:
@@ -68,7 +67,7 @@ async def print_statuses(
             replicas = [status.values() for status in found]
             console.print(json.dumps({"replicas": replicas}), markup=False, soft_wrap=True)
         else:
-            console.print(status_table(found))
+            console.print(tables(found))
         if once:
             return
         before, since = after, now
@@ -78,7 +77,7 @@ async def watch(client: httpx.AsyncClient, interval: float, console: Console) ->
     """Show a table that changes in place until somebody types q or Ctrl-C. Raises the error of the first look."""
     before, since = await _look(client)
     found: list[ReplicaStatus] = statuses(before, before, interval)
-    with quit_key() as quits, Live(status_table(found), console=console, auto_refresh=False) as live:
+    with quit_key() as quits, Live(tables(found), console=console, auto_refresh=False) as live:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(quits.wait(), interval)
@@ -87,10 +86,10 @@ async def watch(client: httpx.AsyncClient, interval: float, console: Console) ->
             try:
                 after, now = await _look(client)
             except PilotfishError as error:  # the server may come back
-                live.update(status_table(found, str(error)), refresh=True)
+                live.update(tables(found, str(error)), refresh=True)
                 continue
             found = statuses(before, after, now - since)
-            live.update(status_table(found), refresh=True)
+            live.update(tables(found), refresh=True)
             before, since = after, now
 
 

@@ -18,10 +18,10 @@ from deploy.simulation.capacity.step_times import Times
 from deploy.simulation.hashed_model import HashedModel
 from deploy.simulation.invariants import Ledger
 from deploy.simulation.network import Network
-from deploy.simulation.nodes import CoordinatorNode, DrafterNode, TargetNode
+from deploy.simulation.nodes import CoordinatorAddresses, CoordinatorNode, DrafterNode, TargetNode
 from deploy.simulation.simulated_drafter import DrafterSkill, SimulatedDrafter
 from deploy.simulation.simulated_ingress import HEARTBEAT_SECONDS, SimulatedDirectory, routed
-from deploy.simulation.simulated_target import SimulatedTarget
+from deploy.simulation.simulated_target import SimulatedTarget, TargetStart
 from deploy.simulation.virtual_time import now, run_virtual
 from deploy.simulation.weather import Weather
 from pilotfish.v1 import generation_pb2
@@ -211,14 +211,8 @@ class CapacityCluster:
         def step(rows: int, tokens: int, held: int) -> float:
             return self._times.step(rows, tokens, held) + self._times.round_seconds
 
-        target = SimulatedTarget(
-            self._model,
-            memory,
-            step,
-            epoch="1",
-            max_context_len=min(CONTEXT_TOKENS, self._options.kv_tokens),
-            profile=self._times.profile(),
-        )
+        start = TargetStart("1", min(CONTEXT_TOKENS, self._options.kv_tokens), self._times.profile())
+        target = SimulatedTarget(self._model, memory, step, start)
         return TargetNode(self._network, f"target-{index}", target)
 
     def _drafter(self, index: int) -> DrafterNode:
@@ -226,15 +220,10 @@ class CapacityCluster:
         return DrafterNode(self._network, f"draft-{index}", drafter, math.inf)
 
     def _coordinator(self, index: int, drafters: int) -> CoordinatorNode:
-        return CoordinatorNode(
-            self._network,
-            f"coordinator-{index}",
-            f"target-{index}",
-            [f"draft-{number}" for number in _share(index, self._options.simulated_targets, drafters)],
-            self._configuration,
-            Ledger(),
-            f"coordinator-{index}",
-        )
+        own = f"coordinator-{index}"
+        used = [f"draft-{number}" for number in _share(index, self._options.simulated_targets, drafters)]
+        addresses = CoordinatorAddresses(own, f"target-{index}", used, own)
+        return CoordinatorNode(self._network, addresses, self._configuration, Ledger())
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -15,10 +15,10 @@ from deploy.simulation.faults.schedule import EOS_TOKENS, MAX_CONTEXT_LEN, VOCAB
 from deploy.simulation.hashed_model import HashedModel
 from deploy.simulation.invariants import Ledger
 from deploy.simulation.network import KEEPALIVE_SECONDS, Network
-from deploy.simulation.nodes import CoordinatorNode, DrafterNode, TargetNode
+from deploy.simulation.nodes import CoordinatorAddresses, CoordinatorNode, DrafterNode, TargetNode
 from deploy.simulation.simulated_drafter import SimulatedDrafter
 from deploy.simulation.simulated_ingress import HEARTBEAT_SECONDS, IngressNode, SimulatedDirectory
-from deploy.simulation.simulated_target import SimulatedTarget
+from deploy.simulation.simulated_target import SimulatedTarget, TargetStart
 from deploy.simulation.virtual_time import Process
 from deploy.simulation.weather import FaultyWeather
 
@@ -186,15 +186,10 @@ class FaultCluster:
         self._starts += 1
         memory = BlockMemory(schedule.blocks, schedule.block_size, prefix_cache=schedule.prefix_cache)
         drafter = SimulatedDrafter(self.model, schedule.skill, schedule.speed)
-        target = SimulatedTarget(
-            self.model,
-            memory,
-            self._step_time,
-            epoch=str(self._starts),
-            max_context_len=MAX_CONTEXT_LEN,
-            profile=tuple(StepSample(1, tokens, self._step_time(1, tokens, 0)) for tokens in (1, 4, 16)),
-            drafter=drafter if self.configuration.draft.is_colocated else None,
-        )
+        profile = tuple(StepSample(1, tokens, self._step_time(1, tokens, 0)) for tokens in (1, 4, 16))
+        start = TargetStart(str(self._starts), MAX_CONTEXT_LEN, profile)
+        own_drafter = drafter if self.configuration.draft.is_colocated else None
+        target = SimulatedTarget(self.model, memory, self._step_time, start, own_drafter)
         return TargetNode(self.network, f"target-{index}", target)
 
     def _drafter(self, index: int) -> DrafterNode:
@@ -204,10 +199,9 @@ class FaultCluster:
     def _coordinator(self, index: int) -> CoordinatorNode:
         self._starts += 1
         drafters = [f"draft-{number}" for number in range(self.schedule.drafters)]
-        address, client = f"coordinator-{index}", f"coordinator-{index}-{self._starts}"
-        return CoordinatorNode(
-            self.network, address, f"target-{index}", drafters, self.configuration, self.ledger, client
-        )
+        own = f"coordinator-{index}"
+        addresses = CoordinatorAddresses(own, f"target-{index}", drafters, f"{own}-{self._starts}")
+        return CoordinatorNode(self.network, addresses, self.configuration, self.ledger)
 
     def _ingress(self, index: int) -> IngressNode:
         return IngressNode(self.network, f"ingress-{index}", self.directory)

@@ -99,6 +99,7 @@ spec:
         {{- end }}
       env:
         {{- include "pilotfish.env" $root | nindent 8 }}
+        {{- include "pilotfish.memoryMonitor" (list $root $isHead) | nindent 8 }}
         {{- with concat $root.Values.pods.env .group.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -206,6 +207,7 @@ capabilities:
 - {name: HF_HOME, value: /models/huggingface}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.ray.proxy:middlewares"}
+- {name: RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, value: "deploy.ray.controller:started"}
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN
   valueFrom:
@@ -217,6 +219,22 @@ capabilities:
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef: {name: {{ . }}, key: {{ $.Values.models.huggingFace.key }}}
+{{- end }}
+{{- end -}}
+
+{{/*
+Ray's memory monitor of a pod: call with (list ROOT IS-HEAD). It kills the youngest processes of the pod while the used share of its memory is above
+`cluster.memory_threshold`. The head has Serve's controller, which it must not kill.
+*/}}
+{{- define "pilotfish.memoryMonitor" -}}
+{{- $root := index . 0 -}}
+{{- $preset := get ($root.Files.Get "files/presets.yaml" | fromYaml) $root.Values.preset -}}
+{{- $threshold := dig "cluster" "memory_threshold" $preset.memory_threshold $root.Values.settings | float64 -}}
+{{- if or (index . 1) (ge $threshold 1.0) -}}
+- {name: RAY_memory_monitor_refresh_ms, value: "0"}
+{{- else -}}
+- {name: RAY_memory_usage_threshold, value: {{ $threshold | quote }}}
+- {name: RAY_memory_monitor_refresh_ms, value: "250"}
 {{- end }}
 {{- end -}}
 

@@ -142,6 +142,7 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    CONTENT_PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user, assistant or another role that the model's template knows. Bound: 1 to 64 bytes."""
     content: _builtins.str
@@ -156,6 +157,10 @@ class ChatMessage(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """Calls of tools by the assistant."""
 
+    @_builtins.property
+    def content_parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts of a content in several parts, instead of content. A template that reads texts gets them in lines."""
+
     def __init__(
         self,
         *,
@@ -165,10 +170,11 @@ class ChatMessage(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str | None = ...,
         reasoning: _builtins.str | None = ...,
+        content_parts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "name", b"name", "reasoning", b"reasoning", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "content", b"content", "content_parts", b"content_parts", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
@@ -705,6 +711,7 @@ class GenerationStarted(_message.Message):
     BEGINS_IN_REASONING_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id of the request."""
     model: _builtins.str
@@ -716,15 +723,17 @@ class GenerationStarted(_message.Message):
     coordinator: _builtins.str
     """The coordinator that the ingress chose. Unset by a coordinator itself."""
     tool_format: _builtins.str
-    """How the model writes calls of tools: hermes, llama or mistral. Unset if no tools were offered."""
+    """How the model writes calls of tools: a name of the setting target.tool_parser. Unset if no tools were offered."""
     reasons: _builtins.bool
-    """True if the model writes what it thinks between <think> and </think>."""
+    """True if the model writes what it thinks, between the markers of reasoning_format."""
     begins_in_reasoning: _builtins.bool
-    """True if the prompt ends after <think>, so that the answer begins with what the model thinks."""
+    """True if the answer begins with what the model thinks, because the prompt ends after the marker of its beginning."""
     queue_seconds: _builtins.float
     """How long the request waited before it ran, in seconds."""
     fingerprint: _builtins.str
     """A name of what the answer depends on beside the request: weights, number format, kernels, ranks, lossy settings."""
+    reasoning_format: _builtins.str
+    """How the model writes what it thinks: a name of the setting target.reasoning_parser. Unset for plain text."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens of the prompt, if requested."""
@@ -753,10 +762,11 @@ class GenerationStarted(_message.Message):
         begins_in_reasoning: _builtins.bool = ...,
         queue_seconds: _builtins.float | None = ...,
         fingerprint: _builtins.str = ...,
+        reasoning_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "begins_in_reasoning", b"begins_in_reasoning", "coordinator", b"coordinator", "fingerprint", b"fingerprint", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_token_bytes", b"prompt_token_bytes", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "reasons", b"reasons", "request_id", b"request_id", "seed", b"seed", "tool_format", b"tool_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "begins_in_reasoning", b"begins_in_reasoning", "coordinator", b"coordinator", "fingerprint", b"fingerprint", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_token_bytes", b"prompt_token_bytes", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "reasoning_format", b"reasoning_format", "reasons", b"reasons", "request_id", b"request_id", "seed", b"seed", "tool_format", b"tool_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_seconds: _TypeAlias = _typing.Literal["queue_seconds"]  # noqa: Y015
     _WhichOneofArgType__queue_seconds: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds"]  # noqa: Y015

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cluster.core.grammar import Grammar
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from cluster.wire.codec.grammar import encode_grammar
 from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster

@@ -32,6 +32,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
+        gc.unfreeze()  # what was there before the first test counts too
         gc.collect()
         self._kept: list[object] = []  # no other object gets the address of one of these
         self._held: dict[str, dict[int, bytes]] = {}

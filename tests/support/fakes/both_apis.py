@@ -22,7 +22,7 @@ from cluster.ingress.http import create_app
 from cluster.ingress.observability.operations import OperationsServicer
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.server import WireServer
+from cluster.wire.server import PublicOptions, WireServer
 from cluster.wire.tls import client_context
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2_grpc
 from tests.support.fakes.fake_engine import OneMetric, ScriptedEngine, fake_service, listening
@@ -81,8 +81,9 @@ async def serving(
     """Serve both APIs. With `keys`, they demand API keys, and `OWN_KEY` is the key of the server itself."""
     generation, engine, _ = fake_service(directory, limits=LIMITS)
     interceptors = () if keys is None else (AccessInterceptor(keys),)
+    public = PublicOptions(tls)
     async with WireServer(
-        "127.0.0.1", 0, max_message_bytes=LIMITS.max_body_bytes, interceptors=interceptors, tls=tls
+        "127.0.0.1", 0, max_message_bytes=LIMITS.max_body_bytes, interceptors=interceptors, public=public
     ) as server:
         server.add(
             "pilotfish.v1.GenerationService",

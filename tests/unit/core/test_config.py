@@ -65,6 +65,8 @@ def test_a_key_that_resembles_none_is_refused_without_a_guess(values: dict[str, 
         ("target.dtype", "float8", "'float32', 'bfloat16' or 'float16'"),
         ("scheduler.max_sequences", "many", "valid integer"),
         ("log_level", None, "'debug'"),
+        ("limits.max_timeout_seconds", float("inf"), "finite number"),
+        ("target.kv", 3, "it must be a section with keys of its own"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_with_its_key_and_its_bound(key: str, value: object, words: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.core.errors import InvalidRequest
 from cluster.core.kv import KvGroup, KvLayout
 
-quick = settings(max_examples=150, deadline=None)
+quick = settings(max_examples=60, deadline=None)
 groups = st.builds(KvGroup, tables=st.integers(1, 4)) | st.builds(
     KvGroup, tables=st.integers(1, 4), window=st.integers(2, 30), sinks=st.integers(0, 12)
 )

@@ -220,6 +220,15 @@ def test_the_quota_of_a_container_limits_cores_and_memory(tmp_path: Path) -> Non
     assert free_memory_limit(tmp_path) == 600
 
 
+def test_the_quota_of_the_first_version_of_control_groups_limits_cores(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("100000\n")
+    assert usable_cores(tmp_path) == 1
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert usable_cores(tmp_path) == usable_cores(tmp_path / "absent")
+
+
 def test_a_container_without_limits_has_the_resources_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")

@@ -15,7 +15,7 @@ import sys, time, types
 from deploy.settings import load_settings
 
 class Cluster:
-    def __init__(self, settings, report):
+    def __init__(self, settings, report, log=None):
         self.configuration, self.is_lossless, self.application = settings.configuration, True, "fake"
     def report_to(self, report): pass
     def start(self): pass

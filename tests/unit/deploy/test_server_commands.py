@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
@@ -16,6 +17,7 @@ from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.http import create_app
 from deploy import cli
+from deploy.commands.client.connection import ChosenServer
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.https_client import server_root
@@ -33,6 +35,9 @@ COMMANDS = {
     "run-batch": ["-i", "in.jsonl", "-o", "out.jsonl"],
     "top": ["--once"],
     "bench serve": ["--num-prompts", "1", "--random-input-len", "4", "--max-tokens", "8"],
+    "bench race": ["--prompts", "prompts.jsonl", "--max-tokens", "8", "--model", "tiny", "--out", "race"],
+    "bench tasks": ["--correction", "pairs.jsonl", "--max-tokens", "8", "--model", "tiny", "--out", "tasks"],
+    "chat": [],
 }
 
 
@@ -40,6 +45,8 @@ COMMANDS = {
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text(BATCH_LINE)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi"}\n')
+    (tmp_path / "pairs.jsonl").write_text('{"source": "he go", "references": ["he goes"]}\n')
 
 
 Run = Callable[..., Awaitable[tuple[int, list[str]]]]
@@ -75,6 +82,35 @@ async def test_a_server_that_is_away_is_one_line(run: Run, command: str) -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("more", [(), ("--set", "draft.method=eagle")])
+async def test_a_client_of_a_server_fetches_no_draft(
+    run: Run, command: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[object] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **_: fetched.append(names))
+    _, lines = await run(command, "--url", NOWHERE, "--set", "draft.path=owner/name", *more)
+    assert (fetched, len(lines)) == ([], 1)
+    assert lines[0].startswith(f"pilotfish: {NOWHERE}")
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+async def test_a_command_that_may_load_the_models_fetches_the_draft_without_a_server_alone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_running: bool
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no network\nhere")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    api = HttpApi(tmp_path / "model", "hello the world")
+    api.engine.context = 400
+    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        port = url.rpartition(":")[2] if is_running else "1"
+        found = await run("complete", "--set", f"server.http_port={port}", "--set", "draft.path=owner/name")
+    missing = "pilotfish: draft 'owner/name': it cannot be downloaded from the model hub: no network here"
+    assert found == ((0, []) if is_running else (1, [missing]))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 async def test_what_is_no_address_is_refused_before_anything_is_sent(run: Run, command: str) -> None:
     status, lines = await run(command, "--url", "localhost:8000")
     assert (status, lines) == (
@@ -94,7 +130,72 @@ async def test_a_missing_key_names_the_variable(run: Run, command: str, tmp_path
     assert "answered 401" in lines[0] and "set PILOTFISH_API_KEY" in lines[0]
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "top"])
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_server_of_another_kind_is_one_line(run: Run, command: str) -> None:
+    async with listening(PlainTextResponse("hello")) as url:
+        status, lines = await run(command, "--url", url)
+    assert status == 1
+    assert len(lines) == 1
+    assert lines[0].startswith(f"pilotfish: {url}/")
+    assert lines[0].endswith("is it the address of an OpenAI-compatible server?")
+
+
+@pytest.mark.parametrize("command", ["bench race", "bench tasks"])
+async def test_a_benchmark_asks_for_both_servers_before_it_measures(run: Run, command: str, tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "model")
+    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        status, lines = await run(command, "--url", url, "--plain-url", NOWHERE)
+        assert (status, len(lines)) == (1, 1) and lines[0].startswith(
+            f"pilotfish: {NOWHERE}: the connection is refused"
+        )
+        status, lines = await run(command, "--url", url, "--plain-url", "localhost")
+        assert (status, lines) == (
+            2,
+            ["pilotfish: --plain-url: needed http://HOST:PORT or https://HOST:PORT, found 'localhost'"],
+        )
+
+
+@pytest.mark.parametrize("command", ["bench serve", "bench race", "bench tasks"])
+async def test_the_key_of_the_environment_opens_the_server(
+    run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = HttpApi(tmp_path / "model")
+    api.engine.context = 400
+    app = create_app(api.client, LimitsSection(), keys=KeyRing(parse_keys("alice alice-key-0123456789", "here")))
+    monkeypatch.setenv("PILOTFISH_API_KEY", "alice-key-0123456789")
+    async with api.http, listening(app) as url:
+        assert await run(command, "--url", url) == (0, [])
+
+
+@pytest.mark.parametrize("command", ["bench race", "bench tasks"])
+async def test_a_benchmark_without_a_measurement_fails(run: Run, command: str, tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "model")
+    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        status, lines = await run(command, "--url", url, "--model", "another")
+    assert status == 1
+    assert len(lines) == 1 and lines[0].startswith("pilotfish: nothing was measured; ") and "answered 404" in lines[0]
+
+
+@pytest.mark.parametrize("command", ["bench race", "bench tasks", "run-batch", "translate"])
+def test_ctrl_c_keeps_what_there_is_and_says_so(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(running: Coroutine[object, object, None]) -> None:
+        running.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", interrupted)
+    options = [*COMMANDS[command], "--url", NOWHERE]
+    monkeypatch.setattr(sys, "argv", ["pilotfish", *command.split(), *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert "stopped; " in capsys.readouterr().err
+    for name in {"bench race": ("race/race.json",), "bench tasks": ("tasks/tasks.json",)}.get(command, ()):
+        assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("top", "chat")])
 async def test_certificates_are_checked_by_cacert(run: Run, command: str, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     certificate, key = authority.issue("server")
@@ -113,8 +214,9 @@ async def test_certificates_are_checked_by_cacert(run: Run, command: str, tmp_pa
 async def test_a_server_without_tls_is_named_as_such(tmp_path: Path) -> None:
     api = HttpApi(tmp_path / "model")
     async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+        server = ChosenServer(load_settings(), url.replace("http:", "https:"))
         with pytest.raises(WorkerUnavailable, match="it does not speak TLS; use http:// instead"):
-            await answer_prompt(load_settings(), Prompt("hi"), print, print, url=url.replace("http:", "https:"))
+            await answer_prompt(server, Prompt("hi"), print, print)
 
 
 @pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
@@ -134,7 +236,8 @@ async def test_generate_says_that_an_answer_is_not_lossless(tmp_path: Path) -> N
     api.engine.is_lossless = False
     notices: list[str] = []
     async with api.http, listening(create_app(api.client, LimitsSection())) as url:
-        answer = await answer_prompt(load_settings(), Prompt("hi", raw=True), lambda _: None, notices.append, url=url)
+        server = ChosenServer(load_settings(), url)
+        answer = await answer_prompt(server, Prompt("hi", raw=True), lambda _: None, notices.append)
     assert (answer.text, answer.lossless, answer.completion_tokens) == ("hello the world", False, len(answer.token_ids))
     assert notices[0] == NOT_LOSSLESS
     assert "tokens/step" in notices[1]

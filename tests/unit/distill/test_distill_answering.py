@@ -11,7 +11,7 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, NotReady, PilotfishError
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.peer_access import OPEN
 from deploy.distillation import target as distillation_target

@@ -229,9 +229,8 @@ class TestTraining:
         def run(seconds: float) -> Progress:
             ticks = count()
             training_plan = plan(steps=None, seconds=seconds, checkpoint_seconds=1e9)
-            return Training(
-                student_of(target), answers[:18], (), training_plan, tmp_path, clock=lambda: float(next(ticks))
-            ).run(lambda progress, done: None)
+            training = Training(student_of(target), answers[:18], (), training_plan, tmp_path)
+            return training.run(lambda progress, done: None, lambda: float(next(ticks)))
 
         assert run(5.0).step == 5
         assert run(8.0).step == 8

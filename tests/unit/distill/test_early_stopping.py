@@ -41,7 +41,7 @@ class Line:
 
 def train(line: Line, tmp_path: Path, rules: EarlyStopping, seconds: float = 1000.0) -> Progress:
     plan = TrainingPlan(seconds=seconds, learning_rate=1.0, batch_tokens=16, checkpoint_seconds=1e9)
-    return TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint", lambda: line.now, rules).run(_ignore)
+    return TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint", rules).run(_ignore, lambda: line.now)
 
 
 def rules_of(

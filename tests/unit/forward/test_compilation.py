@@ -13,8 +13,8 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ModelLoadError
 from cluster.core.tree import TokenTree
 from tests.support.models import tiny
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.replace_linear import decoder_layers
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model import loading

@@ -120,6 +120,18 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(tmp_path: Path, cap
     assert "no further passes are captured" in caplog.text
 
 
+@pytest.mark.parametrize(("agreed", "attempts"), [(0, 1), (1, 2)])
+def test_a_capture_that_another_rank_cannot_make_is_made_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agreed: int, attempts: int
+) -> None:
+    monkeypatch.setattr("workers.forward.cuda_graphs.least_of_all_ranks", lambda own, _: min(own, agreed))
+    tape = FakeRecorder()
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=1)
+    for width in (1, 2, 1, 2):
+        bench.run(ForwardRow(bench.pool.new_table(), some_tokens(width), select=(0,)))
+    assert (tape.recorded, tape.replayed) == (attempts, 0)
+
+
 def test_a_size_whose_kernel_cannot_be_built_runs_without_a_frame(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -133,7 +133,7 @@ def visited_slots(step: FlexStep, place: LayerPlacement, tokens: int) -> dict[in
     return found
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(steps(), steps(), st.sampled_from(WINDOWS))
 def test_a_token_attends_to_the_same_slots_with_and_without_a_frame(
     first: list[RowShape], second: list[RowShape], window: AttentionWindow

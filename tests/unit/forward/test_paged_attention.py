@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
@@ -188,11 +188,3 @@ def test_a_context_beyond_the_models_own_is_refused(tmp_path: Path) -> None:
     directory = tiny.save(tmp_path, tiny.llama())
     with pytest.raises(ConfigurationError, match="max_context_len: 1000 is refused; the model's limit is 256"):
         load_model(ModelSection(path=str(directory), device="cpu"), max_context_len=1000)
-
-
-def test_a_family_with_unsupported_attention_is_refused_at_load(tmp_path: Path) -> None:
-    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3}
-    config = Gemma2Config(vocab_size=96, intermediate_size=80, head_dim=8, max_position_embeddings=256, **shape)
-    directory = tiny.save(tmp_path, config)
-    with pytest.raises(ModelLoadError, match="soft-capped logits"):
-        load_model(ModelSection(path=str(directory), device="cpu"))

@@ -17,9 +17,9 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.tree import TokenTree
 from tests.support.engines.graph_replay import FakeRecorder, gemma3, open_bench
 from tests.support.models import tiny
+from workers.forward.layer_lists import decoder_list
 from workers.forward.loaded_model import PassOptions
 from workers.forward.partial_pass import PartialPass
-from workers.forward.replace_linear import decoder_list
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -136,6 +136,7 @@ def test_a_partial_pass_computes_the_model_without_the_other_parts(
     check_part(bench, part_of(directory, PartialPass()), PartialPass())  # the whole model, after its parts
 
 
+@pytest.mark.slow
 def test_a_partial_pass_of_compiled_layers_computes_the_same(llama: Path, code: Path) -> None:
     bench = Bench(llama, code, "off", compile="on")
     for partial in (PARTS["first layer"], PARTS["without some parts"], PartialPass()):

@@ -16,8 +16,8 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.engines.graph_replay import FakeRecorder, gemma3, open_bench
 from tests.support.models import tiny
+from workers.forward.layer_lists import decoder_list
 from workers.forward.loaded_model import PassOptions
-from workers.forward.replace_linear import decoder_list
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model

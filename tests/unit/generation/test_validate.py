@@ -12,7 +12,7 @@ from cluster.core.errors import ContextLengthExceeded, InvalidRequest, UnknownMo
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import BeamParameters, BeamScoring, EarlyStopping, GenerationRequest, SamplingParameters
 from cluster.core.verification import TargetInfo
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from cluster.generation.validate import fit_to_context, validate
 from pilotfish.v1 import common_pb2, generation_pb2

@@ -334,3 +334,12 @@ async def test_usage_counts_the_prediction_of_the_client_as_openai_does(api: Htt
     same = next(index for index, (a, b) in enumerate(zip(expected, written, strict=False)) if a != b)
     assert details["accepted_prediction_tokens"] == same
     assert details["rejected_prediction_tokens"] == len(expected) - same
+
+
+@pytest.mark.parametrize("token", [-1, 2**40])
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+async def test_a_token_that_no_model_has_is_refused_without_a_second_bound(api: HttpApi, name: str, token: int) -> None:
+    response = await api.complete(**{name: [7, token]})
+    assert response.status_code == 400
+    expected = f"{name}[1]: {token} is refused; it must be a token id of the model's vocabulary"
+    assert response.json()["error"]["message"] == expected

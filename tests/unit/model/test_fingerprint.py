@@ -73,7 +73,6 @@ def test_the_name_says_whether_other_requests_can_change_a_bit(tmp_path: Path) -
         "kernels": name_of(directory, **code),
         "kernels, bfloat16": name_of(directory, dtype="bfloat16", **code),
         "modules": name_of(directory, native="off", **code),
-        "modules, compiled": name_of(directory, native="off", compile="on", **code),
         "modules, float16": name_of(directory, dtype="float16", compile="off", **code),
     }
     assert {kind for kind, name in names.items() if name.startswith("tp1-invariant-")} == {
@@ -81,6 +80,13 @@ def test_the_name_says_whether_other_requests_can_change_a_bit(tmp_path: Path) -
         "kernels, bfloat16",
         "modules",
     }
+
+
+@pytest.mark.slow
+def test_compiled_modules_depend_on_their_batch(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "one", tiny.llama())
+    name = name_of(directory, native="off", compile="on", compile_directory=str(tmp_path / "code"))
+    assert name.startswith("tp1-batched-")
 
 
 def test_a_mixture_of_experts_depends_on_its_batch(tmp_path: Path) -> None:

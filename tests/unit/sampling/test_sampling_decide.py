@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from workers.sampling import decide as deciding
-from workers.sampling.context import Branch, DecisionContext, tree_contexts
+from workers.sampling.context import AllowedTokens, Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import Undecidable, decide, is_shardable, merge_winners, shard_winners
 from workers.sampling.noise import gumbel
 from workers.sampling.warp import warp
@@ -227,11 +228,22 @@ def test_a_branch_equals_the_sequence_of_its_tokens() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpu_makes_the_same_decisions_from_the_same_logits() -> None:
-    logits = torch.randn(32, 50_000, generator=torch.Generator().manual_seed(1)) * 3
-    settings = [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05}]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_makes_the_same_decisions_from_the_same_logits(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(32, 128_256, generator=generator) * 3).to(dtype)
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05}, {"temperature": 0.0},
+        {"top_p": 0.999, "frequency_penalty": 0.5}, {"logit_bias": ((77, 9.0),)}, {"allowed_token_ids": (5, 9, 2000)},
+    ]  # fmt: skip
+    allowed = AllowedTokens(torch.rand(128_256, generator=generator) < 0.5)
     contexts = [
-        DecisionContext(SamplingParameters(seed=row, repetition_penalty=1.1, **settings[row % 4]), (1, 2, 3), 1)
+        DecisionContext(
+            SamplingParameters(seed=row, repetition_penalty=1.1, **settings[row % 8]),
+            (1, 2, 3),
+            1,
+            allowed if row % 3 == 0 and row % 8 != 7 else None,
+        )
         for row in range(32)
     ]
     assert decide(logits.cuda(), contexts) == decide(logits, contexts)

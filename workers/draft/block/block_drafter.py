@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from workers.draft.block.block_pass import BlockPass
 from workers.draft.common.modules.context_session import ContextSession
 from workers.draft.common.modules.context_store import ContextStore
 from workers.draft.common.modules.context_window import ContextRows, ContextShape
-from workers.draft.common.modules.module_settings import ContextModuleSettings, module_taps
+from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
 from workers.draft.common.modules.ranked_paths import TreeForm
@@ -168,8 +167,8 @@ def load_block_drafter(
     settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, form: TreeForm
 ) -> BlockTreeDrafter:
     """Load the module of the kind `block`; see `BlockTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
-    loaded = load_served_module(Path(settings.path), settings.weights, target, "block", BlockDrafter)
+    loaded = load_served_module(settings, target, "block", (BlockDrafter,))
     passes = BlockPass(loaded.module, loaded.ends, settings.weights, target.compile_directory)
     ranker = PathRanker(loaded.ends, loaded.module.selector, loaded.make, loaded.shortlist)
-    taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
+    taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size)
     return BlockTreeDrafter(passes, ranker, taps, draft, settings, form)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from workers.draft.common.modules.context_store import ContextStore
-from workers.draft.common.modules.module_settings import ContextModuleSettings, module_taps
+from workers.draft.common.modules.context_window import ContextShape
+from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.served_module import computed_type, load_served_module
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.draft.common.modules.tap_reader import TapReader
@@ -22,12 +23,34 @@ from workers.draft.common.sessions import Sessions
 from workers.draft.common.trees.calibration import KINDS, Calibration
 from workers.draft.common.trees.pass_cost import PassCost
 from workers.draft.eagle.eagle_growth import EagleGrowth, GrowthLimits
-from workers.draft.eagle.eagle_pass import EaglePass, committed_piece
+from workers.draft.eagle.eagle_pass import EaglePass, EaglePiece, committed_piece
 from workers.draft.eagle.eagle_session import EagleSession, Piece
+from workers.draft.eagle.feature_pass import FeaturePass
 from workers.model.drafting.eagle import EagleHead
+from workers.model.drafting.public import PublicModule
 
 _LEAST_SCRATCH = 64
 """Least number of committed tokens of one sequence that go through the head in one pass."""
+
+
+class HeadPass(Protocol):
+    """The passes of a head; `EaglePass` says what they compute."""
+
+    vocabulary_size: int
+    device: torch.device
+    context_shape: ContextShape
+
+    def features(self, taps: Tensor) -> Tensor:
+        """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
+        ...
+
+    def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
+        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size]."""
+        ...
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
+        ...
 
 
 class EagleTreeDrafter:
@@ -39,7 +62,7 @@ class EagleTreeDrafter:
 
     def __init__(
         self,
-        head: EaglePass,
+        head: HeadPass,
         shortlist: Shortlist,
         taps: TapReader,
         draft: DraftSection,
@@ -174,8 +197,13 @@ def load_eagle_drafter(
     settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, limits: GrowthLimits
 ) -> EagleTreeDrafter:
     """Load the module of the kind `eagle`; see `EagleTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
-    loaded = load_served_module(Path(settings.path), settings.weights, target, "eagle", EagleHead)
+    expected: tuple[type[EagleHead | PublicModule], ...] = (EagleHead, PublicModule)
+    loaded = load_served_module(settings, target, "eagle", expected)
     scratch = max(_LEAST_SCRATCH, limits.width * draft.max_depth)
-    head = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
-    taps = TapReader(module_taps(settings), target, loaded.ends.hidden_size)
+    head: HeadPass
+    if isinstance(loaded.module, EagleHead):
+        head = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
+    else:
+        head = FeaturePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
+    taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size)
     return EagleTreeDrafter(head, loaded.shortlist, taps, draft, settings, limits)

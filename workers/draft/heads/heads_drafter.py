@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
-from cluster.core.request import SequenceStart
-from workers.draft.common.modules.module_settings import ModuleSettings, module_taps
+from cluster.core.request import SamplingParameters, SequenceStart
+from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
+from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.heads_pass import ParallelHeads
+from workers.draft.heads.own_heads import OwnHeads
+from workers.model.drafting.heads import MedusaHeads
+from workers.model.drafting.public import PublicModule
 from workers.sampling.context import DecisionContext
 
 
@@ -26,6 +30,7 @@ class Heads(Protocol):
     """Predicts all depths of rows at once."""
 
     depths: int
+    hidden_size: int
     vocabulary_size: int
 
     def rank(
@@ -133,7 +138,18 @@ def load_heads_drafter(
 
     Raises `ModelLoadError`, and `ConfigurationError` if the target does not take the taps.
     """
-    heads = ParallelHeads(Path(settings.path), target, settings.weights)
-    heads.warm_up(form.siblings)
-    reader = TapReader(module_taps(settings), target, heads.hidden_size)
+    expected: tuple[type[MedusaHeads | PublicModule], ...] = (MedusaHeads, PublicModule)
+    loaded = load_served_module(settings, target, "heads", expected)
+    module = loaded.module
+    heads: Heads = ParallelHeads(module, loaded) if isinstance(module, MedusaHeads) else OwnHeads(module, loaded)
+    _warm_up(heads, form.siblings)
+    reader = TapReader(loaded.card.taps, target, heads.hidden_size)
     return HeadsDrafter(heads, reader, draft, form)
+
+
+def _warm_up(heads: Heads, siblings: int) -> None:
+    """Rank zeros in a few widths, so that the first proposals do not wait for one-time work."""
+    zeros = torch.zeros(heads.hidden_size)
+    for rows in (1, 2, 4, 8):
+        contexts = [DecisionContext(SamplingParameters(seed=0), (0,), 1)] * (rows * heads.depths)
+        heads.rank([zeros] * rows, [0] * rows, contexts, siblings)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from cluster.core.config.target_section import TargetSection
-from cluster.core.request import SamplingParameters
-from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.product import MakeProduct, Product
 from workers.draft.common.modules.ranked_paths import RankedPaths
-from workers.draft.common.modules.served_module import load_served_module
+from workers.draft.common.modules.served_module import ServedModule
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.selector import Selector
@@ -25,10 +22,8 @@ from workers.sampling.context import DecisionContext
 class ParallelHeads:
     """The weights of trained heads, packed for the device, and the ranking of their candidates."""
 
-    def __init__(self, directory: Path, target: TargetSection, weights: Weights) -> None:
-        """Load the heads in `directory`. Raises `ModelLoadError`, and `ConfigurationError` without the device."""
-        loaded = load_served_module(directory, weights, target, "heads", MedusaHeads)
-        module, ends, make = loaded.module, loaded.ends, loaded.make
+    def __init__(self, module: MedusaHeads, loaded: ServedModule[Any]) -> None:
+        ends, make = loaded.ends, loaded.make
         self.depths = module.shape.depths
         self.hidden_size = ends.hidden_size
         self.vocabulary_size = len(ends.embedding)
@@ -37,13 +32,6 @@ class ParallelHeads:
         self._mix = None if module.mix is None else _mix_of(module.mix, make)
         self._heads = make(module.weights)
         self._ranker = PathRanker(ends, module.selector, make, loaded.shortlist)
-
-    def warm_up(self, siblings: int) -> None:
-        """Rank zeros in a few widths, so that the first proposals do not wait for one-time work."""
-        zeros = torch.zeros(self.hidden_size)
-        for rows in (1, 2, 4, 8):
-            contexts = [DecisionContext(SamplingParameters(seed=0), (0,), 1)] * (rows * self.depths)
-            self.rank([zeros] * rows, [0] * rows, contexts, siblings)
 
     @torch.inference_mode()
     def rank(

@@ -92,6 +92,8 @@ class AttentionSetting:
         needed = {Feature.TREES}
         needed |= {Feature.WINDOWS for window in windows if window.size is not None}
         needed |= {Feature.SINKS for window in windows if window.sinks}
+        needed |= {Feature.SOFT_CAP for shape in self.layers if shape.soft_cap is not None}
+        needed |= {Feature.LEARNED_SINKS for shape in self.layers if shape.has_learned_sinks}
         if self.relative_bias is not None:
             needed.add(Feature.RELATIVE_BIAS)
         if self.has_sources and kind is StepKind.RAGGED:
@@ -175,6 +177,17 @@ class AttentionBackend(Protocol[Metadata]):
         `scaling` multiplies the products of queries and keys; `None` stands for dim ** -0.5.
         """
         ...
+
+    def attend_with_sinks(
+        self,
+        layer: int,  # noqa: ARG002
+        queries: torch.Tensor,  # noqa: ARG002
+        metadata: Metadata,  # noqa: ARG002
+        scaling: float | None,  # noqa: ARG002
+        sinks: torch.Tensor,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Attend where each head has a learned logit, `sinks` `[heads]`: a key without a value in the softmax."""
+        raise ValueError(f"{type(self).__name__} does not compute {Feature.LEARNED_SINKS.value}")
 
 
 class BackendUnavailable(Exception):

@@ -26,7 +26,7 @@ from workers.kv.groups import LayerPlacement
 
 CAPABILITIES = Capabilities(
     steps=frozenset(StepKind),
-    features=frozenset({Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOURCES, Feature.RELATIVE_BIAS}),
+    features=frozenset(Feature),
 )
 
 
@@ -38,6 +38,7 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
         self._store = setting.store
         self._device = setting.device
         self._bias = setting.relative_bias
+        self._layers = setting.layers
 
     def plan(self, rows: Sequence[RowShape]) -> GatheredStep:
         """One group of padded rows for each width and length."""
@@ -64,15 +65,36 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: GatheredStep, scaling: float | None) -> torch.Tensor:
         """Attend group by group."""
+        return self._attend(layer, queries, metadata, scaling, None)
+
+    def attend_with_sinks(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        metadata: GatheredStep,
+        scaling: float | None,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend group by group, with a learned logit of each head in the softmax."""
+        return self._attend(layer, queries, metadata, scaling, sinks)
+
+    def _attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        metadata: GatheredStep,
+        scaling: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         if len(metadata.groups) == 1:  # the group's tokens are the step's, in order
-            return self._attend_group(layer, queries, metadata.groups[0], scaling)
+            return self._attend_group(layer, queries, metadata.groups[0], scaling, sinks)
         output = torch.empty_like(queries)
         for group in metadata.groups:
-            output[group.targets] = self._attend_group(layer, queries, group, scaling)
+            output[group.targets] = self._attend_group(layer, queries, group, scaling, sinks)
         return output
 
     def _attend_group(
-        self, layer: int, queries: torch.Tensor, group: RowGroup, scaling: float | None
+        self, layer: int, queries: torch.Tensor, group: RowGroup, scaling: float | None, sinks: torch.Tensor | None
     ) -> torch.Tensor:  # [the group's tokens, heads, dim]
         placement = self._store.kv_groups.placements[layer]
         rows = len(group.padding.gather)
@@ -82,8 +104,19 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
             for stored in self._store.of(layer)
         )  # [rows, kv_heads, keys, dim]
         folded = group.padding.fold(queries, keys.shape[1])
-        mask = self._mask(group, placement, queries.shape[1] // keys.shape[1], queries.dtype)
-        attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        shared = queries.shape[1] // keys.shape[1]
+        mask = self._mask(group, placement, shared, queries.dtype)
+        cap = self._layers[layer].soft_cap
+        if cap is None and sinks is None:
+            attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        else:
+            products = (folded @ keys.transpose(2, 3)).float() * (
+                queries.shape[2] ** -0.5 if scaling is None else scaling
+            )
+            if cap is not None:
+                products = cap * torch.tanh(products / cap)
+            weights = _softmax(products + mask, None if sinks is None else sinks.view(keys.shape[1], shared))
+            attended = weights.to(values.dtype) @ values
         return group.padding.unfold(attended)
 
     def _mask(self, group: RowGroup, placement: LayerPlacement, shared: int, dtype: torch.dtype) -> torch.Tensor:
@@ -95,3 +128,12 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
         if group.bias is None:
             group.bias = mask + self._bias(group.relative).to(mask.dtype)
         return group.bias
+
+
+def _softmax(products: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The weights of `products` `[rows, kv_heads, heads * queries, keys]`; `sinks` `[kv_heads, heads]`."""
+    if sinks is None:
+        return products.softmax(-1)
+    rows, kv_heads, folded, _ = products.shape
+    column = sinks.float().repeat_interleave(folded // sinks.shape[1], 1)[None, :, :, None]
+    return torch.cat((products, column.expand(rows, kv_heads, folded, 1)), -1).softmax(-1)[..., :-1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,16 +24,14 @@ from workers.forward.backends.base import (
     register_backend,
 )
 from workers.forward.layout import RowShape, blocks_read, slots_of
+from workers.forward.triton.tiles import SPLIT_KEYS, Blocks, Queries, wide_tile
 from workers.kv.groups import AttentionWindow
 from workers.transfer import IntegerArray, to_device_together
 
-if TYPE_CHECKING:
-    from workers.forward.triton.attention import Blocks, Queries
-
 WORD = 64
 """Bits of a word, and most tokens of a row that has small tiles."""
-_NARROW_TILE, _WIDE_TILE = 4, 16
-"""Queries of a tile. With four query heads per KV head, these are products of 16 and 64 rows."""
+_NARROW_TILE = 4
+"""Queries of a tile of rows of up to 64 tokens."""
 
 CAPABILITIES = Capabilities(
     steps=frozenset({StepKind.RAGGED}),
@@ -66,12 +63,13 @@ class TritonBackend(AttentionBackend[TritonStep]):
 
     def __init__(self, setting: AttentionSetting) -> None:
         try:
-            from workers.forward.triton import attention
+            from workers.forward.triton import attention, kv_write
         except ImportError as error:
             raise BackendUnavailable(f"the package triton is not installed: {error}") from error
-        self._kernels = attention
+        self._attention, self._kv_write = attention, kv_write
         self._store = setting.store
         self._device = setting.device
+        self._wide_tile = min(wide_tile(shape.heads_per_kv, shape.head_dim) for shape in setting.layers)
 
     def plan(self, rows: Sequence[RowShape]) -> TritonStep:
         """Tiles and blocks of ragged rows, copied to the device in one piece."""
@@ -83,7 +81,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         read = dict.fromkeys((placement.table, placement.window) for placement in groups.placements)
         windows = dict.fromkeys(window for _, window in read)
         firsts = np.cumsum([0, *(row.width for row in rows)])
-        parts = [_Part(rows, firsts, is_wide=is_wide) for is_wide in (False, True)]
+        parts = [_Part(rows, firsts, 0), _Part(rows, firsts, self._wide_tile)]
         parts = [part for part in parts if part.members]
         arrays = [np.array([list(chain.from_iterable(table)) for table in slots], dtype=np.int64)]
         for part in parts:
@@ -99,24 +97,25 @@ class TritonBackend(AttentionBackend[TritonStep]):
             items, tokens, starts = (next(sent).int() for _ in part.arrays)
             for found in queries.values():
                 last, positions, words = next(sent).int(), next(sent).int(), next(sent)
-                splits = part.splits(size, self._kernels.SPLIT_KEYS)
-                found.append(self._kernels.Queries(items, tokens, last, positions, words, starts, part.tile, splits))
+                splits = part.splits(size, SPLIT_KEYS)
+                found.append(Queries(items, tokens, last, positions, words, starts, part.tile, splits))
         return TritonStep(slot_tensor, queries, {key: self._received(sent) for key in read})
 
     def _received(self, sent: Iterator[torch.Tensor]) -> Blocks:
-        return self._kernels.Blocks(*(next(sent).int() for _ in range(3)))
+        return Blocks(*(next(sent).int() for _ in range(3)))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:
-        """Store keys and values at the step's slots."""
-        self._store.write(layer, metadata.slots[self._store.kv_groups.placements[layer].table], keys, values)
+        """Store keys and values at the step's slots, in one launch."""
+        slots = metadata.slots[self._store.kv_groups.placements[layer].table]
+        self._kv_write.write_kv(_with_whole_heads(keys), _with_whole_heads(values), slots, self._store.of(layer))
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: TritonStep, scaling: float | None) -> torch.Tensor:
         """Attend to the blocks of each row: one launch for narrow rows, one for wide ones."""
         placement = self._store.kv_groups.placements[layer]
-        queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+        queries = _with_whole_heads(queries)
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         for plan in metadata.queries[placement.window]:
-            self._kernels.paged_attention(
+            self._attention.paged_attention(
                 queries,
                 self._store.of(layer),
                 plan,
@@ -129,13 +128,19 @@ class TritonBackend(AttentionBackend[TritonStep]):
         return output
 
 
+def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor `[tokens, heads, dim]`, with contiguous heads."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 class _Part:
     """The rows of a step that are computed alike, as arrays of integers."""
 
-    def __init__(self, rows: Sequence[RowShape], firsts: IntegerArray, *, is_wide: bool) -> None:
-        self.members = [index for index, row in enumerate(rows) if (row.width > WORD) is is_wide]
-        self.tile = _WIDE_TILE if is_wide else _NARROW_TILE
-        self._is_wide = is_wide
+    def __init__(self, rows: Sequence[RowShape], firsts: IntegerArray, wide_tile: int) -> None:
+        """The wide rows, in tiles of so many queries; with 0 the narrow ones."""
+        self._is_wide = wide_tile > 0
+        self.members = [index for index, row in enumerate(rows) if (row.width > WORD) is self._is_wide]
+        self.tile = wide_tile or _NARROW_TILE
         self._rows = [rows[index] for index in self.members]
         items: list[tuple[int, int, int]] = []
         query = 0

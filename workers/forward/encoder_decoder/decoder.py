@@ -14,18 +14,19 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from cluster.core.errors import ModelLoadError
-from workers.forward.attention import READS_SOURCE
+from workers.forward.attention import READS_SOURCE, UnsupportedModel
 
-_CROSS_ATTENTION = ("encoder_attn", "EncDecAttention")
+_CROSS_ATTENTION = ("encoder_attn", "EncDecAttention", "cross_attention")
 _SELF_ATTENTION = ("self_attn", "SelfAttention")
+_SCALED_IF_TIED = ("switch_transformers", "umt5")
+"""Model types that scale the states before the head exactly if it is the embedding."""
 _KEY_AND_VALUE = (("k_proj", "v_proj"), ("k", "v"))
 
 
 class SourcedDecoder(nn.Module):
     """The decoder, its head, and the scale and bias of the logits, of an encoder-decoder model of `transformers`.
 
-    Raises `ModelLoadError` for a family whose parts have other names.
+    Raises `UnsupportedModel` for a family whose parts have other names.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -34,7 +35,7 @@ class SourcedDecoder(nn.Module):
         self.tp_plan: dict[str, str] = {}
         self.decoder: nn.Module = model.get_decoder()
         self.lm_head: nn.Module = model.get_output_embeddings()
-        self.scale = model.config.d_model**-0.5 if getattr(model.config, "scale_decoder_outputs", False) else None
+        self.scale = logits_scale(model)
         bias = getattr(model, "final_logits_bias", None)
         self.register_buffer("logits_bias", bias if bias is not None and bool(bias.any()) else None, persistent=False)
         self._positions = _replace_positions(self.decoder)
@@ -66,11 +67,16 @@ class SourcedDecoder(nn.Module):
 class _StepPositions(nn.Module):
     """Replaces a decoder's position embeddings: tokens of a step have any positions, equal ones inside trees."""
 
-    def __init__(self, embedding: nn.Embedding) -> None:
+    weight: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, offset: int) -> None:
+        """`offset` is the row of `weight` `[rows, hidden]` that belongs to position 0."""
         super().__init__()
-        self.weight = embedding.weight
-        self.offset = int(getattr(embedding, "offset", 0))
-        """Row of the weights that belongs to position 0."""
+        if isinstance(weight, nn.Parameter):
+            self.weight = weight
+        else:
+            self.register_buffer("weight", weight, persistent=False)
+        self.offset = offset
         self.position_ids: torch.Tensor | None = None
         """Positions of the pass's tokens, `[1, tokens]`."""
 
@@ -112,24 +118,33 @@ class RelativePositionBias(nn.Module):
         return bias.permute(0, 3, 1, 2)
 
 
+def logits_scale(model: PreTrainedModel) -> float | None:
+    """Factor on the states before the head; `None`: 1."""
+    config = model.config
+    scales = getattr(config, "scale_decoder_outputs", False)  # as the configurations of T5 state
+    if config.model_type in _SCALED_IF_TIED:
+        scales = config.tie_word_embeddings
+    return float(config.d_model**-0.5) if scales else None
+
+
 def take_projections(decoder: nn.Module, ranks: int = 1) -> list[tuple[nn.Linear, nn.Linear]]:
     """Take the projections of the encoder's output out of the decoder: keys and values of each layer, in order.
 
-    Marks the modules of cross-attention, which will have the heads of one of `ranks` ranks. Raises `ModelLoadError` if
-    there are none.
+    Marks the modules of cross-attention, which will have the heads of one of `ranks` ranks. Raises `UnsupportedModel`
+    if there are none.
     """
     taken: dict[int, tuple[nn.Linear, nn.Linear]] = {}
     for attention in _named(decoder, _CROSS_ATTENTION):
         names = next((names for names in _KEY_AND_VALUE if all(hasattr(attention, name) for name in names)), None)
         if names is None:
-            raise ModelLoadError(f"{type(attention).__name__} has no projections {_KEY_AND_VALUE}")
+            raise UnsupportedModel(f"{type(attention).__name__} has no projections {_KEY_AND_VALUE}")
         key, value = (getattr(attention, name) for name in names)
         for name, projection in zip(names, (key, value), strict=True):
             setattr(attention, name, _NoProjection(projection.out_features // ranks))
         setattr(attention, READS_SOURCE, True)
         taken[int(attention.layer_idx)] = key, value  # type: ignore[arg-type]
     if not taken or sorted(taken) != list(range(len(taken))):
-        raise ModelLoadError(f"{type(decoder).__name__}: its cross-attention has no modules {_CROSS_ATTENTION}")
+        raise UnsupportedModel(f"{type(decoder).__name__}: its cross-attention has no modules {_CROSS_ATTENTION}")
     return [taken[layer] for layer in range(len(taken))]
 
 
@@ -154,9 +169,19 @@ def _named(module: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
 
 
 def _replace_positions(decoder: Any) -> _StepPositions | None:
-    """Replace the decoder's position embeddings. `None` if it has none."""
+    """Replace the decoder's position embeddings. `None` if it has none. Raises `UnsupportedModel` for unknown ones."""
     embedding = getattr(decoder, "embed_positions", None)
     if embedding is None:
         return None
-    decoder.embed_positions = _StepPositions(embedding)
-    return decoder.embed_positions  # type: ignore[no-any-return]
+    if isinstance(weight := getattr(embedding, "weight", None), torch.Tensor):
+        positions = _StepPositions(weight, int(getattr(embedding, "offset", 0)))
+    elif isinstance(weight := getattr(embedding, "weights", None), torch.Tensor):  # M2M-100: a table behind padding
+        positions = _StepPositions(weight, int(embedding.padding_idx) + 1)
+    elif hasattr(embedding, "max_scale"):  # Pegasus-X computes them in each pass
+        like: torch.Tensor = next(decoder.parameters())
+        longest = int(decoder.config.max_position_embeddings)
+        positions = _StepPositions(embedding(like.new_zeros((1, longest, embedding.embed_dim)))[0].contiguous(), 0)
+    else:
+        raise UnsupportedModel(f"its positions are those of {type(embedding).__name__}, which is not known")
+    decoder.embed_positions = positions
+    return positions

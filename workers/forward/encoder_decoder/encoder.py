@@ -11,6 +11,7 @@ from torch import nn
 from workers.forward.linear import FastLinear, make_linear_kernel
 from workers.forward.loaded_model import EncodedSources
 from workers.forward.replace_linear import replace_linear_layers
+from workers.forward.weights.choice import store
 
 _MOST_PADDED_TOKENS = 2048
 """Most tokens of one pass of the encoder, padding included, apart from a single longer source."""
@@ -26,10 +27,11 @@ class SourceEncoder:
         self.layers = layers
         self.heads = heads
 
-    def replace_linear_layers(self, quantization: str) -> None:
-        """Replace the linear layers by their fastest form."""
-        replace_linear_layers(self.encoder, quantization)
-        kernel = make_linear_kernel(self.projection.weight, self.projection.bias, quantization)
+    def replace_linear_layers(self, quantization: str, directory: str | None = None) -> None:
+        """Replace the linear layers by their fastest form. `directory` keeps the compiled CPU kernels."""
+        replace_linear_layers(self.encoder, quantization, directory)
+        storage = store(self.projection.weight.detach(), quantization)
+        kernel = make_linear_kernel(storage, self.projection.bias, directory)
         self.projection = FastLinear(kernel, self.projection.out_features)
 
     @torch.inference_mode()

@@ -24,6 +24,7 @@ from workers.forward.encoder_decoder.packing import (
     position_table,
     shape_of_layer,
 )
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import WHOLE_PASS, PassOptions, PassOutput
 from workers.forward.native.attention import (
@@ -37,7 +38,6 @@ from workers.forward.native.attention import (
 from workers.forward.native.build import load_library
 from workers.forward.native.screen import MOST_LEADERS, HeadScreen
 from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass, WorkBuffers
-from workers.forward.replace_linear import decoder_layers
 from workers.kv.groups import KvCacheGroups
 from workers.kv.pool import KvPool
 
@@ -64,7 +64,7 @@ class NativeSourcedDecoder:
         self._shape = shape
         decoder = model.decoder
         layers = list(decoder_layers(model))
-        self._packer = packer = SourcedPacker(library, [*layers, model.lm_head], dtype, quantization)
+        self._packer = packer = SourcedPacker(library, dtype, quantization)
         self._layers = (SourcedLayer * len(layers))(*(_pack_layer(packer, layer) for layer in layers))
         self._embedding = packer.table(decoder.embed_tokens.weight)
         self._vocabulary = int(model.lm_head.weight.shape[0])

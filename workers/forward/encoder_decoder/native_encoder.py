@@ -58,7 +58,7 @@ class NativeSourceEncoder:
         self._decoder_layers, self._decoder_heads = reader.layers, reader.heads
         encoder: Any = reader.encoder
         layers, head = list(encoder.layers), reader.projection
-        self._packer = packer = SourcedPacker(library, [*layers, head], dtype, quantization)
+        self._packer = packer = SourcedPacker(library, dtype, quantization)
         self._layers = (SourcedLayer * len(layers))(*(_pack_layer(packer, layer) for layer in layers))
         self._embedding = packer.table(encoder.embed_tokens.weight)
         self._width = int(head.weight.shape[0])

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.forward.native.packed_linear import PackedMatrix, block_columns, is_on_tiles, stored_as
+from workers.forward.native.packed_linear import PackedMatrix, kernel_layout
 from workers.forward.native.structures import Norm
-from workers.kv.huge_pages import CACHE_LINE, Arena
+from workers.forward.weights.choice import stored_as
+from workers.kv.huge_pages import Arena
 
 ACTIVATIONS = {"swish": 0, "silu": 0, "relu": 1, "gelu": 2}
 """Activations of the kernels, by their names in `transformers`."""
@@ -36,19 +37,15 @@ class SourcedShape:
 class SourcedPacker:
     """Packs matrices and norms, and keeps what the C structures point to."""
 
-    def __init__(self, library: ctypes.CDLL, parts: Sequence[nn.Module], dtype: torch.dtype, quantization: str) -> None:
-        """`parts` hold all linear layers that will be packed, and some that may not be."""
-        self._library, self._columns = library, block_columns(library)
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, quantization: str) -> None:
+        self._layout = kernel_layout(library)
         self._stored = torch.int8 if quantization == "int8" else dtype
-        self._arena = Arena(_packed_bytes(parts, self._stored, self._columns))
+        self._arena = Arena()
         self._kept: list[PackedMatrix | torch.Tensor] = []
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         """The C structure of a packed matrix `[out, in]` with a bias `[out]`."""
-        own_bias = None if bias is None else bias.detach().float()
-        on_tiles = is_on_tiles(self._library, self._stored, weight.shape[1])
-        stored = stored_as(weight, self._stored)
-        packed = PackedMatrix(*stored, own_bias, self._columns, self._arena, on_tiles=on_tiles)
+        packed = PackedMatrix(stored_as(weight, self._stored), bias, self._layout, self._arena)
         self._kept.append(packed)
         return packed.matrix
 
@@ -109,10 +106,3 @@ def shape_of_layer(layer: Any, activation: int, part: Any, others: Sequence[Any]
 def parts_with_weights(layer: Any) -> set[str]:
     """Names of a layer's parts that have parameters."""
     return {name for name, child in layer.named_children() if any(True for _ in child.parameters())}
-
-
-def _packed_bytes(parts: Sequence[nn.Module], dtype: torch.dtype, columns: int) -> int:
-    """Enough bytes for the packed linear layers of these parts, each padded to whole blocks and cache lines."""
-    linears = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
-    sizes = [-(-linear.out_features // columns) * columns * linear.in_features for linear in linears]
-    return sum(size * dtype.itemsize + CACHE_LINE for size in sizes)

@@ -29,12 +29,23 @@ _FLAGS = [
     *("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 ]
-_HEADERS = ("numbers.h", "attention.h", "positions.h", "products.h", "finish.h", "tiles.h", "registers.h", "leading.h")
+_HEADERS = (
+    "numbers.h",
+    "attention.h",
+    "positions.h",
+    "products.h",
+    "finish.h",
+    "tiles.h",
+    "registers.h",
+    "leading.h",
+    "groups.h",
+)
 _SOURCES = (
     "attention.c",
     "attention_tiles.c",
     "finish.c",
     "products.c",
+    "groups.c",
     "split.c",
     "tiles.c",
     "decoder.c",

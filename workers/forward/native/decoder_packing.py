@@ -11,22 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.forward.linear import quantize
-from workers.forward.native.attention import KINDS
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.native.build import load_library
 from workers.forward.native.decoder import NativeDecoder, PackedDecoder
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
-from workers.forward.native.packed_linear import (
-    INT8_TILES,
-    block_columns,
-    interleave,
-    is_on_tiles,
-    pack_blocks,
-    pad_rows,
-)
+from workers.forward.native.packed_linear import PackedMatrix, gate_up, gate_up_bias, kernel_layout
 from workers.forward.native.structures import DecoderLayer, Matrix
-from workers.forward.replace_linear import decoder_layers
-from workers.kv.huge_pages import CACHE_LINE, Arena, release_free_memory
+from workers.forward.weights.base import Storage
+from workers.forward.weights.modules import StoredEmbedding, storage_of
+from workers.kv.huge_pages import Arena, release_free_memory
+
+_ROWS_AT_ONCE = 4096
 
 
 def pack_decoder(
@@ -36,35 +31,25 @@ def pack_decoder(
     library = load_library(directory)
     if library is None:
         return None
-    return NativeDecoder(_Packer(model, shape, library, dtype, quantization).pack(model), library)
+    return NativeDecoder(_Packer(shape, library, dtype, quantization).pack(model), library)
 
 
 class _Packer:
     """Packs the weights of one model."""
 
-    def __init__(
-        self, model: Any, shape: DecoderShape, library: ctypes.CDLL, dtype: torch.dtype, quantization: str
-    ) -> None:
-        self._library = library
-        self._columns = block_columns(library)
-        """Outputs per block of a packed matrix: two vector registers of this processor."""
+    def __init__(self, shape: DecoderShape, library: ctypes.CDLL, dtype: torch.dtype, quantization: str) -> None:
+        self._layout = kernel_layout(library)
         self._shape = shape
         self._dtype = dtype
         self._quantization = quantization
         self._vectors: list[torch.Tensor] = []
         """Vectors that the C structures point to."""
         self._stored = torch.int8 if quantization == "int8" else dtype
-        self._arena = Arena(_packed_bytes(model, shape, self._stored, self._columns))
+        self._arena = Arena()
 
     def pack(self, model: Any) -> PackedDecoder:
         """The packed model. Its weights are removed from it."""
-        embedding = model.model.embed_tokens.weight.detach()
-        tokens = len(embedding)
-        is_tied = embedding.data_ptr() == model.lm_head.weight.data_ptr() and self._stored is embedding.dtype
-        # A head that is tied to the embedding serves as its table. Otherwise a copy does: the loaded tensor would keep
-        # the whole weight file mapped.
-        table = None if is_tied else embedding.clone()
-        del embedding
+        tokens, table = self._embedding(model)
         model.model.embed_tokens = nn.Identity()
         vocabulary = model.lm_head.out_features
         final = self._vector(model.model.norm.weight)
@@ -74,7 +59,7 @@ class _Packer:
             layers[index] = self._pack_layer(layer)
             _free_weights(layer)
             release_free_memory()
-        head = self._matrix(model.lm_head.weight, model.lm_head.bias)
+        head = self._matrix(self._storage(model.lm_head), model.lm_head.bias)
         _free_weights(model.model.norm)
         model.model.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
@@ -88,66 +73,62 @@ class _Packer:
             head=head,
             embedding=table,
             rotary=model.model.rotary_emb,
-            memory=(self._arena.taken, *self._vectors),
+            memory=(*self._arena.taken, *self._vectors),
         )
+
+    def _embedding(self, model: Any) -> tuple[int, torch.Tensor | None]:
+        """The number of tokens, and the table of embeddings; `None` if the rows of the packed head are that."""
+        embedding, head = model.model.embed_tokens, model.lm_head
+        if isinstance(embedding, StoredEmbedding):
+            is_tied = getattr(head, "storage", None) is embedding.storage
+            return embedding.num_embeddings, None if is_tied else self._dequantized(embedding.storage)
+        weight = embedding.weight.detach()
+        is_tied = head.weight is not None and weight.data_ptr() == head.weight.data_ptr()
+        # A copy, since the loaded tensor would keep the whole weight file mapped.
+        return len(weight), None if is_tied and self._stored is weight.dtype else weight.clone()
+
+    def _dequantized(self, storage: Storage) -> torch.Tensor:
+        """A stored matrix as plain numbers `[out, in]`, without a float32 copy of the whole."""
+        table = torch.empty(storage.outputs, storage.inputs, dtype=self._dtype)
+        for first in range(0, len(table), _ROWS_AT_ONCE):
+            table[first : first + _ROWS_AT_ONCE] = storage.take_outputs(
+                slice(first, first + _ROWS_AT_ONCE)
+            ).dequantized()
+        return table
 
     def _pack_layer(self, layer: Any) -> DecoderLayer:
         """Pack the weights of one layer."""
         attention, mlp = layer.self_attn, layer.mlp
         siblings = [attention.q_proj, attention.k_proj, attention.v_proj]
-        qkv = torch.cat([projection.weight for projection in siblings])
+        query, *others = (self._storage(projection) for projection in siblings)
         bias = None if siblings[0].bias is None else torch.cat([projection.bias for projection in siblings])
+        gate, up = (self._storage(projection) for projection in (mlp.gate_proj, mlp.up_proj))
         norms = (layer.input_layernorm, layer.post_attention_layernorm, *(head_norms(attention)))
         return DecoderLayer(
-            self._matrix(qkv, bias),
-            self._matrix(attention.o_proj.weight, attention.o_proj.bias),
-            self._matrix(interleave(mlp.gate_proj.weight, mlp.up_proj.weight, self._columns), self._biases(mlp)),
-            self._matrix(mlp.down_proj.weight, mlp.down_proj.bias),
+            self._matrix(query.joined(others), bias),
+            self._matrix(self._storage(attention.o_proj), attention.o_proj.bias),
+            self._matrix(gate_up(gate, up, self._layout.columns), self._biases(mlp)),
+            self._matrix(self._storage(mlp.down_proj), mlp.down_proj.bias),
             *(None if norm is None else self._vector(norm.weight) for norm in norms),
         )
 
-    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
-        """Pack `[out, in]` weights."""
-        scale = None
-        outputs, inputs = weight.shape
-        packed = weight.detach()
-        if self._quantization == "int8":
-            packed, scales = quantize(packed)
-            scale = self._vector(pad_rows(scales.float(), self._columns))
-        on_tiles = is_on_tiles(self._library, packed.dtype, inputs)
-        packed = pack_blocks(packed, self._columns, self._arena, on_tiles=on_tiles)
-        return Matrix(
-            *(
-                INT8_TILES if on_tiles else KINDS[packed.dtype],
-                inputs,
-                outputs,
-                packed.shape[0],
-                packed.data_ptr(),
-                scale,
-            ),
-            None if bias is None else self._vector(pad_rows(bias, self._columns)),
-        )
+    def _storage(self, layer: Any) -> Storage:
+        return storage_of(layer, self._quantization)
+
+    def _matrix(self, storage: Storage, bias: torch.Tensor | None) -> Matrix:
+        packed = PackedMatrix(storage, bias, self._layout, self._arena)
+        self._vectors += packed.vectors
+        return packed.matrix
 
     def _biases(self, mlp: Any) -> torch.Tensor | None:
         if mlp.gate_proj.bias is None:
             return None
-        return interleave(mlp.gate_proj.bias, mlp.up_proj.bias, self._columns)
+        return gate_up_bias(mlp.gate_proj.bias, mlp.up_proj.bias, self._layout.columns)
 
     def _vector(self, values: torch.Tensor) -> int:
         kept = values.detach().float().contiguous().clone()
         self._vectors.append(kept)
         return kept.data_ptr()
-
-
-def _packed_bytes(model: Any, shape: DecoderShape, dtype: torch.dtype, columns: int) -> int:
-    """Bytes of all packed matrices, each padded to whole blocks and cache lines."""
-    heads = (shape.heads + 2 * shape.kv_heads) * shape.dim
-    gates = 2 * (shape.inner + -shape.inner % (columns // 2))
-    layer = ((heads, shape.hidden), (shape.hidden, shape.heads * shape.dim), (gates, shape.hidden))
-    matrices = [*layer, (shape.hidden, shape.inner)] * len(list(decoder_layers(model)))
-    matrices.append((model.lm_head.out_features, shape.hidden))
-    sizes = [(outputs + -outputs % columns) * inputs * dtype.itemsize for outputs, inputs in matrices]
-    return sum(-(-size // CACHE_LINE) * CACHE_LINE for size in sizes)
 
 
 def _free_weights(layer: nn.Module) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.native.attention import MOST_DIM, MOST_VECTORS
-from workers.forward.replace_linear import decoder_layers
+from workers.forward.weights.modules import LINEAR_TYPES, StoredLinear
 
 _CHANGING_ROTATIONS = {"dynamic", "longrope"}
 """Rotary embeddings whose angles depend on the longest sequence in a step."""
@@ -50,7 +51,7 @@ def supported_shape(model: Any, dtype: torch.dtype) -> DecoderShape | None:
     if any(getattr(model.config, name, None) not in (None, 1) for name in _UNSUPPORTED_MULTIPLIERS):
         return None
     is_gated_by_silu = getattr(model.config, "hidden_act", None) in ("silu", "swish")
-    if not is_gated_by_silu or type(getattr(model, "lm_head", None)) is not nn.Linear:
+    if not is_gated_by_silu or type(getattr(model, "lm_head", None)) not in LINEAR_TYPES:
         return None
     shapes = {_shape_of(layer) for layer in layers}
     shape = shapes.pop() if len(shapes) == 1 else None
@@ -68,7 +69,7 @@ def _shape_of(layer: Any) -> DecoderShape | None:
     linears += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *filter(None, head_norms(attention))]
     if not parts.keys() <= _ATTENTION | {"q_norm", "k_norm"} or any(
-        type(linear) is not nn.Linear for linear in linears
+        type(linear) not in LINEAR_TYPES for linear in linears
     ):
         return None
     if any(not hasattr(norm, "variance_epsilon") for norm in norms):
@@ -92,7 +93,7 @@ def _shape_of(layer: Any) -> DecoderShape | None:
 
 
 def _is_trivial(module: nn.Module) -> bool:
-    return not any(True for _ in module.parameters())
+    return not isinstance(module, StoredLinear) and not any(True for _ in module.parameters())
 
 
 def head_norms(attention: Any) -> tuple[Any, Any]:

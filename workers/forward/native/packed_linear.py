@@ -11,16 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear, pad, rms_norm
+from torch.nn.functional import pad, rms_norm
 
-from workers.forward.linear import Int8Kernel, quantize
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
+from workers.forward.weights.base import Grouping, KernelLayout, Storage, Take, pad_rows, taken_rows
+from workers.forward.weights.choice import stored_as
 from workers.kv.huge_pages import Arena
-
-INT8_TILES = 3
-"""The kind of int8 weights in the order of tile registers and VNNI; see products.h."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +51,45 @@ class _InputNorm(ctypes.Structure):
     ]
 
 
+class PackedProduct:
+    """A stored matrix, packed for the CPU kernels, and an optional bias `[out]`. Not thread-safe."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        library: ctypes.CDLL,
+        bias: torch.Tensor | None = None,
+        norm: InputNorm | None = None,
+        *,
+        layout: KernelLayout | None = None,
+    ) -> None:
+        """`norm`, if there is one, is applied to the rows first. `layout` replaces that of `library`."""
+        self.outputs, self.inputs = storage.outputs, storage.inputs
+        self.matrix = PackedMatrix(storage, bias, kernel_layout(library) if layout is None else layout)
+        self._address = ctypes.addressof(self.matrix.matrix)
+        self._input = torch.empty(0)
+        """What is multiplied: the rows after the norm and rounding."""
+        self._norm_address: int | None = None
+        if norm is not None:
+            self._norm_weight = norm.weight.detach().float().clone()
+            self._structure = _InputNorm(norm.plain, norm.group, norm.epsilon, self._norm_weight.data_ptr())
+            self._norm_address = ctypes.addressof(self._structure)
+        self._multiply = linear_function(library)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` float32 `[rows, in]` → float32 `[rows, out]`. Raises `ValueError` for another shape or dtype."""
+        check_rows(x, self.inputs)
+        if not len(x):
+            return x.new_empty((0, self.outputs))
+        x = x.contiguous()
+        product = torch.empty((len(x), self.outputs))
+        if self._input.numel() < x.numel():
+            self._input = torch.empty(x.numel())
+        addresses = (x.data_ptr(), self._input.data_ptr(), product.data_ptr())
+        self._multiply(self._address, self._norm_address, *addresses, len(x))
+        return product
+
+
 class PackedLinear:
     """Weights `[out, in]` of one dtype, packed for the CPU kernels, and an optional bias `[out]`. Not thread-safe.
 
@@ -74,50 +111,31 @@ class PackedLinear:
         if dtype not in KINDS or weight.device.type != "cpu":
             raise ValueError(f"weights of {dtype} on {weight.device} are refused; only {[*KINDS]} on CPU are packed")
         self.outputs, self.inputs = weight.shape
-        self._bias = None if bias is None else bias.detach().float()
-        self._library = None if dtype is torch.bfloat16 and self.inputs % 2 else load_library(directory)
         self._norm = norm
-        if self._library is None:
-            self._weight, self._scale = stored_as(weight if norm is None else norm.folded(weight), dtype)
+        self._dtype = torch.float32 if dtype is torch.int8 else dtype
+        self._bias = None if bias is None else bias.detach().float()
+        library = None if dtype is torch.bfloat16 and self.inputs % 2 else load_library(directory)
+        self._packed = None
+        if library is None:
+            self._kernel = stored_as(weight if norm is None else norm.folded(weight), dtype).kernel(None)
         else:
-            self._bind(weight, dtype, self._library)
-
-    def _bind(self, weight: torch.Tensor, dtype: torch.dtype, library: ctypes.CDLL) -> None:
-        self._packed = pack_matrix(weight, dtype, library, self._bias)
-        self._address = ctypes.addressof(self._packed.matrix)
-        self._input = torch.empty(0)
-        """What is multiplied: the rows after the norm and rounding."""
-        self._norm_address: int | None = None
-        if self._norm is not None:
-            norm = self._norm
-            self._norm_weight = norm.weight.detach().float().clone()
-            self._structure = _InputNorm(norm.plain, norm.group, norm.epsilon, self._norm_weight.data_ptr())
-            self._norm_address = ctypes.addressof(self._structure)
-        self._multiply = linear_function(library)
+            self._packed = PackedProduct(stored_as(weight, dtype), library, self._bias, norm)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x` float32 `[rows, in]` → float32 `[rows, out]`. Raises `ValueError` for another shape or dtype."""
-        if x.dim() != 2 or x.shape[1] != self.inputs or x.dtype is not torch.float32:
-            raise ValueError(f"{x.dtype} {tuple(x.shape)} is refused; it must be float32 [rows, {self.inputs}]")
+        if self._packed is not None:
+            return self._packed.multiply(x)
+        check_rows(x, self.inputs)
         if not len(x):
             return x.new_empty((0, self.outputs))
-        if self._library is None:
-            return self._multiply_with_torch(x)
-        x = x.contiguous()
-        rows = len(x)
-        product = torch.empty((rows, self.outputs))
-        if self._input.numel() < x.numel():
-            self._input = torch.empty(x.numel())
-        addresses = (x.data_ptr(), self._input.data_ptr(), product.data_ptr())
-        self._multiply(self._address, self._norm_address, *addresses, rows)
-        return product
-
-    def _multiply_with_torch(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self._norm is None else self._norm.scaled(x)
-        if self._scale is not None:
-            return Int8Kernel(self._weight, self._scale, self._bias).multiply(x)
-        product = linear(x.to(self._weight.dtype), self._weight).float()
+        product = self._kernel.multiply((x if self._norm is None else self._norm.scaled(x)).to(self._dtype)).float()
         return product if self._bias is None else product + self._bias
+
+
+def check_rows(x: torch.Tensor, inputs: int) -> None:
+    """Raise `ValueError` unless `x` is float32 `[rows, inputs]`."""
+    if x.dim() != 2 or x.shape[1] != inputs or x.dtype is not torch.float32:
+        raise ValueError(f"{x.dtype} {tuple(x.shape)} is refused; it must be float32 [rows, {inputs}]")
 
 
 def linear_function(library: ctypes.CDLL) -> Callable[..., None]:
@@ -132,98 +150,68 @@ def linear_function(library: ctypes.CDLL) -> Callable[..., None]:
 
 
 class PackedMatrix:
-    """The C structure of a matrix, and the tensors that it points to. All are float32 but the weight."""
+    """The C structure of a stored matrix, and the tensors that it points to."""
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        scale: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        columns: int,
-        arena: Arena | None = None,
-        *,
-        on_tiles: bool = False,
+        self, storage: Storage, bias: torch.Tensor | None, layout: KernelLayout, arena: Arena | None = None
     ) -> None:
-        """`weight` `[out, in]` as `stored_as` returns it. `scale` and `bias` are `[out]`, or none.
-
-        The packed weight lies in `arena`, if there is one. `on_tiles`: see `pack_matrix`.
-        """
-        outputs, inputs = weight.shape
-        self.weight = pack_blocks(weight, columns, arena, on_tiles=on_tiles)
-        self._vectors = [None if values is None else pad_rows(values, columns).clone() for values in (scale, bias)]
+        """`bias` is `[out]`, or none. The packed weight lies in `arena`, if there is one."""
+        take: Take = _new_tensor if arena is None else arena.take
+        blocks = storage.blocks(layout, take)
+        self.weight = blocks.weight
+        own_bias = None if bias is None else pad_rows(bias.detach().float(), layout.columns).clone()
+        self.vectors = [values for values in (blocks.scale, own_bias) if values is not None]
+        """What the structure points to beside the weight."""
         self.matrix = Matrix(
-            *(INT8_TILES if on_tiles else KINDS[weight.dtype], inputs, outputs, len(self.weight)),
-            *(self.weight.data_ptr(), *(None if values is None else values.data_ptr() for values in self._vectors)),
+            *(blocks.kind, storage.inputs, storage.outputs, len(blocks.weight), blocks.weight.data_ptr()),
+            *(None if values is None else values.data_ptr() for values in (blocks.scale, own_bias)),
         )
+        if blocks.grouping is not None:
+            self._set_groups(blocks.grouping)
+
+    def _set_groups(self, grouping: Grouping) -> None:
+        matrix, order = self.matrix, grouping.order
+        matrix.group, matrix.scale_kind = grouping.group, grouping.scale_kind
+        matrix.offset, matrix.zero = grouping.offset, grouping.zero
+        if order is not None:
+            self.vectors.append(order)
+            matrix.order = order.data_ptr()
+
+
+def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def kernel_layout(library: ctypes.CDLL) -> KernelLayout:
+    """How this processor's kernels read packed matrices."""
+    library.pilotfish_columns.restype = ctypes.c_int64
+
+    def multiplies_integers(inputs: int) -> bool:
+        return bool(library.pilotfish_splits_rows(ctypes.c_int64(inputs)))
+
+    return KernelLayout(int(library.pilotfish_columns()), multiplies_integers)
 
 
 def has_int8_tiles(directory: str | None) -> bool:
     """Whether int8 weights are multiplied as integers (AMX, VNNI): few rows then take half the time of bfloat16."""
     library = load_library(directory)
-    return library is not None and is_on_tiles(library, torch.int8, 64)
+    return library is not None and kernel_layout(library).multiplies_integers(64)
 
 
-def pack_matrix(
-    weight: torch.Tensor, dtype: torch.dtype, library: ctypes.CDLL, bias: torch.Tensor | None = None
-) -> PackedMatrix:
-    """Weights `[out, in]` in this dtype. int8 weights are multiplied as integers where AMX or VNNI can."""
-    on_tiles = is_on_tiles(library, dtype, weight.shape[1])
-    return PackedMatrix(*stored_as(weight, dtype), bias, block_columns(library), on_tiles=on_tiles)
+def gate_up(gate: Storage, up: Storage, columns: int) -> Storage:
+    """The outputs of both in one matrix: each block has a vector of gates, then the ups that belong to them."""
+    return gate.joined([up]).take_outputs(gate_up_order(gate.outputs, columns))
 
 
-def is_on_tiles(library: ctypes.CDLL, dtype: torch.dtype, inputs: int) -> bool:
-    """Whether weights `[out, inputs]` of this dtype are packed for integer products, in the order of tile registers."""
-    return dtype is torch.int8 and bool(library.pilotfish_splits_rows(ctypes.c_int64(inputs)))
+def gate_up_bias(gate: torch.Tensor, up: torch.Tensor, columns: int) -> torch.Tensor:
+    """The biases of `gate_up`."""
+    return taken_rows(torch.cat([gate, up]).detach(), gate_up_order(len(gate), columns))
 
 
-def stored_as(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A weight `[out, in]` in this dtype, and for int8 its scales, float32 `[out]`."""
-    return quantize(weight.detach().float()) if dtype is torch.int8 else (weight.detach().to(dtype), None)
-
-
-def interleave(gates: torch.Tensor, ups: torch.Tensor, columns: int) -> torch.Tensor:
-    """Interleave the rows: each block has a vector of gates, then its vector of ups. Returns `[2 * padded, …]`."""
+def gate_up_order(inner: int, columns: int) -> torch.Tensor:
+    """Where the outputs of `gate_up` are among `inner` gates and the ups after them; −1 for those that are missing."""
     lanes = columns // 2
-    pairs = [pad_rows(part, lanes).view(-1, lanes, *part.shape[1:]) for part in (gates.detach(), ups.detach())]
-    return torch.stack(pairs, dim=1).flatten(0, 2)
-
-
-def block_columns(library: ctypes.CDLL) -> int:
-    """Outputs per block of a packed matrix: two vector registers of this processor."""
-    library.pilotfish_columns.restype = ctypes.c_int64
-    return int(library.pilotfish_columns())
-
-
-def pad_rows(values: torch.Tensor, grain: int) -> torch.Tensor:
-    """Pad `[out, …]` with zeros to a multiple of `grain` rows."""
-    missing = -len(values) % grain
-    widths: Sequence[int] = (*(0, 0) * (values.dim() - 1), 0, missing)
-    return pad(values, widths) if missing else values
-
-
-def pack_blocks(
-    weight: torch.Tensor, columns: int, arena: Arena | None = None, *, on_tiles: bool = False
-) -> torch.Tensor:
-    """`[out, in]` → `[blocks, in, columns]`, as the kernels read.
-
-    For bfloat16 it is `[blocks, in / 2, columns, 2]`, for int8 `on_tiles` `[blocks, in / 4, columns, 4]`.
-
-    The result lies in `arena`, if there is one. Missing outputs of the last block are zeros.
-    """
-    outputs, inputs = weight.shape
-    grain = 4 if on_tiles else 2 if weight.dtype is torch.bfloat16 else 1
-    shape = (-(-outputs // columns), inputs // grain, columns, *([grain] if grain > 1 else []))
-    packed = torch.empty(shape, dtype=weight.dtype) if arena is None else arena.take(shape, weight.dtype)
-    whole = outputs // columns
-    _transpose_blocks(weight[: whole * columns], packed[:whole])
-    if outputs % columns:
-        _transpose_blocks(pad_rows(weight[whole * columns :], columns), packed[whole:])
-    return packed
-
-
-def _transpose_blocks(weight: torch.Tensor, packed: torch.Tensor) -> None:
-    """Fill whole blocks. Two bfloat16 numbers, or four int8 numbers, are copied as one of 32 bits, in less time."""
-    if packed.dim() == 4:
-        weight = weight.clone() if weight.storage_offset() % packed.shape[3] else weight.contiguous()
-        weight, packed = weight.view(torch.int32), packed.view(torch.int32).squeeze(-1)
-    packed.copy_(weight.reshape(len(packed), packed.shape[2], packed.shape[1]).transpose(1, 2))
+    gates = torch.arange(-(-inner // lanes) * lanes)
+    gates[inner:] = -1
+    ups = torch.where(gates < 0, gates, gates + inner)
+    return torch.stack([gates.view(-1, lanes), ups.view(-1, lanes)], dim=1).flatten()

@@ -12,6 +12,7 @@
 #include <stddef.h>
 
 #include "finish.h"
+#include "groups.h"
 #include "tiles.h"
 
 #if defined(IS_AVX512) || defined(IS_AVX2)
@@ -307,6 +308,11 @@ static void multiply_split(const Matrix *matrix, const float *input, const Outpu
 
 void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier)
 {
+    if (matrix->kind == GROUPS4 || matrix->kind == GROUPS8) {
+        if (rows) pilotfish_multiply_groups(matrix, input, output, rows, barrier->team);
+        pilotfish_wait_for_all(barrier);
+        return;
+    }
     if (matrix->kind == INT8_TILES) {
         if (rows) multiply_split(matrix, input, output, rows, barrier->team);
         pilotfish_leave_tiles();
@@ -360,6 +366,10 @@ void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Ou
 
 void pilotfish_row(const Matrix *matrix, int64_t id, float *to)
 {
+    if (matrix->kind == GROUPS4 || matrix->kind == GROUPS8) {
+        pilotfish_row_of_groups(matrix, id, to);
+        return;
+    }
     const int64_t inputs = matrix->inputs, block = id / COLUMNS * inputs * COLUMNS, column = id % COLUMNS;
     if (matrix->kind == BFLOAT16) {
         const uint16_t *pairs = (const uint16_t *)matrix->weights + block;

@@ -7,9 +7,11 @@ import ctypes
 import numpy as np
 import torch
 
-from workers.forward.native.packed_linear import PackedMatrix, block_columns, is_on_tiles, pad_rows, stored_as
+from workers.forward.native.packed_linear import PackedMatrix, kernel_layout
 from workers.forward.native.structures import Leading, Screen
-from workers.kv.huge_pages import CACHE_LINE, Arena
+from workers.forward.weights.base import pad_rows
+from workers.forward.weights.int8 import Int8Storage
+from workers.kv.huge_pages import Arena
 
 MOST_LEADERS = 8  # as in leading.h
 _PARTS = 16  # as in leading.h
@@ -27,13 +29,11 @@ class HeadScreen:
     """The int8 form of a head `[out, in]` with its bias `[out]`, and bounds of its errors."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, library: ctypes.CDLL) -> None:
-        columns, on_tiles = block_columns(library), is_on_tiles(library, torch.int8, weight.shape[1])
-        stored, scale = stored_as(weight, torch.int8)
-        if scale is None:
-            raise ValueError("int8 weights have scales")
-        size = -(-len(weight) // columns) * columns * weight.shape[1]
-        self._packed = PackedMatrix(stored, scale, bias, columns, Arena(size + CACHE_LINE), on_tiles=on_tiles)
-        self._error = pad_rows(_error_bounds(weight, stored, scale, bias, is_split=on_tiles), columns).clone()
+        layout = kernel_layout(library)
+        on_tiles = layout.multiplies_integers(weight.shape[1])
+        stored = Int8Storage.quantized(weight.detach().float())
+        self._packed = PackedMatrix(stored, bias, layout, Arena())
+        self._error = pad_rows(_error_bounds(weight, stored, bias, is_split=on_tiles), layout.columns).clone()
         self.most_rows = _MOST_SCREENED_AS_INTEGERS if on_tiles else _MOST_SCREENED
         """Most rows for which the screen saves time."""
         self.structure = Screen(self._packed.matrix, self._error.data_ptr())
@@ -53,7 +53,7 @@ class HeadScreen:
 
 
 def _error_bounds(
-    weight: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, is_split: bool
+    weight: torch.Tensor, stored: Int8Storage, bias: torch.Tensor | None, *, is_split: bool
 ) -> torch.Tensor:
     """Bounds on |logit - the screen's| ÷ (1 + |input|), float32 `[out]`.
 
@@ -67,7 +67,7 @@ def _error_bounds(
     for first in range(0, len(weight), _CHUNK_ROWS):
         part = slice(first, first + _CHUNK_ROWS)
         exact = weight[part].detach().double()
-        rounded = stored[part].double() * scale[part].double()[:, None]
+        rounded = stored.integers[part].double() * stored.scale[part].double()[:, None]
         norms = exact.norm(dim=1) + rounded.norm(dim=1)
         bound = (exact - rounded).norm(dim=1) + 2 * (weight.shape[1] + 8) * unit * norms
         if is_split:

@@ -20,6 +20,9 @@ class Matrix(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "blocks")),
         *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
+        *((name, ctypes.c_int64) for name in ("group", "scale_kind", "offset")),
+        ("zero", ctypes.c_float),
+        ("order", ctypes.c_void_p),
     ]
 
 

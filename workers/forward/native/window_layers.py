@@ -14,8 +14,9 @@ import torch
 
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_linear import PackedMatrix, block_columns, interleave, pack_matrix
+from workers.forward.native.packed_linear import PackedMatrix, gate_up, kernel_layout
 from workers.forward.native.structures import Decoder, DecoderLayer, WorkBuffers
+from workers.forward.weights.choice import stored_as
 
 _LEAST_ANGLES = 1024
 
@@ -138,8 +139,11 @@ class WindowLayers:
         return found
 
     def _packed(self, layer: LayerWeights, library: ctypes.CDLL) -> DecoderLayer:
-        gate_up = interleave(layer.gate, layer.up, block_columns(library))
-        matrices = [pack_matrix(matrix, self._dtype, library) for matrix in (layer.qkv, layer.out, gate_up, layer.down)]
+        layout = kernel_layout(library)
+        stored = (stored_as(one, self._dtype) for one in (layer.qkv, layer.out, layer.gate, layer.up, layer.down))
+        qkv, out, gate, up, down = stored
+        sources = (qkv, out, gate_up(gate, up, layout.columns), down)
+        matrices = [PackedMatrix(one, None, layout) for one in sources]
         norms = [norm.detach().float().clone() for norm in (layer.input_norm, layer.post_norm)]
         self._kept += [*matrices, *norms]
         return DecoderLayer(*(packed.matrix for packed in matrices), *(norm.data_ptr() for norm in norms))

@@ -10,57 +10,21 @@ The module needs the package `triton`; only `workers.forward.backends.triton` im
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-SPLIT_KEYS = 512
-"""Keys of one split. It depends on nothing, so the number of splits depends on a row's length alone."""
+from workers.forward.triton.tiles import SPLIT_KEYS, Blocks, Queries
+
 _KEY_NUMBERS = 4096
-"""Numbers of the keys of one iteration: 64 keys of 64 numbers, 32 of 128, 16 of 256. More would not fit registers."""
+"""Numbers of the keys of one iteration: 32 keys of 128 numbers, 16 of 256. More would not fit registers."""
 _WORD = tl.constexpr(64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Queries:
-    """Tiles of queries of rows that are computed alike, and what each query sees. int32 unless said otherwise."""
-
-    items: torch.Tensor
-    """`[tiles, 3]`: row, first query, number of queries."""
-    tokens: torch.Tensor
-    """`[queries]`: the token of the step that a query is."""
-    last: torch.Tensor
-    """`[queries]`: the last position that a query sees, tree nodes apart."""
-    positions: torch.Tensor
-    """`[queries]`: position of a query, for its window."""
-    words: torch.Tensor
-    """int64 `[queries, words]`: bit `i % 64` of word `i // 64` says whether a query sees position `starts[row] + i`.
-    Without trees there are no words."""
-    starts: torch.Tensor
-    """`[rows]`: position of the first bit of the first word."""
-    tile: int
-    """Queries of a tile, a power of two."""
-    splits: int
-    """Splits of the row with the most keys; 1 computes all keys of a row in one."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """The blocks that each row reads, in ascending order of their positions. int32."""
-
-    blocks: torch.Tensor
-    """`[rows, most blocks]`: block of the pool."""
-    order: torch.Tensor
-    """`[rows, most blocks]`: index of the block in its sequence."""
-    counts: torch.Tensor
-    """`[rows]`: number of blocks."""
-
-
-def key_tile(width: int) -> int:
-    """Keys of one iteration, for heads padded to `width` numbers."""
-    return max(16, min(64, _KEY_NUMBERS // width))
+def key_tile(dim: int) -> int:
+    """Keys of one iteration, for heads of `dim` numbers. Padded heads take more registers: they have half as many."""
+    width: int = triton.next_power_of_2(dim)
+    return max(16, min(32, _KEY_NUMBERS // width // (1 if dim == width else 2)))
 
 
 def paged_attention(
@@ -96,7 +60,7 @@ def paged_attention(
         output.stride(0), output.stride(1),
         HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
         TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
-        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(width),
+        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(dim),
         SPLIT=SPLIT_KEYS, SPLITS=plan.splits,
         num_warps=8 if plan.tile * triton.next_power_of_2(group) >= 64 else 4,
         EXACT=queries.dtype == torch.float32 or not queries.is_cuda,  # the interpreter has no products of bfloat16

@@ -14,20 +14,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from cluster.core.drafting import Tap
 from cluster.core.errors import ModelLoadError, shorten
-from workers.model.distilled import draft_vocabulary
-from workers.model.draft_card import CARD, LAYERS, VOCABULARY, WEIGHTS, DraftCard, read_card
+from workers.model.draft_card import LAYERS, VOCABULARY, WEIGHTS, DraftCard, DraftDescription
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, Shape, TableShape
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.exit_norm import ExitNorm
 from workers.model.drafting.heads import MedusaHeads
+from workers.model.drafting.public import PublicModule
 from workers.model.drafting.table import SuccessorTable
 from workers.model.encoder_decoder.ends import DecoderEnds, read_decoder_ends
+from workers.model.formats.pilotfish import SCALE, restored
+from workers.model.formats.registry import DraftWeights, read_draft, read_weights
+from workers.model.public_shapes import PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 
-_SCALE = ".scale"
 _LEAST_INT8 = 65536
 """Elements from which a matrix of an int8 file is stored as int8."""
 
@@ -38,12 +41,12 @@ DraftingModule = MedusaHeads | BlockDrafter | EagleHead | ExitNorm | SuccessorTa
 class Drafter:
     """A drafting module with the frozen ends of its target."""
 
-    card: DraftCard
+    card: DraftDescription
     ends: TargetEnds
-    module: DraftingModule
+    module: DraftingModule | PublicModule
 
 
-def make_module(ends: TargetEnds, shape: Shape, taps: Sequence[int]) -> DraftingModule:
+def make_module(ends: TargetEnds, shape: Shape, taps: Sequence[Tap]) -> DraftingModule:
     """An untrained module in float32."""
     match shape:
         case HeadsShape():
@@ -59,22 +62,30 @@ def make_module(ends: TargetEnds, shape: Shape, taps: Sequence[int]) -> Drafting
 
 
 def load_drafter(
-    directory: Path, target_directory: Path, dtype: torch.dtype, device: torch.device, kind: str | None = None
+    directory: Path,
+    target_directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: str | None = None,
+    *,
+    taps: Sequence[Tap] = (),
 ) -> Drafter:
-    """Load a module from its own directory and the ends from its target's directory.
+    """Load a module of any format from its own directory and the ends from its target's directory.
 
-    `kind` is the kind that the caller needs. Raises `ModelLoadError`, which names the field or the tensor, if a
-    directory does not match the card or the kind.
+    `kind` is the kind that the caller needs; `taps` take the place of those that the draft names. Raises
+    `ModelLoadError`, which names the field or the tensor, if a directory does not match the card or the kind.
     """
-    card = read_card(directory)
+    card = read_draft(directory, taps)
     where = f"draft directory {str(directory)!r}"
     if card.kind == LAYERS or card.shape is None or (kind is not None and card.kind != kind):
-        raise ModelLoadError(f"{where}: kind is {card.kind!r} in {CARD}; needed {kind or 'a drafting module'}")
-    tensors = read_tensors(directory / WEIGHTS)
-    vocabulary = draft_vocabulary(directory, tensors.get(VOCABULARY), card)
-    ends = load_ends(target_directory, card, vocabulary, dtype, device)
+        raise ModelLoadError(f"{where}: kind is {card.kind!r} in {card.source}; needed {kind or 'a drafting module'}")
+    weights = read_weights(directory, card)
+    ends = _ends(target_directory, card, weights, dtype, device)
+    if isinstance(card.shape, PublicShape):
+        tensors = {name: value.to(device, dtype) for name, value in weights.tensors.items()}
+        return Drafter(card, ends, PublicModule(card.shape, tensors))
     module = make_module(ends, card.shape, card.taps)
-    _fill(module, _restored(tensors), where)
+    _fill(module, weights.tensors, where)
     module.to(device=device)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -84,19 +95,47 @@ def load_drafter(
 
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
     """The parameters of a stored module by name, int8 matrices multiplied by their scales. Raises `ModelLoadError`."""
-    return _restored(read_tensors(directory / WEIGHTS))
+    return restored(read_tensors(directory / WEIGHTS))
 
 
 def load_ends(
-    target_directory: Path, card: DraftCard, vocabulary: Tensor | None, dtype: torch.dtype, device: torch.device
+    target_directory: Path, card: DraftDescription, vocabulary: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> TargetEnds:
     """The ends of a target for a draft with this card. `vocabulary` [tokens], int64, reduces the head.
 
     Raises `ModelLoadError` for a target of other sizes, or whose final norm is neither a plain RMS norm nor missing.
     """
+    return _ends(target_directory, card, DraftWeights(vocabulary=vocabulary), dtype, device)
+
+
+def _ends(
+    target_directory: Path, card: DraftDescription, weights: DraftWeights, dtype: torch.dtype, device: torch.device
+) -> TargetEnds:
+    """The ends of a target for a draft, with the draft's own embedding and head in the place of the target's."""
     config = read_target_config(target_directory, card)
-    if config.is_encoder_decoder:
-        return _reduced_ends(read_decoder_ends(target_directory, config), vocabulary, dtype, device)
+    whole = (
+        read_decoder_ends(target_directory, config)
+        if config.is_encoder_decoder
+        else _decoder_only_ends(target_directory, card)
+    )
+    vocabulary = weights.vocabulary
+
+    def reduced(values: Tensor) -> Tensor:
+        rows = values if vocabulary is None else values[vocabulary.to(values.device)]
+        return rows.to(device, dtype)
+
+    embedding = whole.embedding if weights.embedding is None else weights.embedding
+    return TargetEnds(
+        embedding.to(device, dtype),
+        reduced(whole.head) if weights.head is None else weights.head.to(device, dtype),
+        None if whole.norm is None else whole.norm.to(device, dtype),
+        float(whole.epsilon),
+        vocabulary,
+        None if whole.bias is None or weights.head is not None else reduced(whole.bias),
+    ).to(device)
+
+
+def _decoder_only_ends(target_directory: Path, card: DraftDescription) -> DecoderEnds:
     shared = read_shared_ends(target_directory, card)
     norm = shared.tensors.get(("norm", "weight"))
     if norm is None:
@@ -106,27 +145,7 @@ def load_ends(
         )
     embedding = shared.tensors["embedding", "weight"]
     head = shared.tensors.get(("head", "weight"), embedding)
-    whole = DecoderEnds(embedding, head, norm, float(shared.config.rms_norm_eps), None)
-    return _reduced_ends(whole, vocabulary, dtype, device)
-
-
-def _reduced_ends(
-    whole: DecoderEnds, vocabulary: Tensor | None, dtype: torch.dtype, device: torch.device
-) -> TargetEnds:
-    """The ends with the rows of `vocabulary` alone in the head and in the bias of the logits."""
-
-    def reduced(values: Tensor) -> Tensor:
-        rows = values if vocabulary is None else values[vocabulary.to(values.device)]
-        return rows.to(device, dtype)
-
-    return TargetEnds(
-        whole.embedding.to(device, dtype),
-        reduced(whole.head),
-        None if whole.norm is None else whole.norm.to(device, dtype),
-        float(whole.epsilon),
-        vocabulary,
-        None if whole.bias is None else reduced(whole.bias),
-    ).to(device)
+    return DecoderEnds(embedding, head, norm, float(shared.config.rms_norm_eps), None)
 
 
 def save_drafter(
@@ -141,24 +160,13 @@ def save_drafter(
         elif int8 and value.dim() >= 2 and value.numel() >= _LEAST_INT8:
             scale = value.float().abs().amax(dim=-1).clamp(min=1e-12) / 127
             tensors[name] = (value.float() / scale.unsqueeze(-1)).round().to(torch.int8).contiguous()
-            tensors[name + _SCALE] = scale.contiguous()
+            tensors[name + SCALE] = scale.contiguous()
         else:
             tensors[name] = value.to(torch.bfloat16).contiguous()
     if vocabulary is not None:
         tensors[VOCABULARY] = vocabulary.to("cpu", torch.int32)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     card.write(directory)
-
-
-def _restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with int8 matrices multiplied by their scales."""
-    restored: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        if name.endswith(_SCALE) or name == VOCABULARY:
-            continue
-        scale = tensors.get(name + _SCALE)
-        restored[name] = value if scale is None else value.float() * scale.unsqueeze(-1)
-    return restored
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], where: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from cluster.core.errors import ModelLoadError
+from workers.forward.encoder_decoder.decoder import logits_scale
 from workers.model.target_ends import read_tensors
 
 _FINAL_NORM = "final_layer_norm"
@@ -64,8 +65,9 @@ def read_decoder_ends(directory: Path, config: PreTrainedConfig) -> DecoderEnds:
         return found
 
     head = read(model.get_output_embeddings().weight)
-    if getattr(config, "scale_decoder_outputs", False):
-        head = head.float() * config.d_model**-0.5
+    scale = logits_scale(model)
+    if scale is not None:
+        head = head.float() * scale
     norm = getattr(decoder, _FINAL_NORM, None)
     bias = stored.get(_LOGITS_BIAS)
     return DecoderEnds(

@@ -15,6 +15,7 @@ from torch import nn
 from cluster.core.errors import ConfigurationError
 from workers.forward.encoder_decoder.decoder import RelativePositionBias, SourcedDecoder
 from workers.forward.linear import FastLinear, make_linear_kernel
+from workers.forward.weights.choice import store
 
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q", "k", "v", "fc1", "wi", "wi_0", "wi_1")
 _BY_INPUT = ("out_proj", "o", "fc2", "wo")
@@ -46,15 +47,19 @@ def shard_decoder(
     bias: RelativePositionBias | None,
     share: Share,
     quantization: str,
+    code_directory: str | None = None,
 ) -> None:
-    """Keep this rank's part of every layer. Raises `ConfigurationError` for sizes that the ranks do not divide."""
+    """Keep this rank's part of every layer. `code_directory` keeps the compiled CPU kernels.
+
+    Raises `ConfigurationError` for sizes that the ranks do not divide.
+    """
     for parent, name, layer in _linear_layers(decoder.decoder):
         if name in _BY_OUTPUT:
             _keep_outputs(layer, share.of(layer.out_features, f"the outputs of {name}"))
         elif name in _BY_INPUT:
             inputs = share.of(layer.in_features, f"the inputs of {name}")
             weight = layer.weight.detach()[:, inputs].contiguous()
-            kernel = make_linear_kernel(weight, None, quantization, cut_inputs=True)
+            kernel = make_linear_kernel(store(weight, quantization, cut_inputs=True), None, code_directory)
             own_bias = None if layer.bias is None else layer.bias.detach()
             setattr(parent, name, FastLinear(kernel, layer.out_features, reduce=True, bias=own_bias))
     for pair in projections:

@@ -36,22 +36,28 @@ class SplitModel:
 
 
 def split_encoder_decoder(
-    model: PreTrainedModel, directory: Path, quantization: str, share: Share | None = None
+    model: PreTrainedModel,
+    directory: Path,
+    quantization: str,
+    share: Share | None = None,
+    code_directory: str | None = None,
 ) -> SplitModel:
     """Take a model of `transformers` apart, and keep this rank's `share` of its decoder.
 
-    The encoder keeps its own linear layers (see `SourceEncoder.replace_linear_layers`). Raises `ModelLoadError` for a
+    The encoder keeps its own linear layers (see `SourceEncoder.replace_linear_layers`). `code_directory` keeps the
+    compiled CPU kernels. Raises `ModelLoadError` for a
     family whose parts have other names than those of T5, Marian and BART, `ConfigurationError` for sizes that the ranks
     do not divide.
     """
     defaults = read_generation_defaults(directory)
     vocabulary_size = int(getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size)
+    source_vocabulary = encoder_vocabulary_size(model)
     own_decoder, encoder = model.get_decoder(), model.get_encoder()
     projections = take_projections(own_decoder, 1 if share is None else share.ranks)
     bias = take_relative_bias(own_decoder)
     decoder = SourcedDecoder(model)
     if share is not None:
-        shard_decoder(decoder, projections, bias, share, quantization)
+        shard_decoder(decoder, projections, bias, share, quantization, code_directory)
     config = model.config.get_text_config()
     heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
     if share is not None:
@@ -62,7 +68,7 @@ def split_encoder_decoder(
         encoder=reader,
         decoder_start=defaults.decoder_start,
         max_source_len=context_limit(config) or _DEFAULT_CONTEXT,
-        vocabulary_size=int(encoder.get_input_embeddings().weight.shape[0]),
+        vocabulary_size=source_vocabulary,
         forced_eos_token_id=defaults.forced_eos_token_id,
         bad_words=defaults.bad_words,
         no_repeat_ngram_size=defaults.no_repeat_ngram_size,
@@ -72,6 +78,11 @@ def split_encoder_decoder(
         relative_bias=bias,
     )
     return SplitModel(cast(PreTrainedModel, decoder), source, reader, vocabulary_size)
+
+
+def encoder_vocabulary_size(model: PreTrainedModel) -> int:
+    """Tokens that the encoder distinguishes."""
+    return int(model.get_encoder().get_input_embeddings().weight.shape[0])
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:

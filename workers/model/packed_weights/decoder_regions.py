@@ -18,6 +18,8 @@ from workers.model.packed_weights.region_file import padded_size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MATRICES = ("qkv", "out", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "query_norm", "key_norm")
+_MATRIX_NUMBERS = ("kind", "inputs", "outputs", "blocks", "group", "scale_kind", "offset", "zero")
+_MATRIX_ADDRESSES = ("weights", "scale", "bias", "order")
 _COMPARED_POSITIONS = 4096
 """Positions whose angles are compared at a time."""
 
@@ -136,9 +138,11 @@ class _Offsets:
             raise ValueError("an address lies in no region")
         return offset + address - first
 
-    def of_matrix(self, matrix: Matrix) -> list[int | None]:
-        numbers = [matrix.kind, matrix.inputs, matrix.outputs, matrix.blocks]
-        return [*numbers, *(self.of(address) for address in (matrix.weights, matrix.scale, matrix.bias))]
+    def of_matrix(self, matrix: Matrix) -> dict[str, int | float | None]:
+        return {
+            **{name: getattr(matrix, name) for name in _MATRIX_NUMBERS},
+            **{name: self.of(getattr(matrix, name)) for name in _MATRIX_ADDRESSES},
+        }
 
 
 class _Places:
@@ -154,9 +158,9 @@ class _Places:
             raise ValueError(f"offset {offset} lies outside of the {len(self._memory)} bytes")
         return self._memory.data_ptr() + offset
 
-    def matrix(self, values: Sequence[int | None]) -> Matrix:
-        kind, inputs, outputs, blocks, *offsets = values
-        return Matrix(kind, inputs, outputs, blocks, *(self.address(offset) for offset in offsets))
+    def matrix(self, values: dict[str, Any]) -> Matrix:
+        numbers = {name: values[name] for name in _MATRIX_NUMBERS}
+        return Matrix(**numbers, **{name: self.address(values[name]) for name in _MATRIX_ADDRESSES})
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize

@@ -35,6 +35,7 @@ from workers.model.draft_card import is_distilled
 from workers.model.fingerprint import weights_digest
 from workers.model.packed_weights.decoder_regions import DTYPES, from_regions, plain_angles, to_regions
 from workers.model.packed_weights.region_file import PARTIAL, read_regions, write_regions
+from workers.model.stored.source import stored_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER, _SUFFIX = "packed", ".weights"
-_CODE = ("forward/native/*.py", "forward/linear.py", "model/*.py", "model/packed_weights/*.py", "kv/huge_pages.py")
+_CODE = (
+    "forward/native/*.py",
+    "forward/weights/*.py",
+    "model/*.py",
+    "model/packed_weights/*.py",
+    "kv/huge_pages.py",
+)
 """The files below `workers` on which the bytes of packed weights, and their trial, depend."""
 _ABANDONED_SECONDS = 3600.0
 """Age of a partial file whose writer is taken to be gone."""
@@ -68,6 +75,8 @@ def packed_file(section: TargetSection) -> Path | None:
     try:
         # Nobody can set the time of a status change (`ctime`), so weights that are edited in place are noticed.
         files = [one for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
+        source = stored_file(directory) if section.quantization == "stored" else None
+        files += [] if source is None else [source]
         states = [(one.name, one.stat()) for one in files]
         weights = weights_digest(directory)
     except OSError:  # loading the model says what is wrong, if it needs the file
@@ -75,7 +84,7 @@ def packed_file(section: TargetSection) -> Path | None:
     parts = [
         weights,
         [(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in states],
-        section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len"}),
+        section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len", "trial"}),
         [kernels, _code_digest(), torch.__version__, version("transformers")],
     ]
     key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

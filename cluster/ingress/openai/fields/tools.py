@@ -77,7 +77,7 @@ class ChatExtensions(StrictModel):
     documents: list[dict[Text, Any]] = Field(default_factory=list)
     """Documents for the model's template. Templates that know none ignore them."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of the model's template; `enable_thinking` follows from it unless it is given."""
+    """A variable of the model's template; `enable_thinking` and `thinking` follow from it unless they are given."""
     include_reasoning: bool = True
     """Return what the model thinks between `<think>` and `</think>`, as `reasoning_content`."""
 

@@ -16,6 +16,8 @@ from cluster.core.nearest import nearest
 from cluster.ingress.openai.fields.unsupported import UnsupportedParameters
 
 MAX_UINT32 = 2**32 - 1
+IN_VOCABULARY = "a token id of the model's vocabulary"
+"""The bound of a token id, as clients are told it."""
 MAX_INT32 = 2**31 - 1
 _MAX_UINT64 = 2**64 - 1
 _MAX_UNKNOWN_FIELDS = 16

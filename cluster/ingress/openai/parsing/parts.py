@@ -26,11 +26,3 @@ class Part:
 
     kind: PartKind
     text: str
-
-
-def undecided(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` with which `marker` may begin."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from cluster.core.ids import SequenceId
+from cluster.ingress.endpoints.cluster_status import read_replicas
 from tests.support.fakes.fake_cluster import first_commit_then_leave, request, tokens_of, until
 from tests.support.fakes.fake_drafters import FailingDrafter, PerfectDrafter
 from tests.support.fakes.fake_target import FakeTarget
@@ -73,7 +74,14 @@ def test_a_drafter_that_joins_gets_its_share_and_one_that_leaves_loses_all() -> 
             await until(lambda: len(first.known) == 4)
             coordinator.add_drafter("second", second)
             await until(lambda: len(second.known) == 2)
+            (status,) = read_replicas(cluster.metrics.exposition()[0].decode())
+            drafting = {drafter["id"]: drafter for drafter in status["drafting"]}
+            assert {name: drafter["sequences"] for name, drafter in drafting.items()} == {"first": 2, "second": 2}
+            assert all(drafter["available"] for drafter in drafting.values())
+            assert drafting["first"]["proposed_tokens_total"] > 0
             await coordinator.remove_drafter("first")
+            (status,) = read_replicas(cluster.metrics.exposition()[0].decode())
+            assert [drafter["id"] for drafter in status["drafting"]] == ["second"]
             assert not first.known
             calls = len(first.calls)
             await until(lambda: len(second.known) == 4)

@@ -15,7 +15,8 @@ import pytest
 from cluster.core.errors import ConfigurationError
 from deploy import cli
 from deploy.batch import run as batch_run
-from deploy.batch.run import BatchRun, open_client
+from deploy.batch.run import BatchRun
+from deploy.network.https_client import open_client, verification
 from tests.support.fakes.both_apis import HI, BothApis, apis
 from tests.support.models import tiny, tiny_tokenizer
 
@@ -61,7 +62,7 @@ async def test_every_line_has_its_answer_or_its_error(apis: BothApis, tmp_path: 
         line("chat"),
         "{",
     )
-    out = await run(open_client(f"{apis.http.base_url}/v1", None, 30.0), source)
+    out = await run(open_client(f"{apis.http.base_url}/v1", None, verification(None), 30.0), source)
     alone = (await apis.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 8})).json()
     assert out["text"]["response"]["body"]["choices"][0]["text"] == alone["choices"][0]["message"]["content"]
     assert out["response"]["response"]["body"]["object"] == "response"

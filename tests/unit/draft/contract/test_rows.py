@@ -18,6 +18,7 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, EvidenceNeeds, RowFaultCode
 from cluster.core.ids import SequenceId
 from deploy.implied_settings import with_implied_settings
+from tests.support.slow import slow_but
 from tests.unit.draft.contract.methods import NAMES, SOURCED_NAMES_AND_PLACES, Directories, cases_of, values
 from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal, restarted
 from workers.draft.common.sessions import Sessions
@@ -79,9 +80,10 @@ CASES = [
     *(("marian", name) for name in SOURCED_NAMES),
     *product(("bart", "t5", "t5_gated"), WITH_WEIGHTS),
 ]
+FAST = [case for case in CASES if case[0] not in ("bart", "t5_gated")]
 
 
-@pytest.fixture(params=CASES, ids="-".join)
+@pytest.fixture(params=slow_but(FAST, CASES), ids="-".join)
 def subject(request: pytest.FixtureRequest, models: Callable[[str], Directories]) -> Subject:
     family, name = request.param
     directories = models(family)

@@ -6,9 +6,10 @@ import pytest
 
 from tests.support.engines.sourced import SourcedModel
 from tests.support.models import tiny
+from tests.support.slow import slow_but
 
 
-@pytest.fixture(scope="package", params=sorted(tiny.ENCODER_DECODER_FAMILIES))
+@pytest.fixture(scope="package", params=slow_but(("marian", "t5"), sorted(tiny.ENCODER_DECODER_FAMILIES)))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SourcedModel:
     config = tiny.ENCODER_DECODER_FAMILIES[request.param]()
     return SourcedModel(tiny.save(tmp_path_factory.mktemp(request.param), config))

@@ -19,6 +19,7 @@ from tests.support.engines.engine_rows import verify
 from tests.support.engines.engine_sequence import GREEDY, drafts_near
 from tests.support.engines.sourced import SAMPLED, SOURCE, SourcedModel, sourced, translate
 from tests.support.models import tiny, tiny_tokenizer
+from tests.support.slow import slow_but
 from tests.unit.verify.test_grammars import GRAMMARS, check
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -31,7 +32,7 @@ KV = KvSection(block_size=4, pool_bytes=1 << 20)
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 
 
-@pytest.fixture(scope="module", params=sorted(tiny.ENCODER_DECODER_FAMILIES))
+@pytest.fixture(scope="module", params=slow_but(("marian", "t5"), sorted(tiny.ENCODER_DECODER_FAMILIES)))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokens are bytes and a few words."""
     directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp(request.param))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.engines.kept_kernels import EMULATED_TILES, portable
 from workers.forward.native import build
-
-EMULATED = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The directory of a kernel that computes as tile registers do, on any processor."""
     directory = str(tmp_path_factory.mktemp("emulated"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(build, "_FLAGS", EMULATED)
+        patched.setattr(build, "_FLAGS", portable(*EMULATED_TILES))
         library = build.load_library(directory)
     assert library is not None
     assert library.pilotfish_has_tiles() == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -19,14 +19,15 @@ from cluster.core.request import SamplingParameters
 from deploy.implied_settings import with_implied_settings
 from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import tiny
+from tests.support.slow import slow_but
 from workers.draft.registry import create
 from workers.forward.encoder_decoder import native_decoder
-from workers.forward.loaded_model import WHOLE_PASS, PassOptions
-from workers.forward.native import build
+from workers.forward.loaded_model import WHOLE_PASS, LoadedModel, PassOptions
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_linear import INT8_TILES, has_int8_tiles, linear_function
+from workers.forward.native.packed_linear import linear_function
 from workers.forward.native.screen import HeadScreen
 from workers.forward.runner import ForwardRow, ModelRunner
+from workers.forward.weights.base import Kind
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.loading import load_model
@@ -41,15 +42,23 @@ FITTING_TILES = {"d_model": 64, "encoder_attention_heads": 8, "decoder_attention
 GREEDY = SamplingParameters(temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=["marian", "bart"])
+@pytest.fixture(scope="module", params=slow_but(["marian"], ["marian", "bart"]))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"marian": tiny.marian, "bart": tiny.bart}[request.param](vocab_size=VOCABULARY, **FITTING_TILES)
     return tiny.save(tmp_path_factory.mktemp(request.param), config)
 
 
-def logits(directory: Path, leaders: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+def load(directory: Path) -> LoadedModel:
+    return load_model(ModelSection(path=str(directory), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> LoadedModel:
+    return load(directory)
+
+
+def logits(model: LoadedModel, leaders: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
     """The logits of one token of each of some rows."""
-    model = load_model(ModelSection(path=str(directory), device="cpu"))
     pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=500)
     runner, store = ModelRunner(model, pool), SourceStore(pool)
     found = []
@@ -61,17 +70,6 @@ def logits(directory: Path, leaders: int, rows: int = 1, seed: int = 0) -> torch
         pool.reserve(table, 3)
         found.append(ForwardRow(table, (5, 8 + row, 11 + seed), select=(2,), source=source))
     return runner.forward(found, PassOptions(leaders=leaders)).clone()
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A folder with kernels that emulate tile registers, on any processor."""
-    folder = tmp_path_factory.mktemp("emulated")
-    flags = ["-O2", "-fPIC", "-fopenmp", "-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", flags)
-        assert has_int8_tiles(str(folder))
-        yield str(folder)
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -86,7 +84,7 @@ def test_no_logit_is_beyond_the_bounds_of_the_screen(kernels: str, emulated: str
     weight, bias = values(1003, 128), values(1003, seed=1)
     weight[7] *= 1000.0
     screen = HeadScreen(weight, bias, library)
-    assert kernels == "native" or (screen.structure.matrix.kind, screen.most_rows) == (INT8_TILES, 64)
+    assert kernels == "native" or (screen.structure.matrix.kind, screen.most_rows) == (Kind.INT8_TILES, 64)
     x = torch.cat([values(20, 128, seed=2), values(20, 128, seed=3).exp() ** 3, torch.zeros(1, 128)])
     x[3, 5] = 1e4  # one large number makes the fine steps of the others coarse
     found, buffer = torch.empty(len(x), len(weight)), torch.empty(x.shape)
@@ -100,9 +98,9 @@ def test_no_logit_is_beyond_the_bounds_of_the_screen(kernels: str, emulated: str
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("leaders", [1, 2, 5])
-def test_leaders_are_those_of_the_whole_head(directory: Path, leaders: int, rows: int) -> None:
+def test_leaders_are_those_of_the_whole_head(model: LoadedModel, leaders: int, rows: int) -> None:
     for seed in range(3):
-        whole, leading = (logits(directory, count, rows, seed) for count in (0, leaders))
+        whole, leading = (logits(model, count, rows, seed) for count in (0, leaders))
         is_computed = leading > -torch.inf
         assert torch.equal(leading[is_computed], whole[is_computed])
         best = whole.topk(leaders, dim=1)
@@ -112,18 +110,18 @@ def test_leaders_are_those_of_the_whole_head(directory: Path, leaders: int, rows
         assert torch.isfinite(whole).all()
 
 
-def test_the_head_is_not_computed_as_a_whole(directory: Path) -> None:
-    assert bool((logits(directory, 1) == -torch.inf).any())
+def test_the_head_is_not_computed_as_a_whole(model: LoadedModel) -> None:
+    assert bool((logits(model, 1) == -torch.inf).any())
 
 
-def test_many_rows_and_many_leaders_compute_the_whole_head(directory: Path) -> None:
-    assert torch.equal(logits(directory, 9), logits(directory, 0))
-    assert torch.equal(logits(directory, 1, rows=65), logits(directory, 0, rows=65))
+def test_many_rows_and_many_leaders_compute_the_whole_head(model: LoadedModel) -> None:
+    assert torch.equal(logits(model, 9), logits(model, 0))
+    assert torch.equal(logits(model, 1, rows=65), logits(model, 0, rows=65))
 
 
 def test_a_small_vocabulary_has_no_screen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_decoder, "_LEAST_SCREENED", VOCABULARY + 1)
-    assert torch.isfinite(logits(directory, 1)).all()
+    assert torch.isfinite(logits(load(directory), 1)).all()
 
 
 @pytest.mark.parametrize(

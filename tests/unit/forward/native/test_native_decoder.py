@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfi
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.tree import EMPTY_TREE, TokenTree
+from tests.support.engines.kept_kernels import NARROW, WIDE, portable
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native import build
@@ -96,14 +97,14 @@ def test_the_kernels_compute_the_logits_of_transformers(family: str, load: Load,
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("width", [(), ("-DLANES=8", "-DREGISTERS=16"), ("-DLANES=16", "-DREGISTERS=32")], ids=str)
+@pytest.mark.parametrize("width", [(), NARROW, WIDE], ids=str)
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 def test_every_width_computes_the_same(
     width: tuple[str, ...], dtype: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Portable C covers widths that this processor lacks. The outputs fill no block of any width."""
     if width:
-        monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *width])
+        monkeypatch.setattr(build, "_FLAGS", portable(*width))
     directory = tiny.save(tmp_path / "model", tiny.llama(vocab_size=99, intermediate_size=84, head_dim=10))
     values = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(tmp_path / "code")}
     model = load_model(ModelSection.model_validate(values | {"dtype": dtype, "quantization": quantization}))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.forward.linear import quantize
+from tests.support.engines.kept_kernels import EMULATED_TILES, NARROW, WIDE, portable
 from workers.forward.native import build, packed_linear
 from workers.forward.native.packed_linear import InputNorm, PackedLinear, has_int8_tiles
+from workers.forward.weights.int8 import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-EMULATED = ("-DLANES=16", "-DREGISTERS=32", "-DEMULATE_TILES")
 SHAPES = ((64, 48), (1, 2), (99, 84), (33, 250))
 """[out, in]. Not all fill the blocks of packed weights."""
 
@@ -53,14 +53,14 @@ def check(dtype: torch.dtype, code: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize("width", [(), ("-DLANES=8", "-DREGISTERS=16"), ("-DLANES=16", "-DREGISTERS=32")], ids=str)
+@pytest.mark.parametrize("width", [(), NARROW, WIDE], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_weights_multiply_as_torch_does(
     dtype: torch.dtype, width: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Portable C covers widths that this processor lacks."""
     if width:
-        monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *width])
+        monkeypatch.setattr(build, "_FLAGS", portable(*width))
     check(dtype, tmp_path)
 
 
@@ -107,8 +107,7 @@ def test_no_bit_of_a_row_depends_on_the_other_rows(dtype: torch.dtype, code: Pat
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_tile_registers_multiply_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated registers show that the code for AMX addresses the right numbers, also where rows fill no register."""
-    flags = ["-O2", "-fPIC", "-fopenmp", *EMULATED]
-    monkeypatch.setattr(build, "_FLAGS", flags)
+    monkeypatch.setattr(build, "_FLAGS", portable(*EMULATED_TILES))
     library = build.load_library(str(tmp_path))
     assert library is not None
     assert library.pilotfish_use_tiles() == 1
@@ -138,7 +137,7 @@ def test_integer_products_have_the_bits_of_emulated_tile_registers(
     weight[0], weight[1] = 1.0, -1.0  # the largest numbers of both signs
     inputs[3] = 127.0
     found = PackedLinear(weight, torch.int8, directory=str(code)).multiply(inputs)
-    monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *EMULATED])
+    monkeypatch.setattr(build, "_FLAGS", portable(*EMULATED_TILES))
     emulated = PackedLinear(weight, torch.int8, directory=str(tmp_path))
     for rows in range(1, len(inputs) + 1):
         assert torch.equal(emulated.multiply(inputs[:rows]), found[:rows])
@@ -151,8 +150,7 @@ def test_an_input_that_is_no_number_leaves_no_number_in_its_row_only(
 ) -> None:
     """Otherwise a broken model's tokens would look like decisions. 64 inputs fit tile registers."""
     if emulated:
-        flags = ["-O2", "-fPIC", "-fopenmp", *EMULATED]
-        monkeypatch.setattr(build, "_FLAGS", flags)
+        monkeypatch.setattr(build, "_FLAGS", portable(*EMULATED_TILES))
     packed = PackedLinear(values(33, 64), torch.int8, None, str(tmp_path if emulated else code))
     x = values(3, 64)
     whole = packed.multiply(x)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.engines.kept_kernels import portable
 from workers.forward.native import build
 from workers.forward.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, processor_flags
 from workers.forward.native.packed_linear import PackedLinear
@@ -20,6 +21,14 @@ SMALLEST = INSTRUCTION_SETS[-1]
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not FITTING, reason="needs a C compiler and a processor with AVX2"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_soon() -> Iterator[None]:
+    """The compiler optimizes nothing."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "_FLAGS", portable())
+        yield
 
 
 @pytest.fixture(scope="module")

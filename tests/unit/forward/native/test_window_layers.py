@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from workers.forward.linear import quantize
+from tests.support.engines.kept_kernels import NARROW, portable
 from workers.forward.native import build, window_layers
 from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
+from workers.forward.weights.int8 import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 CPU_CODE = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -105,13 +106,13 @@ def expected(
 
 
 @CPU_CODE
-@pytest.mark.parametrize("width", [(), ("-DLANES=8", "-DREGISTERS=16")], ids=str)
+@pytest.mark.parametrize("width", [(), NARROW], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_attend_to_the_slots_that_are_seen_and_store_keys_and_values(
     dtype: torch.dtype, width: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if width:
-        monkeypatch.setattr(build, "_FLAGS", ["-O2", "-fPIC", "-fopenmp", *width])
+        monkeypatch.setattr(build, "_FLAGS", portable(*width))
     for shape in SHAPES:
         layers = [weights_of(shape, seed) for seed in range(LAYERS)]
         packed = pack_window_layers(layers, shape, dtype, str(tmp_path))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
-from cluster.core.answer_format import ToolFormat
+from cluster.core.answer_format import AnswerFormat, CallFormat, ReasoningFormat
+from cluster.core.answer_format_rows import CALL_FORMATS, REASONING_FORMATS, call_format
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind
-from cluster.generation.grammar.tool_calls import ANY_TOOL, tool_call_grammar, with_special_opening
-from cluster.ingress.openai.parsing.call_parser import CallParser
-from cluster.ingress.openai.parsing.parts import PartKind
+from cluster.generation.grammar.after_reasoning import after_reasoning
+from cluster.generation.grammar.tool_calls import ANY_TOOL, tool_call_grammar
+from cluster.generation.text.tokenizer import Parsers
+from cluster.ingress.openai.parsing.answer_parser import AnswerParser
+from cluster.ingress.openai.parsing.call_reader import CallOptions
 from tests.support.fakes.http_app import HI, HttpApi, error_of
+from tests.support.grammars import accepts
+from tests.unit.ingress.openai.test_answer_formats import MarkingModel
+from tests.unit.ingress.openai.test_call_parser import NATIVE
+from tests.unit.ingress.openai.test_call_parser import TOOLS as SCHEMAS
 
 PLACE = {"type": "object", "properties": {"to": {"$ref": "#/$defs/name"}}, "required": ["to"], "$defs": {"name": {"enum": ["reef", "coast"]}}}  # fmt: skip  # noqa: E501
 SWIM = {"type": "function", "function": {"name": "swim", "parameters": PLACE}}
@@ -31,75 +37,162 @@ def wrong_tool(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"function": {"name": "a", "parameters": parameters}}
 
 
-def accepts(grammar: Grammar, text: str) -> bool:
-    matcher = LLMatcher(LLTokenizer("byte"), grammar.text)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+def parsed(form: CallFormat, text: str) -> list[tuple[str, Any]]:
+    """Names and arguments of the calls that a client finds in a text."""
+    tools = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in map(json.loads, TOOLS)}
+    message = AnswerParser("c", AnswerFormat(form), CallOptions(tools)).message(text)
+    assert not message["content"]
+    called = [call["function"] for call in message["tool_calls"]]
+    return [(function["name"], json.loads(function["arguments"])) for function in called]
 
 
-def parsed(form: ToolFormat, text: str) -> list[tuple[str, Any]]:
-    """Names and arguments of the calls in a text."""
-    parser = CallParser(form)
-    calls: list[list[str]] = []
-    for part in [*parser.push(text), *parser.flush()]:
-        if part.kind is PartKind.CALL:
-            calls.append([part.text, ""])
-        else:
-            assert part.kind is PartKind.ARGUMENTS, part
-            calls[-1][1] += part.text
-    return [(name, json.loads(arguments)) for name, arguments in calls]
-
-
-def texts(form: ToolFormat) -> tuple[str, str, str]:
-    """A call of `swim`, a call of `rest`, and both."""
-    if form is ToolFormat.LLAMA:
-        swim, rest = '{"name": "swim", "parameters": {"to": "reef"}}', '{"name": "rest", "parameters": {}}'
-        return swim, rest, ""
-    swim, rest = '{"name": "swim", "arguments": {"to": "reef"}}', '{"name": "rest", "arguments": {}}'
-    if form is ToolFormat.MISTRAL:
-        return f"[TOOL_CALLS][{swim}]", f"[TOOL_CALLS][{rest}]", f"[TOOL_CALLS][{swim}, {rest}]"
-    swim, rest = (f"<tool_call>\n{call}\n</tool_call>" for call in (swim, rest))
-    return swim, rest, f"{swim}\n{rest}"
-
-
-@pytest.mark.parametrize("form", list(ToolFormat))
-def test_the_grammar_accepts_what_the_parser_finds(form: ToolFormat) -> None:
-    swim, rest, both = texts(form)
-    free = tool_call_grammar(TOOLS, ANY_TOOL, form, single=False)
-    assert accepts(free, swim) and accepts(free, rest)
-    assert parsed(form, swim) == [("swim", {"to": "reef"})]
-    jsonschema.validate(parsed(form, swim)[0][1], PLACE)
-    assert parsed(form, rest) == [("rest", {})]
-    single = tool_call_grammar(TOOLS, ANY_TOOL, form, single=True)
-    assert accepts(single, swim) and accepts(single, rest)
-    if both:
-        assert accepts(free, both) and not accepts(single, both)
-        assert [name for name, _ in parsed(form, both)] == ["swim", "rest"]
-    named = tool_call_grammar(TOOLS, "swim", form, single=False)
-    assert accepts(named, swim) and not accepts(named, rest)
-    for wrong in (swim.replace("reef", "moon"), swim.replace("swim", "fly"), "Yes.", f"{swim} "):
+@pytest.mark.parametrize("form", CALL_FORMATS, ids=lambda form: form.name)
+def test_the_grammar_accepts_what_models_of_each_format_write(form: CallFormat) -> None:
+    tools = [json.dumps({"function": {"name": name, "parameters": schema}}) for name, schema in SCHEMAS.items()]
+    native = NATIVE[form.name].split("<|call|>")[0]  # harmony's calls end with the end of sequence
+    free = tool_call_grammar(tools, ANY_TOOL, form, {}, single=False)
+    assert accepts(free, native)
+    for wrong in (native.replace("swim", "sink"), native.replace("3", "deep"), "Yes.", f"{native} "):
         assert not accepts(free, wrong)
+    if form.between is not None:
+        assert not accepts(tool_call_grammar(tools, ANY_TOOL, form, {}, single=True), native)
+        assert not accepts(tool_call_grammar(tools, "rest", form, {}, single=False), native)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral_v3", "qwen3_coder", "gemma4", "pythonic"])
+def test_the_parser_finds_what_the_grammar_demands(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    grammar = tool_call_grammar(TOOLS, "swim", form, {}, single=False)
+    text = {
+        "hermes": '<tool_call>\n{"name": "swim", "arguments": {"to": "reef"}}\n</tool_call>',
+        "llama3_json": '{"name": "swim", "parameters": {"to": "reef"}}',
+        "mistral_v3": '[TOOL_CALLS][{"name": "swim", "arguments": {"to": "reef"}}]',
+        "qwen3_coder": "<tool_call>\n<function=swim>\n<parameter=to>\nreef\n</parameter>\n</function>\n</tool_call>",
+        "gemma4": '<|tool_call>call:swim{to:<|"|>reef<|"|>}<tool_call|>',
+        "pythonic": '[swim(to="reef")]',
+    }[name]
+    assert accepts(grammar, text)
+    assert not accepts(grammar, text.replace("reef", "moon"))
+    assert parsed(form, text) == [("swim", {"to": "reef"})]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4", "pythonic"])
+def test_arguments_in_other_notations_match_their_schema(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    schema = {
+        "type": "object",
+        "properties": {
+            "at": {"type": "integer"},
+            "fast": {"type": "boolean"},
+            "fish": {"type": "array", "items": {"$ref": "#/$defs/fish"}},
+        },
+        "required": ["at"],
+        "$defs": {"fish": {"type": "object", "properties": {"is": {"type": "string"}}, "required": ["is"]}},
+    }
+    grammar = tool_call_grammar(
+        [json.dumps({"function": {"name": "f", "parameters": schema}})], "f", form, {}, single=True
+    )
+    ends = {
+        "qwen3_coder": ("<tool_call>\n<function=f>", "\n</function>\n</tool_call>"),
+        "gemma4": ("<|tool_call>call:f{", "}<tool_call|>"),
+        "pythonic": ("[f(", ")]"),
+    }[name]
+    inner = {
+        "qwen3_coder": [
+            "\n<parameter=at>\n1\n</parameter>",
+            "\n<parameter=fast>\ntrue\n</parameter>",
+            '\n<parameter=fish>\n[{"is": "x"}]\n</parameter>',
+        ],
+        "gemma4": ["at:1", ",fast:true", ',fish:[{is:<|"|>x<|"|>}]'],
+        "pythonic": ["at=1", ", fast=True", ', fish=[{"is": "x"}]'],
+    }[name]
+    for taken in ([0], [0, 1], [0, 2], [0, 1, 2]):
+        assert accepts(grammar, ends[0] + "".join(inner[place] for place in taken) + ends[1]), taken
+    for taken in ([], [1], [0, 0]):
+        assert not accepts(grammar, ends[0] + "".join(inner[place] for place in taken).lstrip(", ") + ends[1]), taken
+    assert not accepts(grammar, ends[0] + "".join(inner).replace("is", "was") + ends[1])
 
 
 def test_a_name_may_have_any_characters() -> None:
     name = "".join(map(chr, range(1, 0x100))) + '"\\\u2028'
     tool = json.dumps({"function": {"name": name}})
-    for form in ToolFormat:
-        grammar = tool_call_grammar([tool], ANY_TOOL, form, single=True)
-        field = "parameters" if form is ToolFormat.LLAMA else "arguments"
-        call = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{field}": {{}}}}'
-        call = {
-            ToolFormat.HERMES: f"<tool_call>\n{call}\n</tool_call>",
-            ToolFormat.MISTRAL: f"[TOOL_CALLS][{call}]",
-        }.get(form, call)
-        assert accepts(grammar, call), form
-        assert parsed(form, call) == [(name, {})]
+    for form, call in (
+        ("hermes", f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {{}}}}\n</tool_call>'),
+        ("mistral", f"[TOOL_CALLS]{name}[ARGS]{{}}"),
+    ):
+        found = call_format(form)
+        assert found is not None
+        assert accepts(tool_call_grammar([tool], ANY_TOOL, found, {}, single=True), call), form
+        message = AnswerParser("c", AnswerFormat(found), CallOptions({name: {}})).message(call)
+        assert [one["function"]["name"] for one in message["tool_calls"]] == [name]
 
 
-def test_the_opening_may_be_a_special_token() -> None:
-    grammar = tool_call_grammar(TOOLS, ANY_TOOL, ToolFormat.MISTRAL, single=True)
-    assert with_special_opening(grammar, 5).text.startswith('start: <[5]> "[" call "]"')
+def test_special_tokens_are_demanded_by_their_ids() -> None:
+    form = call_format("mistral_v3")
+    assert form is not None
+    grammar = tool_call_grammar(TOOLS, ANY_TOOL, form, {"[TOOL_CALLS]": 5}, single=True)
+    assert grammar.text.startswith('start: <[5]> "[" ')
+    assert "TOOL_CALLS" not in grammar.text
+
+
+@pytest.mark.parametrize("form", REASONING_FORMATS, ids=lambda form: form.name)
+def test_an_answer_may_think_before_it_matches_its_grammar(form: ReasoningFormat) -> None:
+    grammar = Grammar.of_choices(["yes", "no"])
+    thought = f"{form.written_opening}A reef?{form.closing}" if form.reasons else ""
+    free = after_reasoning(grammar, AnswerFormat(None, form), {}, is_call=False)
+    assert accepts(free, f"{form.answer_opening}yes")
+    assert accepts(free, f"{thought}{form.after_closing}{form.answer_opening}no")
+    assert not accepts(free, f"{thought}{form.after_closing}{form.answer_opening}perhaps")
+    if form.reasons:
+        inside = after_reasoning(grammar, AnswerFormat(None, form, begins_in_reasoning=True), {}, is_call=False)
+        assert accepts(inside, f"A reef?{form.closing}{form.after_closing}{form.answer_opening}yes")
+        assert not accepts(inside, f"{form.answer_opening}yes")
+        assert accepts(after_reasoning(grammar, AnswerFormat(None, form), {}, is_call=True), "yes")
+
+
+def branching(levels: int) -> dict[str, Any]:
+    """A short schema in which each level refers ten times to the next one."""
+    parts = {f"p{at}": {"anyOf": [{"$ref": f"#/$defs/p{at + 1}"}] * 10} for at in range(levels)}
+    shapes = {
+        f"o{at}": {"type": "object", "properties": {f"k{key}": {"$ref": f"#/$defs/o{at + 1}"} for key in range(10)}}
+        for at in range(levels)
+    }
+    ends = {f"p{levels}": {"type": "integer"}, f"o{levels}": {"type": "string"}}
+    properties = {"a": {"$ref": "#/$defs/p0"}, "b": {"$ref": "#/$defs/o0"}}
+    return {"type": "object", "properties": properties, "$defs": {**parts, **shapes, **ends}}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_coder", "pythonic"])
+def test_a_short_schema_has_no_endless_grammar(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    tool = json.dumps(wrong_tool(branching(8)))
+    begun = time.process_time()
+    if form.quote:  # its grammar follows references into objects
+        with pytest.raises(InvalidRequest, match=r"^grammar: .* at most \d+ characters"):
+            tool_call_grammar([tool], ANY_TOOL, form, {}, single=True)
+    else:
+        assert len(tool_call_grammar([tool], ANY_TOOL, form, {}, single=True).text) < 1 << 16
+    assert time.process_time() - begun < 5
+
+
+async def test_tools_whose_grammar_is_too_long_are_refused_by_name(tmp_path: Path) -> None:
+    model = MarkingModel(tmp_path, "", Parsers("gemma4"))
+    model.engine.context = 1 << 16
+    body = {"messages": HI, "tools": [SWIM, wrong_tool(branching(8))], "tool_choice": "required"}
+    refused = await model.http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "tools"), refused.text
+
+
+def test_a_schema_that_is_too_deep_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(600):
+        schema = {"items": schema}
+    tool = json.dumps(wrong_tool({"type": "object", "properties": {"a": schema}}))
+    with pytest.raises(InvalidRequest, match=r"^grammar: .* fewer levels"):
+        tool_call_grammar([tool], ANY_TOOL, CALL_FORMATS[0], {}, single=True)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +206,7 @@ def test_the_opening_may_be_a_special_token() -> None:
 )
 def test_wrong_tools_are_refused_by_name(tools: list[str], required: str, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        tool_call_grammar(tools, required, ToolFormat.HERMES, single=False)
+        tool_call_grammar(tools, required, CALL_FORMATS[-3], {}, single=False)
     assert caught.value.field == field
 
 

@@ -13,6 +13,7 @@ import pytest
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.http import create_app
+from deploy.commands.client.connection import ChosenServer
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.commands.streamed_answer import Chunk, stream_chat
 from deploy.settings import load_settings
@@ -92,7 +93,7 @@ async def test_generate_continues_after_every_cut(tmp_path: Path) -> None:
 
             notices: list[str] = []
             url = f"http://{connections.address}"
-            await answer_prompt(load_settings(), prompt, write, notices.append, url=url)
+            await answer_prompt(ChosenServer(load_settings(), url), prompt, write, notices.append)
             await asyncio.gather(*pending)
             await connections.close()
             await stack.aclose()
@@ -108,8 +109,9 @@ async def test_a_server_that_was_never_reached_is_an_error_at_once(tmp_path: Pat
     connections = CuttableConnections(1)
     await connections.start()
     connections.cut()
+    server = ChosenServer(load_settings(), f"http://{connections.address}")
     with pytest.raises(WorkerUnavailable, match="the connection is refused"):
-        await answer_prompt(load_settings(), Prompt("hello"), print, print, url=f"http://{connections.address}")
+        await answer_prompt(server, Prompt("hello"), print, print)
     failed = threading.Event()
 
     def read() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.core.errors import ConfigurationError, InvalidRequest
-from cluster.generation.text.chat_template import Message
+from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.models.tiny_tokenizer import byte_level, sentencepiece
 

@@ -15,11 +15,7 @@ from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.ingress.http import create_app
 from deploy.batch.run import BatchRun
-from deploy.batch.run import open_client as open_batch_client
-from deploy.bench.load_test.options import LoadOptions
-from deploy.bench.load_test.run import open_client as open_load_client
-from deploy.commands.client.connection import connected, get, stream
-from deploy.network.https_client import verification
+from deploy.commands.client.connection import ChosenServer, connected, get, server_client, stream
 from deploy.settings import load_settings
 from tests.support.certificates import Authority
 from tests.support.fakes.fake_engine import listening
@@ -44,7 +40,7 @@ async def https_server(directory: Path, authority: Authority, *, demands: bool =
 
 async def models(url: str, cacert: str | None = None, *assignments: str) -> int:
     settings = load_settings(None, assignments, environment={})
-    async with connected(settings, url, False, print, cacert) as client:
+    async with connected(ChosenServer(settings, url, cacert=cacert), print) as client:
         return len((await get(client, "/v1/models"))["data"])
 
 
@@ -61,7 +57,7 @@ async def test_chat_and_complete_check_the_server_by_cacert_or_the_settings(
             await models(url, str(Authority(tmp_path / "another").file), f"server.tls.ca={ca}")
         with pytest.raises(ConfigurationError, match="nothing-here"):
             await models(url, str(tmp_path / "nothing-here"))
-        async with connected(load_settings(environment={}), url, False, print, ca) as client:
+        async with connected(ChosenServer(load_settings(environment={}), url, cacert=ca), print) as client:
             chunks = [chunk async for chunk in stream(client, "/v1/chat/completions", {"messages": HI, "stream": True})]
         assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks if one["choices"])
 
@@ -75,19 +71,18 @@ async def test_a_certificate_is_presented_to_a_server_that_demands_one(tmp_path:
             await models(url, str(authority.file))
 
 
-async def test_batches_and_load_tests_do_the_same(tmp_path: Path, authority: Authority) -> None:
+async def test_batches_and_benchmarks_do_the_same(tmp_path: Path, authority: Authority) -> None:
     ca, source, out = str(authority.file), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"messages": HI, "max_tokens": 8}
     source.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}))
     async with https_server(tmp_path, authority) as url:
-        async with open_batch_client(url, None, 30.0, verification(None, ca)) as client:
+        settings = load_settings(environment={})
+        async with server_client(settings, url, ca) as client:
             counts = await BatchRun(client, 1, 30.0, lambda *_: None).run(source, out)
         assert (counts.answered, counts.failed) == (1, 0)
-        async with open_load_client(LoadOptions(url=url, cacert=ca), None) as client:
+        trusting = load_settings(None, [f"server.tls.ca={ca}"], environment={})
+        async with server_client(trusting, url) as client:
             assert (await client.get("/v1/models")).status_code == 200
-        tls = PublicTlsSection(ca=ca)
-        async with open_load_client(LoadOptions(url=url), None, tls) as client:
-            assert (await client.get("/v1/models")).status_code == 200
-        async with open_load_client(LoadOptions(url=url), None) as client:
+        async with server_client(settings, url) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get("/v1/models")

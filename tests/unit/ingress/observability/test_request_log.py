@@ -20,7 +20,7 @@ from cluster.ingress.http import create_app
 from pilotfish.v1 import generation_pb2
 from tests.support.fakes.fake_engine import InProcessClient, Remaining
 from tests.support.fakes.http_app import LIMITS, HttpApi
-from workers.serve.logs import JsonFormatter, set_logging
+from workers.serve.logs import JsonFormatter
 
 SECRET = "a-prompt-that-nobody-may-read"
 KEY = "sk-" + "k" * 40
@@ -36,7 +36,7 @@ async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     """The request lines as JSON."""
     records = [record for record in caplog.records if record.name == "pilotfish.requests"]
-    formatted = [JsonFormatter().format(record) for record in records]
+    formatted = [JsonFormatter("ingress").format(record) for record in records]
     for text in (*formatted, *(record.getMessage() for record in records)):
         assert SECRET not in text
         assert KEY not in text
@@ -118,20 +118,3 @@ class _Full(InProcessClient):
 
     async def close(self) -> None:
         """Nothing is open."""
-
-
-def test_json_is_written_to_every_handler_and_has_the_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    root, handler = logging.RootLogger(logging.WARNING), logging.StreamHandler()
-    root.addHandler(handler)
-    monkeypatch.setattr(logging, "getLogger", lambda: root)
-    set_logging("debug", "json")
-    assert root.level == logging.DEBUG
-    try:
-        raise ValueError("wrong")
-    except ValueError as error:
-        info = (ValueError, error, error.__traceback__)
-    record = logging.LogRecord("name", logging.ERROR, "file", 1, "%s failed", ("it",), info)
-    entry = json.loads(handler.format(record))
-    assert (entry["message"], entry["level"], entry["logger"]) == ("it failed", "error", "name")
-    assert "ValueError: wrong" in entry["exception"]
-    assert entry["time"].endswith("+00:00")

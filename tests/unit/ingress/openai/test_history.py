@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import InvalidRequest
-from cluster.generation.text.chat_template import CalledTool, ChatTemplate, Message, TemplateOptions
+from cluster.generation.text.chat_messages import CalledTool, Message
+from cluster.generation.text.chat_template import ChatTemplate, TemplateOptions
 from pilotfish.v1 import generation_pb2
 from tests.support.fakes.both_apis import BothApis, apis
 from tests.support.fakes.http_app import HI, HttpApi

@@ -44,9 +44,9 @@ def test_any_other_form_of_prompt_is_refused(prompt: object) -> None:
     assert caught.value.field == "prompt"
 
 
-def test_text_parts_are_joined() -> None:
+def test_text_parts_stay_apart_for_the_template() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "one\ntwo"
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == ["one", "two"]
 
 
 def test_other_parts_are_refused_by_name() -> None:
@@ -177,11 +177,13 @@ def test_a_number_that_protobuf_cannot_hold_is_refused(values: dict[str, object]
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("prompt", [[-1], [2**32], [[1], [2**32]]])
-def test_a_prompt_of_tokens_that_protobuf_cannot_hold_is_refused(prompt: object) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+@pytest.mark.parametrize(
+    ("prompt", "field"), [([-1], "prompt[0]"), ([3, 2**32], "prompt[1]"), ([[1], [5, 2**32]], "prompt[1][1]")]
+)
+def test_a_prompt_of_tokens_that_protobuf_cannot_hold_is_refused(prompt: object, field: str) -> None:
+    with pytest.raises(InvalidRequest, match="it must be a token id of the model's vocabulary") as caught:
         completion(prompt=prompt)
-    assert caught.value.field == "prompt[0]"
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from cluster.generation.text.tokenizer import Tokenizer
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import InProcessClient, ScriptedEngine, script_of
 from tests.support.fakes.http_app import HI, HttpApi, error_of
+from tests.support.grammars import accepts
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, byte_level
 
 OPENING = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
@@ -26,9 +27,9 @@ SCHEMA = {"type": "json_object"}
 class ThinkingModel:
     """The HTTP API over a scripted engine whose model thinks. `writes_start`: its prompts do not end with `<think>`."""
 
-    def __init__(self, directory: Path, *, writes_start: bool = False) -> None:
+    def __init__(self, directory: Path, *, writes_start: bool = False, template: str = "") -> None:
         settings = byte_level(directory) / "tokenizer_config.json"
-        template = CHAT_TEMPLATE + ("{# </think> #}" if writes_start else OPENING)
+        template = template or CHAT_TEMPLATE + ("{# </think> #}" if writes_start else OPENING)
         settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
         self.tokenizer = Tokenizer.load(directory)
         self.engine = ScriptedEngine(script_of(self.tokenizer, "hm</think>hello"), 3)
@@ -84,14 +85,33 @@ async def test_wrong_thinking_is_refused_by_name(tmp_path: Path, thinking: dict[
     assert "thinking." in answer.text
 
 
-async def test_a_budget_has_no_effect_on_a_model_that_does_not_think_and_with_a_grammar(tmp_path: Path) -> None:
+async def test_a_budget_has_no_effect_on_a_model_that_does_not_think(tmp_path: Path) -> None:
     api = HttpApi(tmp_path / "plain")
     assert (await api.chat(thinking_token_budget=3)).status_code == 200
     assert api.engine.requests[-1].sampling.thinking is None
     beams = await api.chat(thinking_token_budget=3, use_beam_search=True, n=2, temperature=0)
     assert (beams.status_code, error_of(beams)["param"]) == (400, "thinking_token_budget")
-    model = ThinkingModel(tmp_path / "thinks", writes_start=True)
+
+
+@pytest.mark.parametrize("writes_start", [False, True])
+async def test_a_model_thinks_within_its_budget_before_what_it_writes_matches_a_grammar(
+    tmp_path: Path, writes_start: bool
+) -> None:
+    model = ThinkingModel(tmp_path, writes_start=writes_start)
     assert (await model.post(thinking_token_budget=3, response_format=SCHEMA)).status_code == 200
+    assert model.seen is not None and model.seen.max_tokens == 3
+    grammar = model.engine.requests[-1].sampling.grammar
+    assert grammar is not None
+    for text, is_right in {
+        "hm</think>\n\n{}": not writes_start,
+        "<think>hm</think>{}": True,  # where reasoning has begun, it may have a tag
+        "{}": writes_start,
+        "<think>hm": False,
+        "hm</think>no": False,
+    }.items():
+        assert accepts(grammar, text) is is_right, text
+    completion = {"prompt": "why?", "thinking_token_budget": 3, "response_format": SCHEMA}
+    assert (await model.http.post("/v1/completions", json=completion)).status_code == 200
     assert model.seen is None
 
 
@@ -139,3 +159,31 @@ async def test_a_continued_message_is_thought_if_it_has_begun_so(
     turns = [*HI, {"role": role, "content": content}]
     message = (await model.post(messages=turns, continue_final_message=True)).json()["choices"][0]["message"]
     assert message["reasoning_content"] == message["reasoning"] == reasoning
+
+
+@pytest.mark.parametrize(("content", "reasoning"), [("Sure, ", None), ("<think>\nI wonder", "hm"), ("", "hm")])
+async def test_a_model_that_begins_with_thought_continues_what_the_message_has_begun(
+    tmp_path: Path, content: str, reasoning: str | None
+) -> None:
+    model = ThinkingModel(tmp_path, template=CHAT_TEMPLATE + "{# </think> <｜Assistant｜> #}")
+    turns = [*HI, {"role": "assistant", "content": content}]
+    message = (await model.post(messages=turns, continue_final_message=True)).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == reasoning
+
+
+THOUGHTS = (
+    "{% for message in messages %}{{ message.role }}({{ message.reasoning_content }}){{ message.content }};{% endfor %}"
+)
+
+
+async def test_what_an_earlier_response_thought_is_shown_to_the_template(tmp_path: Path) -> None:
+    model = ThinkingModel(tmp_path, template=THOUGHTS + OPENING)
+    first = (await model.http.post("/v1/responses", json={"input": "hi"})).json()
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message"]
+    again = [{"role": "user", "content": "hi"}, *first["output"], {"role": "user", "content": "so?"}]
+    later: list[dict[str, Any]] = [{"input": again}, {"input": "so?", "previous_response_id": first["id"]}]
+    for body in later:
+        response = await model.http.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+        prompt = model.tokenizer.decode(model.engine.requests[-1].prompt)
+        assert "assistant(hm)hello;user()so?;" in prompt

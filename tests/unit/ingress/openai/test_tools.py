@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from cluster.core.answer_format import ToolFormat
 from cluster.core.errors import InvalidRequest
-from cluster.generation.text.chat_template import PLAIN, ChatTemplate, Message, TemplateOptions, TextTooLong
+from cluster.generation.text.chat_messages import Message
+from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions, TextTooLong
 from tests.support.fakes.fake_engine import MODEL
 from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
 
@@ -215,7 +215,7 @@ async def test_reasoning_is_returned_apart_from_the_content(tmp_path: Path) -> N
     from cluster.generation.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.reasons
+    assert tokenizer.reasoning_format is not None and tokenizer.reasoning_format.closing == "</think>"
     template = ChatTemplate(THINKING, {})
     documents = TemplateOptions(arguments='{"documents": [{"text": "a fish"}], "enable_thinking": false}')
     assert template.render([Message("user", "hi")], documents) == "user:hi\na fish\n<think></think>"
@@ -229,16 +229,3 @@ def test_templates_are_bounded() -> None:
     escaping = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
     with pytest.raises(InvalidRequest):
         escaping.render([Message("user", "x")])
-
-
-@pytest.mark.parametrize(
-    ("source", "form"),
-    [
-        ("{{ '[TOOL_CALLS]' }}{{ tools }}", ToolFormat.MISTRAL),
-        ("<|start_header_id|>{{ tools }}<|python_tag|>", ToolFormat.LLAMA),
-        ("<|im_start|>{{ tools }}<tool_call>", ToolFormat.HERMES),
-        ("<|im_start|>", ToolFormat.HERMES),
-    ],
-)
-def test_the_form_of_calls_is_that_of_the_models_family(source: str, form: ToolFormat) -> None:
-    assert ChatTemplate(source, {}).tool_format is form

@@ -16,7 +16,7 @@ from rich.console import Console
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
 from deploy.commands.client import complete as complete_command
 from deploy.commands.client.chat import Interrupts, talk
-from deploy.commands.client.connection import connected, stream
+from deploy.commands.client.connection import ChosenServer, connected, stream
 from deploy.commands.client.conversation import Conversation
 from deploy.commands.client.marked_text import ReceivedAnswer, write_parts
 from deploy.settings import load_settings
@@ -150,8 +150,8 @@ async def test_complete_prints_the_text_or_the_response(tmp_path: Path) -> None:
     body = {"prompt": "hi", "max_tokens": 30, "seed": 4}
     async with listening(api.http._transport.app) as address:  # type: ignore[attr-defined]
         plain, whole = console(), console()
-        await complete_command.answer(settings, dict(body), address, False, plain, as_json=False)
-        await complete_command.answer(settings, dict(body), address, False, whole, as_json=True)
+        await complete_command.answer(ChosenServer(settings, address), dict(body), plain, as_json=False)
+        await complete_command.answer(ChosenServer(settings, address), dict(body), whole, as_json=True)
     assert written(plain) == f"{TEXT}\n"
     response = json.loads(written(whole))
     assert (response["choices"][0]["text"], response["seed"]) == (TEXT, 4)
@@ -160,7 +160,7 @@ async def test_complete_prints_the_text_or_the_response(tmp_path: Path) -> None:
 
 async def test_one_server_is_named_at_most() -> None:
     with pytest.raises(ConfigurationError, match="--url and --in-process"):
-        async with connected(load_settings(environment={}), "http://127.0.0.1:1", True, print):
+        async with connected(ChosenServer(load_settings(environment={}), "http://127.0.0.1:1", True), print):
             pass
 
 
@@ -177,7 +177,7 @@ async def test_a_stream_that_breaks_off_continues_after_its_last_event() -> None
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request.headers.get("last-event-id"))
         text = 'id: a\ndata: {"n": 1}\n\n' if len(seen) == 1 else 'id: b\ndata: {"n": 2}\n\nid: c\ndata: [DONE]\n\n'
-        return httpx.Response(200, content=text)
+        return httpx.Response(200, content=text, headers={"content-type": "text/event-stream"})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://pilotfish") as client:
         found = [chunk["n"] async for chunk in stream(client, "/v1/completions", {})]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.metrics import DrafterStatus, Metrics
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
@@ -23,7 +23,7 @@ from cluster.core.verification import StepResult, Verdict, VerifyRow
 from cluster.ingress.endpoints.cluster_status import read_replicas
 from cluster.ingress.router.metrics_text import merged
 from cluster.speculation.observation import DraftTime, RoundDrafts, RoundRecord, RoundTimes
-from deploy.commands.client.cluster_table import status_table, statuses
+from deploy.commands.client.cluster_table import status_table, statuses, tables
 from deploy.commands.client.top import print_statuses, watch
 
 ROUND = RoundRecord(
@@ -39,7 +39,13 @@ def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metric
     """Metrics of a coordinator whose verdicts each commit three tokens, two of five drafted ones among them."""
     metrics = Metrics()
     metrics.begin("tiny", True, lambda: running, lambda: waiting, lambda: 0.25)
-    metrics.watch_drafters(lambda: 1, lambda: 2)
+    metrics.watch_drafters(
+        lambda: {
+            "draft-0123456789abcdef": DrafterStatus(True, 2, 10 * verdicts, 0.5 * verdicts),
+            "draft-b": DrafterStatus(False),
+            "draft-c": DrafterStatus(False),
+        }
+    )
     for _ in range(verdicts):
         metrics.decided([Commit(tokens=(1, 2, 3), drafted=5, accepted=2)])
         metrics.sent(3)
@@ -55,6 +61,25 @@ def test_the_status_of_one_coordinator() -> None:
     assert (replica["committed_tokens_total"], replica["verdicts_total"], replica["steps_total"]) == (12, 4, 4)
     assert replica["generation_tokens_total"] == 12
     assert replica["drafters"] == {"available": 1, "failed": 2}
+    first, second, _ = replica["drafting"]
+    assert first == {
+        "id": "draft-0123456789abcdef",
+        "available": 1,
+        "sequences": 2,
+        "proposed_tokens_total": 40,
+        "busy_seconds_total": 2.0,
+    }
+    assert (second["id"], second["available"]) == ("draft-b", 0)
+
+
+def test_a_drafter_that_has_left_is_not_shown() -> None:
+    metrics, present = coordinator(), {"a": DrafterStatus(True, 1), "b": DrafterStatus(True, 3)}
+    metrics.watch_drafters(lambda: present)
+    assert len(read_replicas(metrics.exposition()[0].decode())[0]["drafting"]) == 2
+    del present["a"]
+    (replica,) = read_replicas(metrics.exposition()[0].decode())
+    assert [(drafter["id"], drafter["sequences"]) for drafter in replica["drafting"]] == [("b", 3)]
+    assert replica["drafters"] == {"available": 1, "failed": 0}
 
 
 def test_the_status_of_several_coordinators() -> None:
@@ -104,6 +129,32 @@ def test_the_table_fits_into_eighty_columns() -> None:
         assert word in text
 
 
+def test_who_drafts_for_whom_is_a_row_for_each_pair_in_eighty_columns() -> None:
+    names = ("0a1b2c3d:target-0123456789", "second")
+    before, after = (
+        read_replicas(merged({name: coordinator(verdicts=verdicts).exposition()[0] for name in names}).decode())
+        for verdicts in (2, 4)
+    )
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tables(statuses(before, after, 2.0)))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    first = next(index for index, line in enumerate(lines) if "56789abcdef" in line)
+    # 20 more drafted tokens and 1 second of calls in 2 seconds, for each of two replicas
+    assert lines[first].split()[-5:] == ["answers", "2", "10.0", "50", "%"]
+    assert "second" in lines[first + 1] and "abcdef" not in lines[first + 1]
+    assert sum("failed" in line for line in lines) == 4
+
+
+def test_without_drafters_there_is_one_table() -> None:
+    metrics = Metrics()
+    metrics.begin("tiny", True, lambda: 0, lambda: 0, lambda: 0.0)
+    found = read_replicas(metrics.exposition()[0].decode())
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tables(statuses(found, found, 1.0)))
+    assert "drafts for" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 async def test_q_ends_the_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
     controller, terminal = pty.openpty()
     looks = [read_replicas(coordinator().exposition()[0].decode()) for _ in range(2)]
@@ -138,6 +189,7 @@ async def test_top_prints_json_once() -> None:
     assert replica["acceptance"] == 0.4
     assert replica["tokens_per_second"] > 0
     assert replica["running"] == 2
+    assert replica["drafting"][0]["drafted_per_second"] > 0
 
 
 async def test_a_refusal_names_its_reason() -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from cluster.core.config.draft_section import DraftModuleSection, DraftSection
-from cluster.core.drafting import EvidenceNeeds
+from cluster.core.drafting import EvidenceNeeds, Tap
 from workers.draft.common.modules.ranked_paths import TreeForm
-from workers.model.draft_card import read_card
+from workers.model.formats.registry import read_draft
 
 Weights = Literal["auto", "float32", "bfloat16", "int8"]
 """The types that a module's weights can be stored in."""
@@ -64,16 +64,16 @@ class TreeSettings(DraftModuleSection):
         """
         nodes = () if self.tree == "auto" else self.tree
         if nodes is None:
-            nodes = read_card(Path(self.path)).tree[: draft.max_nodes]
+            nodes = read_draft(Path(self.path), self.taps).tree[: draft.max_nodes]
             nodes = nodes if len(nodes) == draft.max_nodes else ()
         if not nodes:
             return TreeForm(self.candidates)
         return TreeForm(1 + max(rank for path in nodes for rank in path), frozenset(nodes))
 
 
-def module_taps(settings: DraftModuleSection) -> tuple[int, ...]:
-    """The taps that a module reads: those of its settings, else those of its card."""
-    return settings.taps or read_card(Path(settings.path)).taps
+def module_taps(settings: DraftModuleSection) -> tuple[Tap, ...]:
+    """The taps that a module reads, in its own order: those of its settings, else those of its card."""
+    return read_draft(Path(settings.path), settings.taps).taps
 
 
 def needs_of_module(settings: DraftModuleSection) -> EvidenceNeeds:

@@ -34,10 +34,16 @@ class PathRanker:
         `contexts` [rows x depths] are those of the decisions at each depth. At most `siblings` candidates are listed
         below one.
         """
-        rows, depths, _ = hidden.shape
         logits = self._head(hidden.flatten(0, 1))
         if self._bias is not None:
             logits = logits + self._bias
+        return self.rank_logits(logits, hidden, contexts, siblings)
+
+    def rank_logits(
+        self, logits: Tensor, hidden: Tensor, contexts: Sequence[DecisionContext], siblings: int
+    ) -> list[RankedPaths]:
+        """Rank as `rank` does, from logits [rows x depths, draft vocabulary]; only a selector reads `hidden`."""
+        rows, depths, _ = hidden.shape
         leading = self._shortlist.leading(logits, contexts, CANDIDATES)
         scores, columns, totals = (
             part.view(rows, depths, -1) for part in (leading.scores, leading.columns, leading.totals)

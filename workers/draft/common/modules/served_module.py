@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from torch import nn
 
 from cluster.core.config.target_section import TargetSection
-from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.module_settings import ModuleSettings, Weights
 from workers.draft.common.modules.product import MakeProduct, make_product
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.forward.native.largest import load_largest
 from workers.model.devices import choose_device
+from workers.model.draft_card import DraftDescription
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import load_drafter
 
 _COUPLED = "coupled"
 """The acceptance rule with which sampled candidates are ranked by the target's own noise."""
 
-ModuleType = TypeVar("ModuleType", bound=nn.Module)
+ModuleType = TypeVar("ModuleType")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class ServedModule(Generic[ModuleType]):
     """A module that was trained for the target."""
 
     module: ModuleType
+    card: DraftDescription
     ends: TargetEnds
     make: MakeProduct
     """Makes products with weights in the type of the settings."""
@@ -43,19 +44,22 @@ def computed_type(weights: Weights) -> torch.dtype:
 
 
 def load_served_module(
-    directory: Path, weights: Weights, target: TargetSection, kind: str, expected: type[ModuleType]
+    settings: ModuleSettings, target: TargetSection, kind: str, expected: tuple[type[ModuleType], ...]
 ) -> ServedModule[ModuleType]:
-    """Load the module of this kind in a directory.
+    """Load the module of this kind that the settings name; its class must be one of `expected`.
 
     Raises `ModelLoadError`, and `ConfigurationError` without the device.
     """
-    device = choose_device(target.device, 0)
-    loaded = load_drafter(directory, Path(target.path), computed_type(weights), device, kind)
+    device, weights = choose_device(target.device, 0), settings.weights
+    loaded = load_drafter(
+        Path(settings.path), Path(target.path), computed_type(weights), device, kind, taps=settings.taps
+    )
     if not isinstance(loaded.module, expected):
         raise TypeError(f"{type(loaded.module).__name__} is no module of the kind {kind}")
     largest = load_largest(device, target.compile_directory)
     return ServedModule(
         loaded.module,
+        loaded.card,
         loaded.ends,
         partial(make_product, weights=weights, directory=target.compile_directory),
         Shortlist(loaded.ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest),

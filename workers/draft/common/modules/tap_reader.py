@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import Evidence
+from cluster.core.drafting import Evidence, Tap
 from cluster.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class TapReader:
     """Selects a method's own taps from the hidden states of all taps that the target takes."""
 
-    def __init__(self, taps: Sequence[int], target: TargetSection, hidden_size: int) -> None:
+    def __init__(self, taps: Sequence[Tap], target: TargetSection, hidden_size: int) -> None:
         """`taps` are in the order that the method wants, as it named them in its `EvidenceNeeds`.
 
         Raises `ConfigurationError` for a tap that the target does not take.

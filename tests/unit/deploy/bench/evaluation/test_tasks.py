@@ -12,9 +12,8 @@ from cluster.core.errors import ConfigurationError
 from deploy.bench.evaluation.options import EvaluationOptions
 from deploy.bench.evaluation.suite import read_suite, with_prompts
 from deploy.bench.evaluation.tasks.arithmetic import read_arithmetic
-from deploy.bench.evaluation.tasks.code import program_of, read_code
+from deploy.bench.evaluation.tasks.code import passes, program_of, read_code
 from deploy.bench.evaluation.tasks.correction import read_correction
-from deploy.bench.evaluation.tasks.execution import passes
 from deploy.bench.evaluation.tasks.spec_bench import read_spec_bench
 from deploy.bench.evaluation.tasks.task import Task
 from deploy.bench.evaluation.tasks.translation import read_translation

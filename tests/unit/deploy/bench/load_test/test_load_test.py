@@ -15,7 +15,9 @@ from cluster.core.errors import WorkerUnavailable
 from deploy import cli
 from deploy.bench.load_test.options import Endpoint, LoadOptions
 from deploy.bench.load_test.records import Measurement
-from deploy.bench.load_test.run import LoadTest, open_client
+from deploy.bench.load_test.run import LoadTest
+from deploy.commands.client.connection import server_client
+from deploy.settings import load_settings
 from tests.support.fakes.both_apis import BothApis, apis
 
 __all__ = ["apis"]
@@ -40,7 +42,7 @@ async def test_every_request_is_answered_and_counted(apis: BothApis, endpoint: E
         max_concurrency=(1, 3),
         goodput=("ttft:60000",),
     )
-    found, model = await measure(options, open_client(options, None))
+    found, model = await measure(options, server_client(load_settings(environment={}), options.url))
     assert model == (await apis.client.list_models())[0].id
     assert [(each.max_concurrency, len(each.completed)) for each in found] == [(1, 5), (3, 5)]
     for each in found:

@@ -32,8 +32,8 @@ async def test_a_pass_asks_with_a_seed_for_each_prompt_and_reads_the_usage() -> 
         end = {"choices": [{"delta": {}, "receipt": receipt}]}
         return httpx.Response(200, text=events(chunk("Hel"), chunk("lo"), end, {"choices": [], "usage": usage}))
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(serve)) as client:
-        contestant = EndpointContestant(client, "http://server:8000/v1/", "small")
+    async with httpx.AsyncClient(transport=httpx.MockTransport(serve), base_url="http://server:8000") as client:
+        contestant = EndpointContestant(client, "small")
         prompts = (BenchPrompt((), "One?"), BenchPrompt((), "Two?"))
         found = await contestant.answer(PassRequest(prompts, 1, 0.5, 7, 16))
     assert [(body["messages"][0]["content"], body["seed"], body["temperature"]) for body in bodies] == [
@@ -56,8 +56,8 @@ async def test_a_prediction_is_sent_where_the_prompt_has_one() -> None:
         usage |= {"completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 0}}
         return httpx.Response(200, text=events(chunk("a"), {"choices": [], "usage": usage}))
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(serve)) as client:
-        contestant = EndpointContestant(client, "http://server", "small", predicts=True)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(serve), base_url="http://server") as client:
+        contestant = EndpointContestant(client, "small", predicts=True)
         prompts = (BenchPrompt((), "Correct: he go", "he go"), BenchPrompt((), "Two?"))
         found = await contestant.answer(PassRequest(prompts, 1, 0.0, 0, 16))
     assert bodies[0]["prediction"] == {"type": "content", "content": "he go"} and "prediction" not in bodies[1]
@@ -75,8 +75,6 @@ def test_a_server_without_counts_of_drafts_has_no_steps() -> None:
 
 async def test_an_error_of_the_server_names_its_address() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(404, text="no such model"))
-    async with httpx.AsyncClient(transport=transport) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         with pytest.raises(WorkerUnavailable, match=r"http://server/v1/chat/completions answered 404: no such model"):
-            await EndpointContestant(client, "http://server", "m").answer(
-                PassRequest((BenchPrompt((), "One?"),), 1, 0.0, 0, 4)
-            )
+            await EndpointContestant(client, "m").answer(PassRequest((BenchPrompt((), "One?"),), 1, 0.0, 0, 4))

@@ -10,6 +10,8 @@ import torch
 from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from tests.support.models import drafting_modules, tiny
+from workers.draft.common.modules.module_settings import ModuleSettings
+from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.heads.heads_pass import ParallelHeads
 from workers.model.draft_shapes import HeadsShape
 from workers.model.drafting.files import Drafter, load_drafter
@@ -36,12 +38,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
 
 
+def served_heads(settings: ModuleSettings, target: TargetSection) -> ParallelHeads:
+    loaded = load_served_module(settings, target, "heads", (MedusaHeads,))
+    return ParallelHeads(loaded.module, loaded)
+
+
 def heads_in(
     target: Path, directory: Path, selector_rank: int, vocabulary: range | None
 ) -> tuple[ParallelHeads, Drafter, MedusaHeads]:
     shape = HeadsShape(DEPTHS, mix_rank=16, selector_rank=selector_rank)
     drafting_modules.save(target, directory, "heads", (2,), vocabulary, shape=shape)
-    served = ParallelHeads(directory, TargetSection(path=str(target), device="cpu"), "float32")
+    section = TargetSection(path=str(target), device="cpu")
+    served = served_heads(ModuleSettings(path=str(directory), weights="float32"), section)
     drafter = load_drafter(directory, target, torch.float32, torch.device("cpu"))
     assert isinstance(drafter.module, MedusaHeads)
     return served, drafter, drafter.module
@@ -102,7 +110,7 @@ def test_a_selector_ranks_the_candidates_below_each_candidate_before(target: Pat
 def test_reduced_weights_change_confidences_only_a_little(weights: str, target: Path, tmp_path: Path) -> None:
     served, _, _ = heads_in(target, tmp_path, 8, None)
     section = TargetSection(path=str(target), device="cpu")
-    reduced = ParallelHeads(tmp_path, section, weights)  # type: ignore[arg-type]
+    reduced = served_heads(ModuleSettings.model_validate({"path": str(tmp_path), "weights": weights}), section)
     tap = torch.randn(48, generator=torch.Generator().manual_seed(1)).bfloat16()
     (exact,), (rounded,) = (
         heads.rank([tap], [TOKENS[-1]], contexts_of(SAMPLINGS[0]), 4) for heads in (served, reduced)
@@ -116,7 +124,7 @@ def test_under_a_rule_without_shared_noise_the_most_probable_tokens_are_ranked_f
 ) -> None:
     heads_in(target, tmp_path, 0, None)
     section = TargetSection(path=str(target), device="cpu", acceptance="rejection")
-    served = ParallelHeads(tmp_path, section, "float32")
+    served = served_heads(ModuleSettings(path=str(tmp_path), weights="float32"), section)
     tap = torch.randn(48).bfloat16()
     rankings = [
         served.rank([tap], [TOKENS[-1]], contexts_of(SamplingParameters(temperature=temperature, seed=8)), 4)[0]

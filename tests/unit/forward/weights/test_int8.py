@@ -6,10 +6,17 @@ import pytest
 import torch
 
 from tests.support.engines.linear_checks import DTYPES, IN, OUT, WIDTHS, check, numbers
-from workers.forward.linear import Int8Kernel, make_linear_kernel, quantize
+from workers.forward.linear import make_linear_kernel
+from workers.forward.weights.int8 import Int8Storage, quantize
 
 
-class TestInt8Kernel:
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of compiled kernels, for all tests of this file."""
+    return str(tmp_path_factory.mktemp("code"))
+
+
+class TestInt8:
     @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
     def test_weights_have_one_scale_per_output_and_an_error_of_at_most_half_a_step(self, dtype: torch.dtype) -> None:
         weight = (numbers(OUT, IN) * torch.logspace(-3, 1, OUT)[:, None]).to(dtype)
@@ -30,25 +37,26 @@ class TestInt8Kernel:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("biased", [False, True])
-    def test_products_use_integers_times_scale_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
+    def test_products_use_integers_times_scale_at_every_width(
+        self, dtype: torch.dtype, biased: bool, code: str
+    ) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
-        product = make_linear_kernel(weight, bias, "int8")
-        assert isinstance(product, Int8Kernel)
-        whole = product.weight.double() * product.scale.double()[:, None]
-        for width in WIDTHS:
-            x = numbers(width, IN, dtype=dtype, seed=width)
+        storage = Int8Storage.quantized(weight)
+        whole = storage.integers.double() * storage.scale.double()[:, None]
+        for product in (make_linear_kernel(storage, bias, code), storage.kernel(bias)):
+            for width in WIDTHS:
+                x = numbers(width, IN, dtype=dtype, seed=width)
+                check(product.multiply(x), x, whole, bias, roundings=3)
+            x = numbers(2, 30, IN, dtype=dtype)
             check(product.multiply(x), x, whole, bias, roundings=3)
-        x = numbers(2, 30, IN, dtype=dtype)
-        check(product.multiply(x), x, whole, bias, roundings=3)
 
 
-def test_int8_weights_accept_any_number_of_inputs() -> None:
-    """In bfloat16, torch's operator reads out of bounds if the number of inputs is not a multiple of 16."""
+def test_int8_weights_accept_any_number_of_inputs(code: str) -> None:
     for inputs in (33, 40, 56, 60, 84):
         for dtype in DTYPES:
-            kernel = make_linear_kernel(numbers(OUT, inputs, dtype=dtype), None, "int8")
-            assert isinstance(kernel, Int8Kernel)
-            whole = kernel.weight.double() * kernel.scale.double()[:, None]
-            for rows in (1, 7, 50):
-                x = numbers(rows, inputs, dtype=dtype, seed=rows)
-                check(kernel.multiply(x), x, whole, None, roundings=3)
+            storage = Int8Storage.quantized(numbers(OUT, inputs, dtype=dtype))
+            whole = storage.integers.double() * storage.scale.double()[:, None]
+            for kernel in (make_linear_kernel(storage, None, code), storage.kernel(None)):
+                for rows in (1, 7, 50):
+                    x = numbers(rows, inputs, dtype=dtype, seed=rows)
+                    check(kernel.multiply(x), x, whole, None, roundings=3)

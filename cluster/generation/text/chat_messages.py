@@ -1,0 +1,233 @@
+"""Messages of a conversation, and how they become what a chat template expects.
+
+Templates are written for `transformers`, and for what vLLM makes of messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from jinja2 import nodes
+
+from cluster.core.json_text import find_half
+
+_ALPHANUMERIC = re.compile(r"[a-zA-Z0-9]{9}")
+_NUMBERED = re.compile(r"functions\..+:\d+")
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A call of a tool by the assistant."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object, or other text where the model wrote no object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: tuple[CalledTool, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    """What the assistant thought before the content."""
+    parts: tuple[str, ...] = ()
+    """The texts that `content` joins, where the client sent several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a chat template expects of messages, as its code shows."""
+
+    call_ids: str = ""
+    """Ids of calls; see `CallFormat.history_ids`."""
+    knows_developer: bool = True
+    """Whether it has a role `developer`."""
+    reads_parts: bool = False
+    """Whether it reads contents as lists of parts."""
+    reads_texts: bool = True
+    """Whether it reads contents as texts."""
+
+    @classmethod
+    def of(cls, source: str, tree: nodes.Template, call_ids: str) -> Expected:
+        """Return what a template with this source and syntax tree expects."""
+        names = set(_aliases(tree))
+        reads_parts = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+        tests = (test for test in tree.find_all(nodes.Test) if test.name == "string")
+        reads_texts = not reads_parts or any(_is_content(test.node, names) for test in tests)
+        return cls(call_ids, "developer" in source, reads_parts, reads_texts)
+
+    def variables(self, message: Message, arguments: Callable[[CalledTool], object]) -> dict[str, Any]:
+        """Return a message as the template reads it. `arguments` returns those of a call."""
+        content: object = message.content
+        if self.reads_parts and (message.parts or not self.reads_texts):
+            content = [{"type": "text", "text": text} for text in message.parts or (message.content,)]
+        found: dict[str, Any] = {"role": message.role, "content": content}
+        if message.name is not None:
+            found["name"] = message.name
+        if message.tool_call_id is not None:
+            found["tool_call_id"] = message.tool_call_id
+        if message.reasoning is not None:
+            found["reasoning_content"] = found["reasoning"] = found["thinking"] = message.reasoning
+        if message.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call)}}
+                for call in message.tool_calls
+            ]
+        return found
+
+    def prepared(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Return the messages with roles and ids of calls that the template knows."""
+        if not self.knows_developer:
+            messages = _without_developer(messages)
+        return tuple(_with_ids(messages, self.call_ids) if self.call_ids else messages)
+
+
+def _aliases(tree: nodes.Template) -> Iterator[str]:
+    """Yield the names to which a template assigns the content of a message."""
+    for one in tree.find_all(nodes.Assign):
+        if isinstance(one.target, nodes.Name) and _is_content(one.node, ()):
+            yield one.target.name
+    for macro in tree.find_all(nodes.Macro):
+        for argument in macro.args:
+            if "content" in argument.name:
+                yield argument.name
+
+
+def _is_content(node: nodes.Node | None, names: Sequence[str] | set[str]) -> bool:
+    """Whether an expression is the content of a message, or a part of it that a filter takes."""
+    match node:
+        case nodes.Name():
+            return node.name in names
+        case nodes.Getattr():
+            return node.attr == "content"
+        case nodes.Getitem():
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        case nodes.Filter():
+            return _is_content(node.node, names)
+    return False
+
+
+def _without_developer(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose developer is the system. One that follows a message of the system continues it."""
+    found: list[Message] = []
+    for message in messages:
+        if message.role != "developer":
+            found.append(message)
+        elif found and found[-1].role == "system":
+            found[-1] = replace(found[-1], content=f"{found[-1].content}\n\n{message.content}", parts=())
+        else:
+            found.append(replace(message, role="system"))
+    return found
+
+
+def _with_ids(messages: Sequence[Message], form: str) -> Iterator[Message]:
+    """Yield messages whose calls have ids of a form. A result names its call, or belongs to the first one without."""
+    ids: dict[str, str] = {}
+    pending: list[str] = []
+    number = 0
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            own = _id(call, number, form)
+            number += 1
+            ids[call.id] = own
+            pending.append(own)
+            calls.append(replace(call, id=own))
+        own_id = message.tool_call_id
+        if message.role == "tool":
+            own_id = ids.get(own_id or "", own_id) or (pending[0] if pending else None)
+            if own_id in pending:
+                pending.remove(own_id)
+        yield replace(message, tool_calls=tuple(calls), tool_call_id=own_id)
+
+
+def _id(call: CalledTool, number: int, form: str) -> str:
+    if form != "alphanumeric":
+        is_right = _NUMBERED.fullmatch(call.id) is not None
+        return call.id if is_right else form.replace("NUMBER", str(number)).replace("NAME", call.name)
+    if _ALPHANUMERIC.fullmatch(call.id):
+        return call.id
+    value = int.from_bytes(blake2b(f"{number}/{call.id}".encode(errors="surrogatepass"), digest_size=8).digest())
+    return "".join(_DIGITS[value // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
+
+
+def with_tools_as_text(messages: Sequence[Message], tools: Sequence[str], *, in_system: bool = True) -> list[Message]:
+    """Return a conversation that offers tools, and shows their calls, in its texts, for a template that knows none.
+
+    The offer stands in the message of the system, or in front of the first message of the user.
+    """
+    offer = "\n".join(
+        (
+            "You can call these functions:",
+            "<tools>",
+            *tools,
+            "</tools>",
+            "To call one, write its name and arguments as JSON between tags:",
+            '<tool_call>{"name": "NAME", "arguments": {}}</tool_call>',
+        )
+    )
+    turns = [_with_calls_as_text(message) for message in messages]
+    if turns[0].role == "system" and in_system:
+        return [Message("system", f"{turns[0].content}\n\n{offer}", turns[0].name), *turns[1:]]
+    if in_system:
+        return [Message("system", offer), *turns]
+    first = next((place for place, turn in enumerate(turns) if turn.role == "user"), 0)
+    turns[first] = replace(turns[first], content=f"{offer}\n\n{turns[first].content}", parts=())
+    return turns
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    calls = [
+        f'<tool_call>{{"name": {to_json(call.name)}, "arguments": {call.arguments}}}</tool_call>'
+        for call in message.tool_calls
+    ]
+    return Message(message.role, "\n".join([*filter(None, [message.content]), *calls]), message.name)
+
+
+def _called_with(call: CalledTool) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object; `None` if what the model wrote is none."""
+    try:
+        value = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and find_half(value) is None else None
+
+
+def has_broken_call(message: Message) -> bool:
+    """Whether the arguments of a call are no JSON object."""
+    return any(_called_with(call) is None for call in message.tool_calls)
+
+
+def as_text(call: CalledTool) -> object:
+    """Return the arguments of a call as an object, or as the text that the model wrote instead."""
+    found = _called_with(call)
+    return call.arguments if found is None else found
+
+
+def as_object(call: CalledTool) -> object:
+    """Return the arguments of a call as an object, which has the text that the model wrote instead of one."""
+    found = _called_with(call)
+    return {"partial_json": call.arguments} if found is None else found
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as `transformers` writes it in templates: not escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,108 @@
+"""What one draft, named by `draft.path` or by vLLM's `--speculative-config`, means in settings of drafting methods."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cluster.core.config.draft_section import SELECTORS
+from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
+from deploy.packaged_drafts import packaged_drafts
+from workers.draft.registry import METHODS
+from workers.model.draft_card import LAYERS
+from workers.model.formats.hub import draft_directory
+from workers.model.formats.registry import find_format
+
+_OPTION = "--speculative-config"
+_METHODS = {
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "medusa": "heads",
+    "draft_model": "model",
+    "ngram": "ngram",
+    "suffix": "suffix",
+}
+"""vLLM's names of methods, and those of the methods here."""
+_NGRAM = {"prompt_lookup_max": "draft.ngram.max", "prompt_lookup_min": "draft.ngram.min"}
+_WITHOUT_MODEL = ("ngram", "suffix")
+
+
+def chosen_draft(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `draft.path` stands for: the method that its format needs, and that method's path.
+
+    `values` are all settings, nested and unchecked; `given` those of them that were given together with the path, and
+    not by a preset. Blocks while a draft is fetched. Raises `ConfigurationError` where they name another method, and
+    `ModelLoadError` for a draft that cannot be found.
+    """
+    draft = values.get("draft")
+    path = draft.get("path") if isinstance(draft, Mapping) else None
+    if not isinstance(draft, Mapping) or not isinstance(path, str) or not path:
+        return {}
+    revision = draft.get("revision")
+    kind = _kind(path, revision if isinstance(revision, str) else None)
+    fitting = [name for name, plugin in METHODS.items() if plugin.settings.draft_kind == kind]
+    section = given.get("draft")
+    names = [section.get(key.removeprefix("draft.")) for key in SELECTORS] if isinstance(section, Mapping) else []
+    named = next((name for name in names if name), None)
+    if isinstance(named, list | tuple) and len(named) == 1:
+        named = named[0]
+    if named is not None and named not in fitting:
+        raise ConfigurationError(
+            f"draft.path: {path!r} holds a draft for {' or '.join(fitting)}, and the method is set to "
+            f"{shorten(named)}; set the path of one of several methods by its own key, such as draft.{fitting[0]}.path"
+        )
+    method = named or (kind if kind in fitting else fitting[0])
+    found: dict[str, Any] = {"draft.method": method, f"draft.{method}.path": path}
+    return found | ({} if revision is None else {f"draft.{method}.revision": revision})
+
+
+def _kind(path: str, revision: str | None) -> str:
+    """The kind of a draft; a directory with no format of drafts holds a model of its own."""
+    packaged = packaged_drafts().get(path)
+    directory = draft_directory(path, revision) if packaged is None else packaged
+    found = find_format(directory)
+    if found is None:
+        if not (directory / "config.json").is_file():
+            raise ModelLoadError(f"draft.path: {path!r} holds neither a draft nor a model: config.json is missing")
+        return LAYERS
+    return found[0].kind(found[1])
+
+
+def from_speculative_config(text: str) -> list[str]:
+    """The assignments that vLLM's option stands for, each `key=value`. Raises `ConfigurationError`.
+
+    A draft has at most `num_speculative_tokens` nodes, as in vLLM, where all of them are one path.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{_OPTION}: needed a JSON object; {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigurationError(f"{_OPTION}: {shorten(given)} is refused; it must be a JSON object")
+    return [f"{key}={json.dumps(value)}" for key, value in _assignments(dict(given))]
+
+
+def _assignments(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    method, model, count = (given.pop(key, None) for key in ("method", "model", "num_speculative_tokens"))
+    if method is not None and method not in _METHODS:
+        raise ConfigurationError(
+            f"{_OPTION}: method {shorten(method)} is refused; it must be one of {', '.join(_METHODS)}, or unset"
+        )
+    if model is None and method not in _WITHOUT_MODEL:
+        raise ConfigurationError(f"{_OPTION}: model must be set, unless method is {' or '.join(_WITHOUT_MODEL)}")
+    if method is not None:
+        yield "draft.method", _METHODS[method]
+    if method not in _WITHOUT_MODEL:
+        yield "draft.path", model
+        if (revision := given.pop("revision", None)) is not None:
+            yield "draft.revision", revision
+    if count is not None:
+        yield from (("draft.max_depth", count), ("draft.max_nodes", count))
+    for name, key in _NGRAM.items():
+        if method == "ngram" and (value := given.pop(name, None)) is not None:
+            yield key, value
+    if given.pop("draft_tensor_parallel_size", 1) != 1:
+        raise ConfigurationError(f"{_OPTION}: draft_tensor_parallel_size must be 1; drafts are made on one device")
+    if given:
+        raise ConfigurationError(f"{_OPTION}: {sorted(given)[0]} is refused; no setting here means the same")

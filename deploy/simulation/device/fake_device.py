@@ -1,0 +1,200 @@
+"""A device without memory or arithmetic: tensors on it have shapes alone, and every mistake on it is an error.
+
+Tensors are PyTorch's fake tensors on a device of their own, so no weights are needed. An operation on tensors of two
+devices raises, and so does everything that would make the host wait for the device, such as `.item()`. A mode counts
+the kernels that a GPU would launch, the bytes that they read and write, and their operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from workers.forward import linear
+
+DEVICE = "pilotfish_fake"
+"""The type of the device."""
+
+_GATHERS = {"embedding", "index_select", "index", "gather", "index_copy_", "index_put_"}
+"""Operations that touch some rows of their largest tensor alone."""
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view"}
+"""Operations that launch nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch."""
+
+    name: str
+    bytes: int
+    """Read and written, each tensor once."""
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """An operation of PyTorch that launches a kernel, or a kernel of our own."""
+
+    kernel: Kernel
+    region: int = 0
+    """The compiler fuses neighbours of one region; 0 is outside of what is compiled."""
+    reads: tuple[torch.Tensor, ...] = ()
+    writes: tuple[torch.Tensor, ...] = ()
+    """They are kept, so that no other tensor takes their identity."""
+
+
+@lru_cache(maxsize=1)
+def _device() -> torch.device:
+    """Register the device, once in a process."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(DEVICE)
+    return torch.device(DEVICE)
+
+
+@contextmanager
+def fake_device() -> Iterator[torch.device]:
+    """Inside, all tensors are fake; those on the yielded device are on a GPU that nobody has."""
+    device = _device()
+    with FakeTensorMode():
+        yield device
+
+
+class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations on the fake device, and knows which of them the compiler fuses."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self.copies = 0
+        """Tensors copied between the host and the device."""
+        self.region = 0
+        """Number of the region that is computed; 0 outside of all."""
+
+    def add(self, *kernels: Kernel) -> None:
+        """Record kernels that are not operations of PyTorch."""
+        self.operations += map(Operation, kernels)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (inside := _OPAQUE.get(str(function._overloadpacket))) is not None:
+            region, self.region = self.region, 0  # the compiler does not look inside
+            with self:
+                output = inside(*args, **kwargs)
+            self.region = region
+            return output
+        if function.namespace == "prim":  # what a tensor is asked about itself
+            return function(*args, **kwargs)
+        if function._overloadpacket not in flop_registry:
+            with self:  # what consists of other operations is counted as these
+                decomposed = function.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        inputs = _tensors((args, kwargs))
+        goes_to_device = getattr(kwargs.get("device"), "type", None) == DEVICE
+        with _without_values(inputs if goes_to_device else ()):
+            output = function(*args, **kwargs)
+        outputs = _tensors(output)
+        on_device = [tensor.device.type == DEVICE for tensor in (*inputs, *outputs)]
+        if not any(on_device):
+            return output
+        if not all(on_device) and "copy" in function.__name__:
+            self.copies += 1
+        elif not _is_free(function, inputs, outputs):
+            kernel = _kernel(function, args, kwargs, output)
+            region = 0 if kernel.flops else self.region
+            self.operations.append(Operation(kernel, region, (*inputs,), (*outputs,)))
+        return output
+
+    def eager(self) -> list[Kernel]:
+        """The kernels without a compiler: one per operation."""
+        return [operation.kernel for operation in self.operations]
+
+    def fused(self) -> list[Kernel]:
+        """The kernels with one: neighbours of a region are one kernel, which reads and writes what others need."""
+        last_read = {_place(one): index for index, each in enumerate(self.operations) for one in each.reads}
+        kernels: list[Kernel] = []
+        for region, group in groupby(enumerate(self.operations), lambda entry: entry[1].region):
+            members = list(group)
+            if not region:
+                kernels += [operation.kernel for _, operation in members]
+                continue
+            end = members[-1][0]
+            made = {_place(one) for _, operation in members for one in operation.writes}
+            reads = {_place(one): _bytes(one) for _, each in members for one in each.reads if _place(one) not in made}
+            writes = {
+                _place(one): _bytes(one)
+                for _, each in members
+                for one in each.writes
+                if last_read.get(_place(one), -1) > end or _place(one) not in last_read
+            }
+            kernels.append(Kernel("fused", sum(reads.values()) + sum(writes.values())))
+        return kernels
+
+
+_OPAQUE: dict[str, Callable[..., Any]] = {"pilotfish.linear": linear._linear, "pilotfish.joined": linear._joined}
+"""Operators of our own, by what they do."""
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """What identifies a tensor's memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _without_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, single numbers on the host are fake as well: PyTorch would copy their values to the device."""
+    values = [(tensor, tensor.constant) for tensor in tensors if isinstance(tensor, FakeTensor)]
+    try:
+        for tensor, _ in values:
+            tensor.constant = None
+        yield
+    finally:
+        for tensor, value in values:
+            tensor.constant = value
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_free(function: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether an operation only looks at a tensor in another way, or reserves memory."""
+    if function._overloadpacket.__name__ in _FREE or not outputs:
+        return True
+    if function._schema.is_mutable:
+        return False
+    storages = {_place(tensor) for tensor in inputs}
+    return all(_place(tensor) in storages for tensor in outputs)
+
+
+def _kernel(function: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Kernel:
+    packet = function._overloadpacket
+    count = flop_registry.get(packet)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=output))
+    inputs, outputs = _tensors((args, kwargs)), _tensors(output)
+    touched = {id(tensor): _bytes(tensor) for tensor in (*inputs, *outputs)}
+    if packet.__name__ in _GATHERS:
+        rows = min((_bytes(tensor) for tensor in (*inputs, *outputs) if tensor.is_floating_point()), default=0)
+        return Kernel(packet.__name__, 2 * rows)
+    return Kernel(packet.__name__, sum(touched.values()), flops)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements that a tensor shows; those that are broadcast count once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return elements * tensor.element_size()

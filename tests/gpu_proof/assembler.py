@@ -1,0 +1,64 @@
+"""Compiles Triton kernels ahead of time, and reads what the assembler of Triton's wheel says of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Assembled:
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    tensor_products: int
+    """Instructions that multiply on tensor cores."""
+    fused: int
+    """Fused multiplications and additions of float32 numbers, apart from those inside of a division."""
+
+
+def assembled(
+    kernel: Any,
+    arguments: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    *,
+    warps: int = 4,
+    fuses: bool = True,
+) -> Assembled:
+    """Compile a kernel for a GPU and read what the assembler says of it. `fuses` is the launch's `enable_fp_fusion`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(kernel, signature=arguments | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "enable_fp_fusion": fuses}
+    )
+    text = compiled.asm["ptx"]
+    found = re.search(r"\.target\s+(\w+)", text)
+    assert found is not None
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "kernel.ptx"
+        file.write_text(text, encoding="utf-8")
+        command = [ptxas(text), "-v", f"--gpu-name={found[1]}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spills = re.findall(r"(\d+) bytes spill", report)
+    assert registers is not None
+    products = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", text))
+    fused = len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", text))
+    return Assembled(int(registers[1]), sum(map(int, spills)), compiled.metadata.shared, products, fused)
+
+
+def ptxas(text: str) -> str:
+    """The assembler of Triton's wheel that reads this version of PTX; the newer one has a name of its own."""
+    import triton
+
+    version = re.search(r"\.version\s+(\d+)", text)
+    name = "ptxas-blackwell" if version is not None and int(version[1]) > 8 else "ptxas"
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)

@@ -1,0 +1,144 @@
+"""The kernels that decide tokens, interpreted: the same tokens and the same bits as PyTorch's operators."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.core.request import SamplingParameters, ThinkingBudget
+from tests.support.fakes.host_waits import OnGpu
+from workers.sampling.context import AllowedTokens, DecisionContext
+from workers.sampling.decide import Undecidable, decide, is_shardable, merge_winners, shard_winners
+from workers.sampling.decision_table import table_of
+from workers.sampling.noise import chords, gumbel
+
+pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are interpreted with TRITON_INTERPRET=1 alone"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lines_of_noise() -> None:
+    """The table of the noise is made once, on the CPU."""
+    chords(torch.device("cpu"))
+
+
+SIZES = [1, 33, 4096, 5000]
+
+
+def logits_of(rows: int, size: int, seed: int, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits `[rows, size]`: `wide` has hardly any equal ones, `coarse` many, `odd` also NaN and infinities."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, size, generator=generator) * 4
+    if kind != "wide":
+        logits = (logits * 2).round() / 2
+    if kind == "odd":
+        for value in (math.nan, math.inf, -math.inf, -0.0):
+            logits[torch.rand(rows, size, generator=generator) < 0.05] = value
+    return logits.to(dtype)
+
+
+@st.composite
+def contexts_for(draw: st.DrawFn, size: int) -> list[DecisionContext]:
+    token = st.integers(0, size - 1)
+    tokens = st.lists(token, min_size=1, max_size=20)
+    biases = st.dictionaries(token, st.sampled_from([-100.0, 3.5, 100.0]), max_size=3)
+    samplings = st.builds(
+        SamplingParameters,
+        temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]),
+        top_k=st.sampled_from([0, 0, 1, 3, 40]),
+        top_p=st.sampled_from([1.0, 1.0, 0.1, 0.5, 0.95, 0.9999999]),
+        min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 0.8, 1.3]),
+        presence_penalty=st.sampled_from([0.0, 0.7]),
+        frequency_penalty=st.sampled_from([0.0, -0.3]),
+        logit_bias=biases.map(lambda one: tuple(one.items())),
+        allowed_token_ids=st.one_of(st.just(()), st.lists(token, min_size=1, max_size=9, unique=True).map(tuple)),
+        end_token_ids=st.just((size - 1,)),
+        min_tokens=st.sampled_from([0, 30]),
+        thinking=st.sampled_from([None, None, ThinkingBudget(end=(size // 2,), max_tokens=3)]),
+        seed=st.integers(0, 2**64 - 1),
+    )  # fmt: skip
+
+    def context() -> DecisionContext:
+        allowed = None
+        if draw(st.integers(0, 3)) == 0:
+            seed = draw(st.integers(0, 9))
+            allowed = AllowedTokens(torch.rand(size, generator=torch.Generator().manual_seed(seed)) < 0.3)
+        return DecisionContext(draw(samplings), draw(tokens), 1, allowed)
+
+    return [context() for _ in range(draw(st.integers(1, 4)))]
+
+
+def found(choose: Callable[..., list[int]], *arguments: object) -> list[int] | tuple[int, ...]:
+    """The tokens, or the rows in which none can be chosen."""
+    try:
+        return choose(*arguments)
+    except Undecidable as error:
+        return error.rows
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_decisions_are_those_of_the_reference(data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from(SIZES))
+    contexts = data.draw(contexts_for(size))
+    kind, dtype = (
+        data.draw(st.sampled_from(["wide", "coarse", "odd"])),
+        data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )
+    logits = logits_of(len(contexts), size, data.draw(st.integers(0, 99)), kind, dtype)
+    kept = logits.clone()
+    expected = found(decide, logits, contexts)
+    with OnGpu() as gpu:
+        assert found(decide, logits, contexts) == expected
+    assert gpu.waits == ["tolist"]
+    torch.testing.assert_close(logits, kept, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_shards_have_the_same_scores_and_tokens_and_merge_to_the_decision(data: st.DataObject) -> None:
+    contexts = [context for context in data.draw(contexts_for(5000)) if is_shardable(context.sampling)]
+    logits = logits_of(len(contexts), 5000, data.draw(st.integers(0, 99)), "coarse")
+    shards = [(0, 1700), (1700, 3400), (3400, 5000)]
+    parts = []
+    for first, end in shards:
+        values, tokens = shard_winners(logits[:, first:end], contexts, first)
+        with OnGpu():
+            own = shard_winners(logits[:, first:end], contexts, first)
+        assert torch.equal(own[0], values)
+        assert torch.equal(own[1][values > -math.inf], tokens[values > -math.inf])
+        parts.append(own)
+    if contexts:
+        scores, ids = (torch.stack(column) for column in zip(*parts, strict=True))
+        assert found(merge_winners, scores, ids) == found(decide, logits, contexts)
+
+
+def test_noise_has_the_same_bits() -> None:
+    """Where all logits are 0, the score of a row is its largest noise."""
+    from workers.sampling.triton.winners import winners
+
+    seeds, positions, tokens = (0, 1, 2**63, 2**64 - 1), (1, 7, 131071, 2**31), range(100)
+    for offset in tokens:
+        sampling = [SamplingParameters(temperature=1.0, seed=seed) for seed in seeds]
+        contexts = [DecisionContext(own, range(at), 0) for own, at in zip(sampling, positions, strict=True)]
+        values, _ = winners(torch.zeros(4, 1), table_of(contexts, offset, 1), offset)
+        assert torch.equal(values, gumbel(seeds, positions, offset, 1, "cpu").squeeze(1))
+
+
+def test_neighbours_change_nothing() -> None:
+    sampling = SamplingParameters(temperature=0.8, top_p=0.9, top_k=100, frequency_penalty=0.5, seed=5)
+    others = [replace(sampling, seed=seed, top_k=0) for seed in range(3)]
+    contexts = [DecisionContext(own, [3, 4, 4, 90], 1) for own in (sampling, *others)]
+    logits = logits_of(4, 5000, 3, "coarse")
+    with OnGpu():
+        assert decide(logits, contexts) == [decide(logits[row : row + 1], [contexts[row]])[0] for row in range(4)]

@@ -1,0 +1,60 @@
+"""A whole step of a real configuration on a fake device: planned, computed and counted without weights or a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deploy.simulation.device.fake_device import DEVICE, fake_device
+from deploy.simulation.device.models import RankModel
+from deploy.simulation.device.prediction import predict
+from deploy.simulation.device.step import Rows, count_step
+
+pytestmark = pytest.mark.slow
+
+SMALL = RankModel("Llama-3.1-8B")
+LARGE = RankModel("Llama-3.3-70B", ranks=8)
+LAYERS = 32
+
+
+def test_what_would_wait_for_the_device_raises() -> None:
+    with fake_device() as device:
+        number = torch.ones(1, device=device)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            number.item()
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            bool(number > 0)
+
+
+def test_an_operation_on_two_devices_raises() -> None:
+    with fake_device() as device:
+        assert device.type == DEVICE
+        with pytest.raises(RuntimeError, match="device"):
+            torch.ones(2, device=device) + torch.ones(2)
+
+
+@pytest.mark.parametrize(("rows", "launches"), [
+    ((Rows(1, 2048),), 12), ((Rows(8, 2048),), 12), ((Rows(4, 300, nodes=7),), 11), ((Rows(1, 0, fresh=2048),), 11),
+    ((Rows(3, 700), Rows(1, 64, fresh=500), Rows(2, 90, nodes=3)), 13),
+], ids=["decode", "batch", "verify", "prompt", "mixed"])  # fmt: skip
+def test_a_step_runs_whole(rows: tuple[Rows, ...], launches: int) -> None:
+    """A layer launches four products, five fused kernels, a store, and attention: one or two kernels and a join."""
+    step = count_step(SMALL, rows)
+    assert step.layer_kernels == launches
+    assert step.eager_launches > len(step.kernels) > LAYERS
+    tokens = sum(kind.count * (kind.fresh + kind.nodes) for kind in rows)
+    assert step.flops >= 2 * (step.weight_bytes // 2 - 128256 * 4096) * tokens
+
+
+def test_a_decoding_step_reads_little_more_than_weights_and_keys_and_values() -> None:
+    step = count_step(SMALL, (Rows(1, 2048),))
+    assert step.weight_bytes == pytest.approx(15.0e9, rel=0.01)
+    assert step.bytes <= 1.05 * (step.weight_bytes + step.kv_bytes)
+    found = predict(step)
+    assert found.floor_seconds < found.seconds < found.eager_seconds
+
+
+def test_a_rank_of_eight_reduces_twice_a_layer_and_once_for_the_decisions() -> None:
+    step = count_step(LARGE, (Rows(1, 2048),))
+    assert len(step.all_reduces) == 161
+    assert step.bytes <= 1.05 * (step.weight_bytes + step.kv_bytes)

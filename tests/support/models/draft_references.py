@@ -1,0 +1,162 @@
+"""Forward passes of public draft checkpoints in plain torch, written from what is published of each format.
+
+They share no code with the product: neither names of layers, nor norms, nor rotary positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Body:
+    """What the sizes of tensors do not tell of decoder layers."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    epsilon: float = 1e-5
+    theta: float = 10000.0
+
+
+def norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMS norm."""
+    return rows / torch.sqrt((rows * rows).mean(-1, keepdim=True) + epsilon) * weight
+
+
+def turned(rows: Tensor, positions: Sequence[int], theta: float) -> Tensor:
+    """Rotary positions of [tokens, heads, width], one pair of elements after another."""
+    pairs = rows.shape[-1] // 2
+    found = rows.clone()
+    for pair in range(pairs):
+        angles = [position / theta ** (pair / pairs) for position in positions]
+        cosine = torch.tensor([math.cos(angle) for angle in angles]).unsqueeze(1)
+        sine = torch.tensor([math.sin(angle) for angle in angles]).unsqueeze(1)
+        low, high = rows[:, :, pair], rows[:, :, pair + pairs]
+        found[:, :, pair] = low * cosine - high * sine
+        found[:, :, pair + pairs] = high * cosine + low * sine
+    return found
+
+
+def attention(
+    layer: Mapping[str, Tensor], inputs: Tensor, positions: Sequence[int], body: Body, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of [tokens, inputs] over these tokens themselves: causal, or where `mask` [tokens, tokens] is true."""
+
+    def projected(part: str, heads: int) -> Tensor:
+        found = inputs @ layer[f"self_attn.{part}_proj.weight"].T
+        found = found + layer.get(f"self_attn.{part}_proj.bias", torch.zeros(1))
+        found = found.view(len(inputs), heads, -1)
+        if f"self_attn.{part}_norm.weight" in layer:
+            found = norm(found, layer[f"self_attn.{part}_norm.weight"], body.epsilon)
+        return found
+
+    queries = turned(projected("q", body.heads), positions, body.theta)
+    keys = turned(projected("k", body.kv_heads), positions, body.theta)
+    values = projected("v", body.kv_heads)
+    seen = torch.ones(len(inputs), len(inputs)).tril().bool() if mask is None else mask
+    heads = []
+    for head in range(body.heads):
+        own = head // (body.heads // body.kv_heads)
+        scores = queries[:, head] @ keys[:, own].T / math.sqrt(queries.shape[-1])
+        heads.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ values[:, own])
+    found = torch.cat(heads, dim=-1) @ layer["self_attn.o_proj.weight"].T
+    return found + layer.get("self_attn.o_proj.bias", torch.zeros(1))
+
+
+def mlp(layer: Mapping[str, Tensor], rows: Tensor, body: Body) -> Tensor:
+    """The residual stream after the second half of a layer."""
+    inner = norm(rows, layer["post_attention_layernorm.weight"], body.epsilon)
+    gate = inner @ layer["mlp.gate_proj.weight"].T
+    hidden = gate * torch.sigmoid(gate) * (inner @ layer["mlp.up_proj.weight"].T)
+    return rows + hidden @ layer["mlp.down_proj.weight"].T
+
+
+def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, without the prefix."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class Eagle3:
+    """EAGLE-3 (Li et al. 2025): `x = [norm(e), norm(g)]` enters the first attention, `g` is the residual stream."""
+
+    tensors: Mapping[str, Tensor]
+    embedding: Tensor
+    first: str = "midlayer."
+    body: Body = Body()
+    layers: int = 1
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    tap_norms: Sequence[str] = ()
+    joint_norm: bool = False
+
+    def features(self, states: Sequence[Tensor]) -> Tensor:
+        """The features of hidden states, each [tokens, hidden size]."""
+        if self.tap_norms:
+            named = zip(states, self.tap_norms, strict=True)
+            states = [norm(one, self.tensors[f"{name}.weight"], self.body.epsilon) for one, name in named]
+        joined = torch.cat(list(states), dim=-1)
+        if self.joint_norm:
+            joined = norm(joined, self.tensors["input_norm.weight"], self.body.epsilon)
+        return joined @ self.tensors["fc.weight"].T
+
+    def outputs(self, features: Tensor, following: Sequence[int]) -> Tensor:
+        """What the head feeds back, [tokens, hidden size], from features and the tokens after them."""
+        first, epsilon = part(self.tensors, self.first), self.body.epsilon
+        tokens = norm(self.embedding[list(following)], first["input_layernorm.weight"], epsilon)
+        normed = norm(features, first["hidden_norm.weight"], epsilon)
+        positions = range(len(following))
+        rows = normed if self.norm_before_residual else features
+        rows = rows + attention(first, torch.cat([tokens, normed], -1), positions, self.body)
+        rows = mlp(first, rows, self.body)
+        for number in range(1, self.layers):
+            layer = part(self.tensors, f"layers.{number}.")
+            inputs = norm(rows, layer["input_layernorm.weight"], epsilon)
+            rows = mlp(layer, rows + attention(layer, inputs, positions, self.body), self.body)
+        return norm(rows, self.tensors["norm.weight"], epsilon) if self.norm_output else rows
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits over the draft vocabulary."""
+        if not self.norm_output:
+            outputs = norm(outputs, self.tensors["norm.weight"], self.body.epsilon)
+        return outputs @ self.tensors["lm_head.weight"].T
+
+    def changed(self, **fields: object) -> Eagle3:
+        """Another reading of the same checkpoint."""
+        return replace(self, **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Eagle1:
+    """EAGLE-1 (Li et al. 2024): `fc [e, f]` is the input of one layer without a norm before its attention."""
+
+    tensors: Mapping[str, Tensor]
+    embedding: Tensor
+    head: Tensor
+    body: Body = Body()
+    is_feature_first: bool = False
+
+    def features(self, states: Sequence[Tensor]) -> Tensor:
+        """The features: the target's last hidden state after its final norm."""
+        (found,) = states
+        return found
+
+    def outputs(self, features: Tensor, following: Sequence[int]) -> Tensor:
+        """What the head feeds back, [tokens, hidden size], from features and the tokens after them."""
+        layer, tokens = part(self.tensors, "layers.0."), self.embedding[list(following)]
+        joined = torch.cat([features, tokens] if self.is_feature_first else [tokens, features], -1)
+        rows = joined @ self.tensors["fc.weight"].T + self.tensors.get("fc.bias", torch.zeros(1))
+        return mlp(layer, rows + attention(layer, rows, range(len(following)), self.body), self.body)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, by the target's head."""
+        return outputs @ self.head.T
+
+    def changed(self, **fields: object) -> Eagle1:
+        """Another reading of the same checkpoint."""
+        return replace(self, **fields)  # type: ignore[arg-type]

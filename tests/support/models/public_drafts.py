@@ -1,0 +1,162 @@
+"""Random draft checkpoints in public layouts, written from what is published of each layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, VOCABULARY = 48, 4, 2, 12, 64, 96
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+DRAFTED = list(range(0, VOCABULARY, 3))
+"""The tokens of a reduced vocabulary."""
+
+
+class Draw:
+    """Draws random tensors. Norms are near one, matrices keep the scale of their inputs."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def norm(self, *size: int) -> Tensor:
+        """The weight of a norm."""
+        return 1 + 0.2 * torch.randn(size, generator=self._generator)
+
+    def matrix(self, *size: int) -> Tensor:
+        """A matrix or a bias."""
+        return torch.randn(size, generator=self._generator) * size[-1] ** -0.5
+
+    def layer(
+        self, prefix: str, inputs: int = HIDDEN, *, head_norms: bool = False, biases: Sequence[str] = ()
+    ) -> Tensors:
+        """The matrices of a Llama layer and the norm before its MLP."""
+        shapes = {
+            "self_attn.q_proj": (HEADS * WIDTH, inputs),
+            "self_attn.k_proj": (KV_HEADS * WIDTH, inputs),
+            "self_attn.v_proj": (KV_HEADS * WIDTH, inputs),
+            "self_attn.o_proj": (HIDDEN, HEADS * WIDTH),
+            "mlp.gate_proj": (INNER, HIDDEN),
+            "mlp.up_proj": (INNER, HIDDEN),
+            "mlp.down_proj": (HIDDEN, INNER),
+        }
+        found = {f"{prefix}{name}.weight": self.matrix(*shape) for name, shape in shapes.items()}
+        found |= {
+            f"{prefix}self_attn.{name}_proj.bias": self.matrix(shapes[f"self_attn.{name}_proj"][0]) for name in biases
+        }
+        if head_norms:
+            found |= {f"{prefix}self_attn.{name}_norm.weight": self.norm(WIDTH) for name in "qk"}
+        return found | {f"{prefix}post_attention_layernorm.weight": self.norm(HIDDEN)}
+
+
+def write(directory: Path, config: Mapping[str, Any], tensors: Tensors, file: str = "model.safetensors") -> Path:
+    """Write a checkpoint. Files that are no safetensors are written by `torch.save`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file({name: value.contiguous() for name, value in tensors.items()}, directory / file)
+    else:
+        torch.save(tensors, directory / file)
+    return directory
+
+
+def reduced_vocabulary(draw: Draw, tokens: Sequence[int] = tuple(DRAFTED)) -> Tensors:
+    """A head for some tokens, and the maps between their rows and tokens."""
+    rows, is_drafted = torch.tensor(tokens), torch.zeros(VOCABULARY, dtype=torch.bool)
+    is_drafted[rows] = True
+    head = 4 * draw.matrix(len(tokens), HIDDEN)
+    return {"lm_head.weight": head, "d2t": rows - torch.arange(len(tokens)), "t2d": is_drafted}
+
+
+def eagle3(
+    first: str = "midlayer.",
+    *,
+    layers: int = 1,
+    taps: int = 3,
+    norms: Sequence[str] = (),
+    head_norms: bool = False,
+    biases: Sequence[str] = (),
+    target_size: int = HIDDEN,
+) -> Tensors:
+    """The tensors of an EAGLE-3 head whose first layer's names begin with `first`; `norms` are of single taps."""
+    draw = Draw(5)
+    found = {"fc.weight": draw.matrix(HIDDEN, taps * target_size), "norm.weight": draw.norm(HIDDEN)}
+    found |= draw.layer(first, 2 * HIDDEN, head_norms=head_norms, biases=biases)
+    found |= {f"{first}{name}.weight": draw.norm(HIDDEN) for name in ("hidden_norm", "input_layernorm")}
+    for number in range(1, layers):
+        found |= draw.layer(f"layers.{number}.", head_norms=head_norms, biases=biases)
+        found[f"layers.{number}.input_layernorm.weight"] = draw.norm(HIDDEN)
+    found |= {f"{name}.weight": draw.norm(target_size) for name in norms}
+    return found | reduced_vocabulary(draw)
+
+
+def speculators_config(**changes: Any) -> dict[str, Any]:
+    """The configuration of an EAGLE-3 head as the library `speculators` writes it."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": LLAMA,
+        "draft_vocab_size": len(DRAFTED),
+        "norm_before_residual": True,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+    } | changes
+
+
+def eagle1(*, has_bias: bool = True, biases: Sequence[str] = ()) -> Tensors:
+    """The tensors of an EAGLE-1 head."""
+    draw = Draw(6)
+    found = {"fc.weight": draw.matrix(HIDDEN, 2 * HIDDEN)} | draw.layer("layers.0.", biases=biases)
+    return found | ({"fc.bias": draw.matrix(HIDDEN)} if has_bias else {})
+
+
+def medusa(prefix: str = "", *, depths: int = 3, blocks: int = 1, has_heads: bool = True) -> Tensors:
+    """The tensors of Medusa heads as their authors store them."""
+    draw, found = Draw(7), Tensors()
+    for depth in range(depths):
+        for block in range(blocks):
+            found[f"{prefix}{depth}.{block}.linear.weight"] = draw.matrix(HIDDEN, HIDDEN)
+            found[f"{prefix}{depth}.{block}.linear.bias"] = draw.matrix(HIDDEN)
+        if has_heads:
+            found[f"{prefix}{depth}.{blocks}.weight"] = 4 * draw.matrix(VOCABULARY, HIDDEN)
+    return found
+
+
+def medusa_of_vllm(tokens: Sequence[int] | None, *, depths: int = 3, has_bias: bool = False) -> Tensors:
+    """The tensors of Medusa heads as vLLM's converter stored them, with absolute ids of `tokens`."""
+    draw, found = Draw(8), Tensors()
+    for depth in range(depths):
+        found[f"blocks.{depth}.layers.0.weight"] = draw.matrix(HIDDEN, HIDDEN)
+        if has_bias:
+            found[f"blocks.{depth}.layers.0.bias"] = draw.matrix(HIDDEN)
+        found[f"lm_heads.{depth}.weight"] = 4 * draw.matrix(VOCABULARY if tokens is None else len(tokens), HIDDEN)
+    return found | ({} if tokens is None else {"token_map": torch.tensor(tokens)})

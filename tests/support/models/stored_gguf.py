@@ -1,0 +1,57 @@
+"""Tiny GGUF files in the types of real ones, written without another program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+def write(
+    model: PreTrainedModel, file: Path, architecture: str, kinds: dict[str, str], default: str = "Q4_1"
+) -> dict[str, torch.Tensor]:
+    """Write a model. `kinds`: other types by a word in a matrix's name. Returns the de-quantized parameters."""
+    config = model.config
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    plain: dict[str, torch.Tensor] = {}
+    for name, values in model.state_dict().items():
+        stem, _, suffix = name.rpartition(".")
+        if stem == "lm_head" and config.tie_word_embeddings:
+            continue
+        weight = values.float()
+        if values.dim() == 1:
+            plain[name] = weight
+            if architecture == "gemma3" and "norm" in name:
+                weight = weight + 1.0
+            writer.add_tensor(f"{names.get_name(stem)}.{suffix}", _rotated(weight, name, architecture, config).numpy())
+            continue
+        wanted = next((own for word, own in kinds.items() if word in name), default)
+        quantization = gguf.GGMLQuantizationType[wanted]
+        stored = gguf.quantize(_rotated(weight, name, architecture, config).numpy(), quantization)
+        read = torch.from_numpy(np.array(gguf.dequantize(stored, quantization)))
+        plain[name] = _rotated(read, name, architecture, config, back=True)
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", stored, raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return plain
+
+
+def _rotated(values: torch.Tensor, name: str, architecture: str, config: object, *, back: bool = False) -> torch.Tensor:
+    """The order of outputs in files of the architecture llama: both halves of a head alternate."""
+    heads = next((getattr(config, field) for word, field in ROTATED.items() if word in name), None)
+    if architecture != "llama" or heads is None:
+        return values
+    halves = (heads, -1, 2) if back else (heads, 2, -1)
+    return values.reshape(*halves, *values.shape[1:]).transpose(1, 2).reshape(values.shape).contiguous()

@@ -1,0 +1,110 @@
+"""One path of a draft chooses the drafting method, and vLLM's option means what it means there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.core.errors import ConfigurationError, ModelLoadError
+from deploy.chosen_draft import from_speculative_config
+from deploy.models import resolve_models
+from deploy.settings import load_settings
+from tests.support.models import drafting_modules, public_drafts, tiny
+from tests.support.models.public_drafts import DRAFTED, LLAMA
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(num_hidden_layers=8))
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LLAMA | {"draft_vocab_size": len(DRAFTED)}
+    return public_drafts.write(tmp_path_factory.mktemp("eagle3"), config, public_drafts.eagle3())
+
+
+@pytest.mark.parametrize("config", ["cpu", "gpu"])
+def test_the_format_of_a_draft_chooses_the_method(config: str, target: Path, eagle3: Path, tmp_path: Path) -> None:
+    settings = load_settings(config, [f"target.path={target}", f"draft.path={eagle3}"], {})
+
+    draft = settings.configuration.draft
+    assert draft.name == "eagle"
+    assert draft.modules["eagle"].path == str(eagle3)
+    resolved = resolve_models(settings.configuration, tmp_path, lambda _: None).configuration
+    assert resolved.draft.modules["eagle"].path == str(eagle3)
+
+
+def test_a_draft_of_pilotfish_and_a_whole_model_choose_their_methods(target: Path, tmp_path: Path) -> None:
+    drafting_modules.save(target, tmp_path, "heads", (2,))
+
+    def method(path: Path, *more: str) -> str:
+        return load_settings("cpu", [f"draft.path={path}", *more], {}).configuration.draft.name
+
+    medusa = public_drafts.write(tmp_path / "medusa", {"medusa_num_heads": 3}, public_drafts.medusa())
+    eagle = public_drafts.write(tmp_path / "eagle", LLAMA, public_drafts.eagle1(), "pytorch_model.bin")
+    assert method(tmp_path) == method(medusa) == "heads"
+    assert method(eagle) == "eagle"
+    assert method(tmp_path, "draft.method=blockwise") == "blockwise"
+    assert method(target) == "model"
+
+
+def test_a_file_may_name_a_draft_and_the_command_line_another(target: Path, eagle3: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps({"draft": {"method": "ngram"}, "target": {"path": str(target)}}))
+    assert load_settings(str(file), [f"draft.path={eagle3}"], {}).configuration.draft.name == "eagle"
+
+    file.write_text(json.dumps({"draft": {"method": "ngram", "path": str(eagle3)}}))
+    with pytest.raises(ConfigurationError, match="holds a draft for eagle, and the method is set to 'ngram'"):
+        load_settings(str(file), (), {})
+
+
+def test_a_draft_that_does_not_fit_the_method_is_refused(eagle3: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"draft.path: .* holds a draft for eagle, and the method is .*heads"):
+        load_settings("cpu", [f"draft.path={eagle3}", "draft.method=heads"], {})
+
+
+def test_a_path_that_is_no_draft_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"holds neither a draft nor a model: config.json is missing"):
+        load_settings("cpu", [f"draft.path={tmp_path}"], {})
+    with pytest.raises(ModelLoadError, match="no such directory; give a directory or a hub id"):
+        load_settings("cpu", [f"draft.path={tmp_path / 'absent'}"], {})
+
+
+class TestOptionOfVllm:
+    def test_a_head_and_its_number_of_tokens(self, eagle3: Path) -> None:
+        given = {"method": "eagle3", "model": str(eagle3), "num_speculative_tokens": 5}
+
+        below = from_speculative_config(json.dumps(given))
+        draft = load_settings("cpu", (), {}, below=below).configuration.draft
+
+        assert (draft.name, draft.max_depth, draft.max_nodes) == ("eagle", 5, 5)
+        assert draft.modules["eagle"].path == str(eagle3)
+        wider = load_settings("cpu", ["draft.max_nodes=12"], {}, below=below).configuration.draft
+        assert (wider.max_depth, wider.max_nodes) == (5, 12)
+
+    def test_lookups(self) -> None:
+        given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 3}
+
+        draft = load_settings("cpu", (), {}, below=from_speculative_config(json.dumps(given))).configuration.draft
+
+        assert draft.name == "ngram" and draft.max_depth == 4
+        settings = draft.model_dump()["ngram"]
+        assert (settings["max"], settings["min"]) == (5, 3)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "--speculative-config: needed a JSON object"),
+            ("[1]", r"--speculative-config: \[1\] is refused; it must be a JSON object"),
+            ('{"method": "mlp_speculator", "model": "a/b"}', "method 'mlp_speculator' is refused; it must be one of"),
+            ('{"method": "eagle3"}', "model must be set, unless method is ngram or suffix"),
+            ('{"model": "a/b", "disable_padded_drafter_batch": true}', "disable_padded_drafter_batch is refused"),
+            ('{"model": "a/b", "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size must be 1"),
+        ],
+    )
+    def test_refusals(self, text: str, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            from_speculative_config(text)

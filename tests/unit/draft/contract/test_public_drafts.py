@@ -1,0 +1,82 @@
+"""Public draft checkpoints in a cluster: `draft.path` alone selects them, they draft, and they change no token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.core.config.sections import Configuration
+from cluster.wire.generation_client import GenerationClient
+from deploy.coordinator_server import fixed_address
+from deploy.local.local_cluster import LocalCluster
+from deploy.settings import load_settings
+from tests.support.deadline import deadline
+from tests.support.models import public_drafts
+from tests.support.models.public_drafts import DRAFTED, LLAMA
+from tests.unit.draft.contract.methods import VOCABULARY, Directories, make_directories
+from tests.unit.draft.contract.test_streams import REQUESTS, TIMEOUT_SECONDS, Answer, answer
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    return make_directories(tmp_path_factory.mktemp("deeper"), num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One checkpoint of each shape."""
+    root = tmp_path_factory.mktemp("drafts")
+    is_drafted = torch.zeros(VOCABULARY, dtype=torch.bool)
+    is_drafted[DRAFTED] = True
+    eagle3 = public_drafts.eagle3() | {"t2d": is_drafted}
+    config: dict[str, Any] = LLAMA | {"vocab_size": VOCABULARY}
+    medusa = public_drafts.medusa(has_heads=False)
+    return {
+        "eagle3": public_drafts.write(root / "eagle3", config | {"draft_vocab_size": len(DRAFTED)}, eagle3),
+        "eagle": public_drafts.write(root / "eagle", config, public_drafts.eagle1()),
+        "medusa": public_drafts.write(root / "medusa", {"version": "2"}, medusa),
+    }
+
+
+def configured(target: Path, *settings: str) -> Configuration:
+    """A configuration of a user, without a preset's methods."""
+    common = [
+        *(f"target.path={target}", "target.served_name=tiny", "target.compile=off", "target.kv.block_size=4"),
+        *("target.kv.pool_bytes=8388608", "scheduler.max_sequences=8", "scheduler.max_step_tokens=128"),
+        *("server.grpc_port=0", "server.http_port=0", "draft.controller=off", "draft.timeout_seconds=10"),
+    ]
+    return load_settings("cpu", [*common, *settings], {}).configuration
+
+
+async def answers(configuration: Configuration) -> Sequence[Answer]:
+    async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
+        client = GenerationClient(fixed_address(cluster.grpc_address))
+        try:
+            return await asyncio.gather(*(answer(client, message) for message in REQUESTS))
+        finally:
+            await client.close()
+
+
+@pytest.fixture(scope="module")
+def plain(deeper: Directories) -> list[tuple[int, ...]]:
+    """The answers of the target alone."""
+    return [one.tokens for one in asyncio.run(answers(configured(deeper.target, "draft.method=none")))]
+
+
+@pytest.mark.parametrize(
+    ("draft", "place"), [("eagle3", "target"), ("eagle3", "drafter"), ("eagle", "target"), ("medusa", "target")]
+)
+async def test_a_public_draft_changes_no_token(
+    draft: str, place: str, deeper: Directories, drafts: dict[str, Path], plain: list[tuple[int, ...]]
+) -> None:
+    drafted = await answers(configured(deeper.target, f"draft.path={drafts[draft]}", f"draft.placement={place}"))
+
+    assert [one.tokens for one in drafted] == plain
+    assert all(one.drafted > 0 for one in drafted)

@@ -1,0 +1,172 @@
+"""Groups of 4 and 8 bits: products within the rounding of float32, and no neighbour changes a bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.engines.kept_kernels import NARROW, WIDE, portable
+from workers.forward.linear import make_linear_kernel
+from workers.forward.native import build
+from workers.forward.native.build import load_library
+from workers.forward.native.packed_linear import PackedProduct
+from workers.forward.weights.base import Offset
+from workers.forward.weights.groups import GroupStorage
+
+CPU_CODE = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 48, 200)
+KINDS = [
+    (bits, offset, scale)
+    for bits in (4, 8)
+    for offset in Offset
+    for scale in (torch.float16, torch.bfloat16, torch.float32)
+]
+SHAPES = ((99, 96, 32, False), (33, 640, 128, True), (40, 576, 16, False), (20, 64, 64, False))
+"""Outputs, inputs, inputs of a group, and whether weights are in activation order."""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of compiled kernels, for all tests of this file."""
+    return tmp_path_factory.mktemp("code")
+
+
+def stored(
+    shape: tuple[int, int, int, bool],
+    bits: int = 4,
+    offset: Offset = Offset.MINIMUM,
+    scale: torch.dtype = torch.float16,
+) -> GroupStorage:
+    """Random groups."""
+    outputs, inputs, group, is_shuffled = shape
+    draw = torch.Generator().manual_seed(outputs + bits)
+    values = torch.randint(0, 16, (outputs, inputs), generator=draw, dtype=torch.uint8)
+    packed = values[:, ::2] | values[:, 1::2] << 4 if bits == 4 else values.view(torch.int8) * 8 - 60
+    sizes = (outputs, inputs // group)
+    scales = (torch.rand(sizes, generator=draw) * 0.02).to(scale)
+    offsets = None
+    if offset is Offset.ZERO:
+        offsets = torch.randint(0, 16, sizes, generator=draw).to(scale)
+    elif offset is Offset.MINIMUM:
+        offsets = (torch.rand(sizes, generator=draw) * -0.1).to(scale)
+    order = torch.randperm(inputs, generator=draw) if is_shuffled else None
+    return GroupStorage(packed, scales, bits, offset, offsets, 8.0 if offset is Offset.NONE else 0.0, order)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def bound(storage: GroupStorage, x: torch.Tensor) -> torch.Tensor:
+    """Roundings of float32 sums of what is added: values, and zeros or minima, by themselves."""
+    scale = storage.scale.double().repeat_interleave(storage.group, 1)
+    parts = storage.integers().double().abs() * scale
+    if storage.offsets is None:
+        parts += storage.zero * scale
+    else:
+        own = storage.offsets.double().abs().repeat_interleave(storage.group, 1)
+        parts += own if storage.offset is Offset.MINIMUM else own * scale
+    ordered = torch.empty_like(parts)
+    ordered[:, slice(None) if storage.order is None else storage.order] = parts
+    return (storage.inputs + 8) * 2.0**-24 * (x.double().abs() @ ordered.T) + 1e-7
+
+
+def check(storage: GroupStorage, packed: PackedProduct, bias: torch.Tensor) -> None:
+    x = numbers(210, storage.inputs)
+    found = packed.multiply(x)
+    expected = x.double() @ storage.dequantized().double().T + bias.double()
+    assert bool(((found - expected).abs() <= bound(storage, x) + 1e-6 * expected.abs()).all())
+    for rows in ROWS:
+        for first in (0, 7, len(x) - rows):
+            part = x[first : first + rows].clone()
+            assert torch.equal(packed.multiply(part), found[first : first + rows][: len(part)])
+
+
+@CPU_CODE
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("bits", "offset", "scale"), KINDS, ids=str)
+def test_products_are_those_of_the_dequantized_weights_at_any_number_of_rows(
+    bits: int, offset: Offset, scale: torch.dtype, threads: int, code: Path
+) -> None:
+    library = load_library(str(code))
+    assert library is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape in SHAPES:
+            storage, bias = stored(shape, bits, offset, scale), numbers(shape[0])
+            check(storage, PackedProduct(storage, library, bias), bias)
+    finally:
+        torch.set_num_threads(before)
+
+
+@CPU_CODE
+@pytest.mark.parametrize("width", [NARROW, WIDE], ids=str)
+def test_every_width_computes_the_same(width: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Portable C covers widths that this processor lacks."""
+    monkeypatch.setattr(build, "_FLAGS", portable(*width))
+    library = load_library(str(tmp_path))
+    assert library is not None
+    for bits in (4, 8):
+        storage, bias = stored(SHAPES[0], bits), numbers(SHAPES[0][0])
+        check(storage, PackedProduct(storage, library, bias), bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_kernels_torch_multiplies_widened_slices(dtype: torch.dtype) -> None:
+    storage, bias, x = stored((300, 96, 32, False)), numbers(300).to(dtype), numbers(9, 96).to(dtype)
+    kernel = storage.kernel(bias)
+    whole = kernel.multiply(x)
+    expected = x.double() @ storage.dequantized().to(dtype).double().T + bias.double()
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2)
+    for row in range(9):
+        assert torch.equal(kernel.multiply(x[row : row + 1]), whole[row : row + 1])
+
+
+@CPU_CODE
+def test_linear_layers_use_the_kernels_in_every_type(code: Path) -> None:
+    storage, x = stored(SHAPES[0]), numbers(2, 5, 96)
+    kernel = make_linear_kernel(storage, None, str(code))
+    expected = x.double() @ storage.dequantized().double().T
+    torch.testing.assert_close(kernel.multiply(x).double(), expected, rtol=1e-4, atol=1e-4)
+    found = kernel.multiply(x.bfloat16())
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(
+        found.double(), x.bfloat16().double() @ storage.dequantized().double().T, rtol=1e-2, atol=1e-2
+    )
+
+
+def test_a_cut_for_three_ranks_is_the_whole() -> None:
+    storage = stored((99, 96, 32, False))
+    outputs = [storage.take_outputs(slice(33 * rank, 33 * rank + 33)).dequantized() for rank in range(3)]
+    inputs = [storage.take_inputs(slice(32 * rank, 32 * rank + 32)).dequantized() for rank in range(3)]
+    assert torch.equal(torch.cat(outputs), storage.dequantized())
+    assert torch.equal(torch.cat(inputs, dim=1), storage.dequantized())
+
+
+def test_a_cut_through_a_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="inputs 0 to 48 cut groups of 32 inputs into parts"):
+        stored((9, 96, 32, False)).take_inputs(slice(0, 48))
+    with pytest.raises(ValueError, match="activation order"):
+        stored((9, 96, 32, True)).take_inputs(slice(0, 32))
+
+
+def test_matrices_of_different_storages_are_joined_without_loss() -> None:
+    first = stored((9, 96, 32, False))
+    for other in (
+        stored((5, 96, 32, False)),
+        stored((5, 96, 16, False), 8, Offset.NONE, torch.float32),
+        stored((5, 96, 96, False), 4, Offset.ZERO),
+    ):
+        joined = first.joined([other])
+        assert torch.equal(joined.dequantized(), torch.cat([first.dequantized(), other.dequantized()]))
+
+
+def test_outputs_may_be_reordered_and_missing_ones_are_zeros() -> None:
+    storage = stored((9, 96, 32, False))
+    taken = storage.take_outputs(torch.tensor([8, -1, 0])).dequantized()
+    assert torch.equal(taken[[0, 2]], storage.dequantized()[[8, 0]])
+    assert not taken[1].any()

@@ -1,0 +1,187 @@
+"""What the formats of drafts refuse, by name: unknown arithmetic, other sizes, ambiguous layers, unsafe files."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.core.errors import ModelLoadError
+from tests.support.models import public_drafts, tiny
+from tests.support.models.public_drafts import DRAFTED, HIDDEN, LLAMA, Tensors, speculators_config, write
+from workers.model.drafting.files import load_drafter
+from workers.model.formats.registry import read_draft
+
+EAGLE3 = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(DRAFTED)}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(num_hidden_layers=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act in config.json: 'gelu' is refused; it must be 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias in config.json: True is refused; it must be False"),
+        ({"model_type": "deepseek_v3"}, "model_type in config.json: 'deepseek_v3' is refused; it must be llama"),
+        ({"sliding_window": 512}, "sliding_window in config.json: 512 is refused; it is not supported"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types in config.json: .* all layers must be full_attention"),
+        ({"rope_interleaved": True}, "rope_interleaved in config.json: True is refused; it must be False"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling in config.json: .* its rope_type must be"),
+        ({"rope_scaling": {"rope_type": "llama3", "odd": 1}}, "rope_scaling .* rope_type llama3 does not know odd"),
+        ({"rope_theta": -1.0}, "rope_theta in config.json: -1.0 is refused; it must be a number above 0"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc .* it must be false where fc_norm is true"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier in config.json: 0.2 is refused; it may change"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config in config.json: .* it is not supported"),
+        ({"norm_output": "yes"}, "norm_output in config.json: 'yes' is refused; it must be true or false"),
+        ({"hidden_size": "48"}, "hidden_size in config.json: '48' is refused; it must be a whole number"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads in config.json: 3 is refused; it must divide"),
+        ({"draft_vocab_size": 97}, "draft_vocab_size in config.json: 97 is refused; it must be at most vocab_size, 96"),
+        ({"num_attention_heads": 2}, r"k_proj.weight must be \[48, 96\] by config.json, not \[24, 96\]"),
+        ({"attention_bias": True}, r"its weights lack \['midlayer.self_attn.k_proj.bias'"),
+        (
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "eagle_config.use_aux_hidden_state in config.json: False is refused; it must be True",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}},
+            r"eagle_config.eagle_aux_hidden_state_layer_ids .* set draft.eagle.taps to \[1, 4, 6\] if .* \(vLLM\), "
+            r"or to \[2, 5, 7\] if .* \(SGLang\)",
+        ),
+        ({"target_layer_ids": [1, 3, 5]}, r"target_layer_ids .* to \[1, 3, 5\] if .* or to \[2, 4, 6\] if"),
+        ({"eagle_aux_hidden_state_layer_ids": [6, 3, 1]}, "it must be a list of ascending layer numbers"),
+    ],
+)
+def test_settings_that_change_the_arithmetic(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, EAGLE3 | changes, public_drafts.eagle3())
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bias": False}, r"its weights lack 'nothing' and have \['fc.bias'\] in excess"),
+        ({"bias": 1}, "bias in config.json: 1 is refused; it must be true or false"),
+        ({"attention_bias": True}, r"its weights lack \['layers.0.self_attn.k_proj.bias'"),
+        ({"scale_embedding": True}, "scale_embedding in config.json: True is refused; it may change"),
+        ({"num_hidden_layers": 2}, r"its weights lack \['layers.1.input_layernorm.weight'"),
+    ],
+)
+def test_settings_of_eagle_1(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, LLAMA | changes, public_drafts.eagle1())
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
+def test_the_taps_of_the_settings_take_the_place_of_ambiguous_layers(tmp_path: Path) -> None:
+    write(tmp_path, EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}, public_drafts.eagle3())
+
+    assert read_draft(tmp_path, (2, 5, 7)).taps == (2, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "xpress"}, "speculators_model_type in config.json: 'xpress' is refused"),
+        ({"norm_before_residual": None}, "norm_before_residual .* must be true or false: engines differ"),
+        ({"transformer_layer_config": LLAMA | {"mlp_bias": True}}, "transformer_layer_config.mlp_bias in config.json"),
+        ({"transformer_layer_config": [1]}, "transformer_layer_config in config.json: .* it must be an object"),
+        ({"target_hidden_size": 64}, r"fc.weight must be \[48, 192\] by config.json|lack"),
+    ],
+)
+def test_settings_of_speculators(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, speculators_config(**changes), public_drafts.eagle3("layers.0."))
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
+def _without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def _with(**added: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name.replace("__", "."): value for name, value in added.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_with(mask_hidden=torch.zeros(1, 1, 3 * HIDDEN)), r"have \['mask_hidden'\] in excess"),
+        (_with(midlayer__self_attn__sinks=torch.zeros(4)), r"have \['midlayer.self_attn.sinks'\] in excess"),
+        (_without("d2t"), r"its weights lack \['d2t'\]"),
+        (_without("lm_head.weight"), r"its weights lack \['lm_head.weight'\]"),
+        (_with(fc__weight=torch.zeros(HIDDEN, 2 * HIDDEN)), r"fc.weight must be \[48, 144\] by config.json"),
+        (_with(d2t=torch.tensor(DRAFTED)), "d2t must hold the offset of each row's token from the row's number"),
+        (_with(d2t=torch.zeros(len(DRAFTED))), "d2t must be integers, not torch.float32"),
+        (_with(t2d=torch.ones(96, dtype=torch.bool)), "t2d must name the tokens of d2t; they differ"),
+    ],
+)
+def test_tensors(change: Callable[[Tensors], Tensors], message: str, target: Path, tmp_path: Path) -> None:
+    write(tmp_path, EAGLE3, change(public_drafts.eagle3()))
+
+    with pytest.raises(ModelLoadError, match=message):
+        load_drafter(tmp_path, target, torch.float32, torch.device("cpu"))
+
+
+class Malicious:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, ("/nonexistent/pilotfish", "w"))
+
+
+class TestFiles:
+    def test_a_pickle_with_code_is_not_run(self, tmp_path: Path) -> None:
+        write(tmp_path, EAGLE3, {})
+        (tmp_path / "model.safetensors").unlink()
+        (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(), protocol=2))
+
+        with pytest.raises(ModelLoadError, match=r"pytorch_model.bin cannot be read as plain tensors"):
+            read_draft(tmp_path)
+
+    def test_a_torn_file(self, tmp_path: Path) -> None:
+        write(tmp_path, EAGLE3, public_drafts.eagle3())
+        whole = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(whole[:100])
+
+        with pytest.raises(ModelLoadError, match=r"model.safetensors is no safetensors file"):
+            read_draft(tmp_path)
+
+    def test_a_directory_of_no_known_format(self, tmp_path: Path) -> None:
+        write(tmp_path, LLAMA, {"odd": torch.zeros(1)})
+
+        with pytest.raises(ModelLoadError, match="its format is unknown; known ones are eagle, eagle3, medusa"):
+            read_draft(tmp_path)
+
+    def test_a_draft_for_a_target_of_another_size(self, target: Path, tmp_path: Path) -> None:
+        write(tmp_path / "draft", EAGLE3, public_drafts.eagle3())
+        wider = tiny.save(tmp_path / "wider", tiny.llama(vocab_size=128))
+
+        with pytest.raises(ModelLoadError, match=r"target_vocabulary_size is 96 in config.json and 128 in"):
+            load_drafter(tmp_path / "draft", wider, torch.float32, torch.device("cpu"))
+
+
+def test_a_draft_may_be_split_into_files(target: Path, tmp_path: Path) -> None:
+    write(tmp_path, EAGLE3, public_drafts.eagle3())
+    whole = load_file(tmp_path / "model.safetensors")
+    expected = load_drafter(tmp_path, target, torch.float32, torch.device("cpu"))
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(whole)
+    save_file({name: whole[name] for name in names[:7]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({name: whole[name] for name in names[7:]}, tmp_path / "model-00002-of-00002.safetensors")
+
+    found = load_drafter(tmp_path, target, torch.float32, torch.device("cpu"))
+
+    assert torch.equal(found.ends.head, expected.ends.head)
+    assert found.card == expected.card

@@ -1,0 +1,24 @@
+"""The page of models says what becomes of each architecture of the installed `transformers`."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from tests.zoo.configs import architectures
+from tests.zoo.page import PAGE, page, row, written
+from tests.zoo.verdict import Kind, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "deepseek_v3", "falcon_h1", "t5", "mpt"])
+def test_the_page_has_the_verdict_on_this_architecture(model_type: str) -> None:
+    assert row(verdict(model_type)) in PAGE.read_text("utf-8").splitlines()
+
+
+def test_the_page_has_every_architecture_and_none_is_wrong() -> None:
+    known = written()
+    assert known.keys() == architectures().keys()
+    assert not [one for one in known.values() if one.kind in (Kind.DIFFERS, Kind.FAILED)]
+    assert f"`transformers` {transformers.__version__} " in PAGE.read_text("utf-8")
+    assert page(known.values()) == PAGE.read_text("utf-8")

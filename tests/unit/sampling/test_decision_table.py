@@ -1,0 +1,86 @@
+"""A table of contexts says of each logit what the logits processors do to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.core.request import SamplingParameters, ThinkingBudget
+from workers.sampling.context import AllowedTokens, DecisionContext
+from workers.sampling.decision_table import WORD, DecisionTable, table_of
+from workers.sampling.warp import untruncated
+
+VOCABULARY = 70
+PLAIN = SamplingParameters(temperature=0.7)
+TOKENS = [1, 2, 60, 2, 2, 69, 1]
+CASES = {
+    "temperature": PLAIN,
+    "greedy": SamplingParameters(temperature=0.0),
+    "repetition": replace(PLAIN, repetition_penalty=1.3),
+    "sums": replace(PLAIN, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((2, 3.0), (5, -100.0))),
+    "too short": replace(PLAIN, min_tokens=20, end_token_ids=(2, 33), logit_bias=((33, 1.0),)),
+    "allowed": replace(PLAIN, allowed_token_ids=(0, 2, 40, 69), repetition_penalty=2.0),
+    "thought": replace(PLAIN, thinking=ThinkingBudget(max_tokens=2, end=(41,)), allowed_token_ids=(3,)),
+}
+
+
+def warped(table: DecisionTable, logits: torch.Tensor) -> np.ndarray:
+    """Logits as the table changes them, float32 `[rows, size]`."""
+    size = logits.shape[1]
+    found = logits.numpy().copy()
+    for row, mask in enumerate(table.masks):
+        if 0 <= mask < len(table.excluded):
+            bits = np.unpackbits(table.excluded[mask].view(np.uint8), bitorder="little")[:size]
+            found[row, bits == 1] = -math.inf
+        entries = slice(table.ends[row], table.ends[row + 1])
+        columns, factors, terms = table.columns[entries], table.factors[entries], table.terms[entries]
+        own = logits.numpy()[row, columns]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            changed = np.where(own > 0, own / factors, own * factors) + terms
+        found[row, columns] = np.where(factors == 0, terms, changed)
+    return found / np.where(table.temperatures == 0, np.float32(1), table.temperatures)[:, None]
+
+
+@pytest.mark.parametrize("part", [(0, VOCABULARY), (0, 35), (35, 70)])
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_a_table_changes_logits_as_the_processors_do(part: tuple[int, int], has_grammar: bool) -> None:
+    first, end = part
+    mask = torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(1)) < 0.5
+    allowed = AllowedTokens(mask) if has_grammar else None
+    contexts = [DecisionContext(sampling, TOKENS, 2, allowed) for sampling in CASES.values()]
+    logits = torch.randn(len(contexts), VOCABULARY, generator=torch.Generator().manual_seed(2))[:, first:end]
+    table = table_of(contexts, first, end - first)
+    expected = untruncated(logits, contexts, first).numpy()
+    np.testing.assert_array_equal(warped(table, logits), expected)
+
+
+def test_rows_without_changes_have_no_mask_and_no_entries() -> None:
+    contexts = [DecisionContext(sampling, TOKENS, 2) for sampling in (PLAIN, CASES["repetition"], PLAIN)]
+    table = table_of(contexts, 0, VOCABULARY)
+    assert table.masks.tolist() == [-1, 0, -1]
+    assert table.ends.tolist() == [0, 0, 4, 4]
+    assert table.rows.tolist() == [1] * 4
+    assert (table.mask_count, table.most_entries, table.excluded.shape) == (1, 4, (0, -(-VOCABULARY // WORD)))
+
+
+def test_only_truncated_rows_have_bounds() -> None:
+    samplings = [
+        PLAIN,
+        replace(PLAIN, top_k=500),
+        replace(PLAIN, top_p=0.5),
+        replace(PLAIN, min_p=0.1, temperature=0.0),
+    ]
+    table = table_of([DecisionContext(sampling, TOKENS, 2) for sampling in samplings], 0, VOCABULARY)
+    assert table.truncated.tolist() == [1, 2]
+    assert table.limits.tolist() == [VOCABULARY, VOCABULARY]
+    assert table.shares.tolist() == [1.0, 0.5]
+    assert table.gaps.tolist() == [-math.inf, -math.inf]
+
+
+def test_seeds_keep_their_64_bits() -> None:
+    contexts = [DecisionContext(replace(PLAIN, seed=2**64 - 1), TOKENS, 2)]
+    assert table_of(contexts, 0, VOCABULARY).seeds.view(np.uint64).tolist() == [2**64 - 1]

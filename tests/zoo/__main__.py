@@ -1,0 +1,40 @@
+"""`python -m tests.zoo [MODEL TYPE …]`: try every architecture of `transformers`, or some, and write the page."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+
+import torch
+from transformers.utils import logging
+
+from tests.support.engines.kept_kernels import kept_kernels
+from tests.zoo.configs import architectures
+from tests.zoo.page import PAGE, page, written
+from tests.zoo.verdict import Kind, verdict
+
+
+def main(names: list[str]) -> int:
+    """Try the architectures of these names, or all. Returns 1 if one differs or fails."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    if unknown := sorted(set(names) - set(architectures())):
+        print(f"transformers has no {', '.join(unknown)}")
+        return 2
+    verdicts = dict(written()) if names else {}
+    wrong = False
+    with kept_kernels():
+        for name in names or architectures():
+            begun = time.perf_counter()
+            found = verdicts[name] = verdict(name)
+            wrong |= found.kind in (Kind.DIFFERS, Kind.FAILED)
+            print(f"{name}: {found.kind.value} {found.reason} ({time.perf_counter() - begun:.1f} s)", flush=True)
+    PAGE.write_text(page(verdicts.values()), "utf-8")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

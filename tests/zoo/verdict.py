@@ -1,0 +1,187 @@
+"""The verdict on one architecture: a tiny model of it is served, and compared with its own dense pass."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from cluster.core.config.target_section import TargetSection
+from cluster.core.errors import PilotfishError
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from tests.zoo.configs import VOCABULARY, architectures, tiny_config
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.block_table import BlockTable
+from workers.kv.pool import KvPool
+from workers.kv.sources import SourceStore
+from workers.model.loading import load_model
+
+TOKENS, STORED = 40, 30
+"""Tokens of the text, and how many are stored before a chain or a tree."""
+_TREE = TokenTree((5, 6, 7, 8, 5, 9, 10), (-1, -1, 0, 0, 1, 3, 5))
+_MOST_PARAMETERS = 20_000_000
+_BOUND = 1e-3
+
+
+class Kind(Enum):
+    """What became of an architecture."""
+
+    MATCH = "MATCH"
+    """Served, and every kind of step has the logits of the dense pass."""
+    REFUSED = "REFUSED"
+    """Refused when it is loaded, with a reason."""
+    NOT_MADE = "NOT MADE"
+    """No tiny model of it could be made."""
+    DIFFERS = "DIFFERS"
+    """Served with other logits."""
+    FAILED = "FAILED"
+    """An exception that is none of Pilotfish's errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The verdict on one architecture."""
+
+    model_type: str
+    kind: Kind
+    reason: str = ""
+
+
+def verdict(model_type: str) -> Verdict:
+    """Make, serve and compare a tiny model of this type."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            is_causal = _save(model_type, Path(directory))
+        except Exception as error:  # its code may raise anything
+            return Verdict(model_type, Kind.NOT_MADE, _one_line(error))
+        try:
+            model = load_model(TargetSection(path=directory, device="cpu", compile="off"), trial=True)
+            differing = _compare(model, Path(directory), is_causal=is_causal)
+        except PilotfishError as error:
+            return Verdict(model_type, Kind.REFUSED, str(error).replace(directory, "…"))
+        except Exception as error:
+            return Verdict(model_type, Kind.FAILED, _one_line(error))
+    return Verdict(model_type, Kind.DIFFERS, differing) if differing else Verdict(model_type, Kind.MATCH)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def _save(model_type: str, directory: Path) -> bool:
+    """Save a tiny model with random weights that its logits depend on. Returns whether it has no encoder."""
+    config = tiny_config(model_type)
+    kind: Any = AutoModelForSeq2SeqLM if architectures()[model_type] else AutoModelForCausalLM
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind.from_config(config).parameters())
+    if size > _MOST_PARAMETERS:
+        raise ValueError(f"its smallest model has {size / 1e6:.0f} million parameters")
+    model = kind.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.requires_grad:  # sinusoidal positions are fixed
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+            elif parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    if config.is_encoder_decoder:
+        model.generation_config.decoder_start_token_id = 0
+    model.save_pretrained(directory)
+    return not config.is_encoder_decoder
+
+
+def _compare(model: LoadedModel, directory: Path, *, is_causal: bool) -> str:
+    """The kind of step whose logits differ from those of a dense pass, with the error; empty if none does."""
+    kind: Any = AutoModelForCausalLM if is_causal else AutoModelForSeq2SeqLM
+    reference = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    steps = Steps(model, reference)
+    for name, error in steps.errors():
+        if not error <= _BOUND:
+            return f"{name}: relative error {error:.2g}"
+    return ""
+
+
+class Steps:
+    """Steps of every kind, each compared with the dense pass."""
+
+    def __init__(self, model: LoadedModel, reference: PreTrainedModel) -> None:
+        self._model, self._reference = model, reference
+        blocks = 64 * (4 * TOKENS // 4)
+        self._pool = KvPool(model.kv_spec, TargetSection().kv.model_copy(update={"block_size": 4}), blocks)
+        self._runner = ModelRunner(model, self._pool)
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+        self._source = None
+        if model.source is not None:
+            store = SourceStore(self._pool)
+            self._source = store.acquire(tuple(range(4, 21)), "")
+            self._runner.encode([self._source], store)
+
+    def errors(self) -> Iterator[tuple[str, float]]:
+        """The largest relative error of each kind of step."""
+        longest = min(TOKENS, self._model.max_context_len - len(_TREE))
+        text = [int(token) for token in torch.randint(4, VOCABULARY, (longest,))]
+        other = [int(token) for token in torch.randint(4, VOCABULARY, (longest // 2,))]
+        stored = min(STORED, longest - 8)
+        before, pending = text[:stored], text[stored : stored + 1]
+        yield "in one pass", self._run([(self._table(), [], text)])
+        alone, chunked, beside, chained, branched = (self._table() for _ in range(5))
+        self._run([(table, [], before) for table in (alone, chunked, chained, branched)])
+        yield "token by token", max(self._run([(alone, text[:at], [text[at]])]) for at in range(stored, longest))
+        yield "in chunks beside another row", self._run([(chunked, before, text[stored:]), (beside, [], other)])
+        chain = TokenTree.chain(text[stored + 1 :][:6])
+        yield "in a chain", self._run([(chained, before, pending)], chain)
+        yield "in a tree", self._run([(branched, before, pending)], _TREE, accepted=(0, 3, 5))
+        path = [*before, *pending, *(_TREE.tokens[node] for node in (0, 3, 5))]
+        yield "after an accepted path", self._run([(branched, path, [11])])
+
+    def _table(self) -> BlockTable:
+        return self._pool.new_table()
+
+    def _run(
+        self,
+        rows: Sequence[tuple[BlockTable, list[int], list[int]]],
+        tree: TokenTree = EMPTY_TREE,
+        accepted: tuple[int, ...] = (),
+    ) -> float:
+        """Run (table, stored text, tokens) as one step. Returns the largest relative error of its logits."""
+        step, texts = [], []
+        for table, text, tokens in rows:
+            row = ForwardRow(table, tuple(tokens), tree, tuple(range(len(tokens) + len(tree))), source=self._source)
+            self._pool.reserve(table, row.end)
+            step.append(row)
+            texts += [[*text, *tokens[: count + 1]] for count in range(len(tokens))]
+            texts += [[*text, *tokens, *tree.path_tokens(node)] for node in range(len(tree))]
+        found = self._runner.forward(step).clone()
+        for row in step:
+            self._runner.commit(row, accepted)
+        expected = self._dense(texts)
+        return max(_error(logits, one) for logits, one in zip(found, expected, strict=True))
+
+    @torch.inference_mode()
+    def _dense(self, texts: Sequence[list[int]]) -> list[torch.Tensor]:
+        """Logits after each text, by the model's own attention and without any cache."""
+        for text in sorted(texts, key=len, reverse=True):
+            if self._known(text) is None:
+                ids = {"input_ids": torch.tensor([text])}
+                if self._source is not None:
+                    source = torch.tensor([list(self._source.tokens)])
+                    ids = {"input_ids": source, "decoder_input_ids": ids["input_ids"]}
+                self._logits[tuple(text)] = self._reference(**ids, use_cache=False).logits[0]
+        return [logits for text in texts if (logits := self._known(text)) is not None]
+
+    def _known(self, text: list[int]) -> torch.Tensor | None:
+        """The logits after a text that begins one whose pass was computed."""
+        whole = (logits for known, logits in self._logits.items() if known[: len(text)] == tuple(text))
+        return next((logits[len(text) - 1] for logits in whole), None)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double() - found.double().mean(), expected.double() - expected.double().mean()
+    return float((found - expected).norm() / expected.norm())

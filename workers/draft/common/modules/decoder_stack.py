@@ -1,0 +1,134 @@
+"""The decoder layers of a public draft checkpoint for serving: packed products, attention by torch.
+
+They differ from `LayerStack` in what public bodies have besides: biases, normalised queries and keys, scaled rotary
+positions, and a first layer whose attention reads a wider input than the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from workers.draft.common.modules.layer_stack import Rotation, attend
+from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.product import Product, make_product
+from workers.forward.native.window_layers import WindowPiece
+from workers.model.drafting.ends import rms_norm
+from workers.model.drafting.public import PublicModule, rotary_steps
+from workers.model.public_shapes import DecoderShape
+
+
+class ScaledRotaryTable:
+    """Computes rotations for positions, with the draft's own base and scaling."""
+
+    def __init__(self, shape: DecoderShape, device: torch.device) -> None:
+        self._steps, self._factor = rotary_steps(shape.rope, shape.head_width, device)
+
+    def at(self, positions: Tensor) -> Rotation:
+        """The rotation of positions, integers [tokens]."""
+        angles = positions.to(torch.float32).unsqueeze(-1) * self._steps
+        cosine, sine = angles.cos() * self._factor, angles.sin() * self._factor
+        return Rotation(torch.cat([cosine, cosine], dim=-1).unsqueeze(1), torch.cat([-sine, sine], dim=-1).unsqueeze(1))
+
+
+class BiasedProduct:
+    """The product with a matrix of a module, and its bias if it has one."""
+
+    def __init__(self, module: PublicModule, names: Sequence[str], weights: Weights, directory: str | None) -> None:
+        """The rows of all named matrices are one product. `directory` keeps the compiled CPU kernels."""
+        parts = [module.tensors[f"{name}.weight"] for name in names]
+        biases = [bias for name in names if (bias := module.get(f"{name}.bias")) is not None]
+        self._multiply: Product = make_product(torch.cat(parts), weights, directory)
+        self._bias = torch.cat(biases).float() if biases else None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Map float32 [rows, inputs] to float32 [rows, outputs]."""
+        found = self._multiply(rows)
+        return found if self._bias is None else found + self._bias
+
+
+class DecoderStack:
+    """All layers of a module."""
+
+    def __init__(self, module: PublicModule, body: DecoderShape, weights: Weights, directory: str | None) -> None:
+        """`directory` keeps the compiled CPU kernels."""
+        device = next(iter(module.tensors.values())).device
+        self._rotary = ScaledRotaryTable(body, device)
+        self.layers = [_Layer(module, body, number, weights, directory) for number in range(body.layers)]
+
+    def run(
+        self,
+        residual: Tensor,
+        positions: Sequence[int],
+        pieces: Sequence[WindowPiece],
+        first_inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Write the keys and values of all pieces; return the residual stream after the layers.
+
+        `residual` is the stream before them, float32 [tokens, hidden size]: all pieces' tokens, one after another, at
+        `positions`. `first_inputs` [tokens, inputs] are what the first layer's attention reads in place of the
+        normalised stream. No two pieces share slots.
+        """
+        rotation = self._rotary.at(torch.tensor(positions, device=residual.device))
+        for number, layer in enumerate(self.layers):
+            inputs = layer.normalised(residual) if number or first_inputs is None else first_inputs
+            queries, keys, values = layer.project(inputs, rotation)
+            attended, first = [], 0
+            for piece in pieces:
+                part = slice(first, first + piece.count)
+                all_keys, all_values = piece.keys[number, :, : piece.end], piece.values[number, :, : piece.end]
+                all_keys[:, piece.slot :] = keys[part].transpose(0, 1)
+                all_values[:, piece.slot :] = values[part].transpose(0, 1)
+                attended.append(attend(queries[part], all_keys, all_values, piece.is_seen))
+                first += piece.count
+            residual = layer.output(residual, torch.cat(attended))
+        return residual
+
+
+class _Layer:
+    """One layer whose queries, keys and values come from one product."""
+
+    def __init__(
+        self, module: PublicModule, body: DecoderShape, number: int, weights: Weights, directory: str | None
+    ) -> None:
+        self._body = body
+        name = f"layers.{number}"
+
+        def product(*parts: str) -> BiasedProduct:
+            return BiasedProduct(module, [f"{name}.{part}" for part in parts], weights, directory)
+
+        def norm(part: str) -> Tensor | None:
+            found = module.get(f"{name}.{part}.weight")
+            return None if found is None else found.float()
+
+        self._joined = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self._out, self._down = product("self_attn.o_proj"), product("mlp.down_proj")
+        self._gate_up = product("mlp.gate_proj", "mlp.up_proj")
+        self._input_norm, self._query_norm, self._key_norm = map(
+            norm, ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+        )
+        self._post_norm = module.tensors[f"{name}.post_attention_layernorm.weight"].float()
+
+    def normalised(self, residual: Tensor) -> Tensor:
+        """The inputs of the attention, [tokens, hidden size]."""
+        return residual if self._input_norm is None else rms_norm(residual, self._input_norm, self._body.norm_epsilon)
+
+    def project(self, inputs: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [tokens, heads, head width], keys and values [tokens, KV heads, head width], rotated."""
+        body = self._body
+        joined = self._joined(inputs).view(len(inputs), -1, body.head_width)
+        queries, keys, values = torch.split(joined, [body.heads, body.kv_heads, body.kv_heads], dim=1)
+        if self._query_norm is not None:
+            queries = rms_norm(queries, self._query_norm, body.norm_epsilon)
+        if self._key_norm is not None:
+            keys = rms_norm(keys, self._key_norm, body.norm_epsilon)
+        return rotation.apply(queries), rotation.apply(keys), values
+
+    def output(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads x head width]."""
+        residual = residual + self._out(attended)
+        gate, up = self._gate_up(rms_norm(residual, self._post_norm, self._body.norm_epsilon)).chunk(2, dim=-1)
+        return residual + self._down(silu(gate) * up)

@@ -1,0 +1,106 @@
+"""The passes of public heads that draft token by token: EAGLE-1, EAGLE-3 and MTP; see `FeatureShape`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from workers.draft.common.modules.context_window import ContextShape
+from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack
+from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.product import make_product
+from workers.draft.eagle.eagle_pass import EaglePiece
+from workers.model.drafting.ends import TargetEnds, rms_norm
+from workers.model.drafting.public import PublicModule
+from workers.model.public_shapes import FeatureShape
+
+_ALL_CONTEXT = 1 << 20
+"""Positions that a token attends to: public heads attend to the whole text."""
+
+
+class FeaturePass:
+    """The weights of a head, packed. It computes what `EaglePass` computes for modules of `pilotfish distill`."""
+
+    def __init__(
+        self, module: PublicModule, ends: TargetEnds, weights: Weights, scratch: int, directory: str | None = None
+    ) -> None:
+        """`scratch` is the largest number of tokens of one sequence in a pass, and in a draft.
+
+        `directory` keeps the compiled CPU kernels.
+        """
+        shape = module.shape
+        if not isinstance(shape, FeatureShape):
+            raise TypeError(f"{type(shape).__name__} is no shape of a head that drafts token by token")
+        body = shape.body
+        self._shape, self._epsilon = shape, body.norm_epsilon
+        self.vocabulary_size = len(ends.embedding)
+        self.vocabulary = ends.vocabulary
+        self.device = ends.embedding.device
+        self._ends = ends
+        self._entry = BiasedProduct(module, ["fc"], weights, directory)
+        self._layers = DecoderStack(module, body, weights, directory)
+        self._head = make_product(ends.head, weights, directory)
+
+        def norm(name: str) -> Tensor | None:
+            found = module.get(f"{name}.weight")
+            return None if found is None else found.float()
+
+        self._joint_norm, self._embedding_norm, self._feature_norm, self._output_norm = map(
+            norm, ("input_norm", "embedding_norm", "feature_norm", "norm")
+        )
+        each = [norm(f"fc_norm.{number}") for number in range(shape.taps)]
+        self._tap_norms = torch.stack([one for one in each if one is not None]) if shape.tap_norm == "each" else None
+        self.context_shape = ContextShape(body.layers, body.kv_heads, body.head_width, 0, _ALL_CONTEXT, scratch)
+        """What is kept of each position; there is no feature."""
+
+    def features(self, taps: Tensor) -> Tensor:
+        """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
+        taps = taps.to(self.device).float()
+        if not self._shape.taps:
+            norm = self._ends.norm
+            return taps[:, -1] if norm is None else rms_norm(taps[:, -1], norm.float(), self._ends.epsilon)
+        if self._tap_norms is not None:
+            taps = rms_norm(taps, self._tap_norms, self._epsilon)
+        flat = taps.flatten(1)
+        return self._entry(flat if self._joint_norm is None else rms_norm(flat, self._joint_norm, self._epsilon))
+
+    def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
+        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
+
+        `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
+        """
+        following = [token for piece in pieces for token in piece.following]
+        positions = [position for piece in pieces for position in piece.positions]
+        residual, inputs = self._entered(features, self._embedded(following, positions))
+        outputs = self._layers.run(residual, positions, [piece.window for piece in pieces], inputs)
+        starts = accumulate((piece.window.count for piece in pieces), initial=0)
+        wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
+        outputs = outputs[wanted] if len(wanted) < len(outputs) else outputs
+        return self._normalised(outputs) if self._shape.feeds_normed else outputs
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
+        return self._head(outputs if self._shape.feeds_normed else self._normalised(outputs))
+
+    def _embedded(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        found = self._ends.embedding[list(tokens)].float()
+        if self._shape.hides_first_token and 0 in positions:
+            found[[index for index, position in enumerate(positions) if position == 0]] = 0.0
+        return found
+
+    def _entered(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual stream before the layers, and what the first attention reads where it is not that stream."""
+        normed = features
+        if self._embedding_norm is not None and self._feature_norm is not None:
+            tokens = rms_norm(tokens, self._embedding_norm, self._epsilon)
+            normed = rms_norm(features, self._feature_norm, self._epsilon)
+        joined = torch.cat([normed, tokens] if self._shape.is_hidden_first else [tokens, normed], dim=-1)
+        if self._shape.entry == "wide":
+            return (normed if self._shape.keeps_normed_residual else features), joined
+        return self._entry(joined), None
+
+    def _normalised(self, outputs: Tensor) -> Tensor:
+        return outputs if self._output_norm is None else rms_norm(outputs, self._output_norm, self._epsilon)

@@ -1,0 +1,409 @@
+/* Products of activations with weights of 4 or 8 bits in groups: some neighbouring inputs of an output share a scale.
+
+   A weight is scale * (value - zero) or scale * value + minimum. Weights stay packed in memory; their values are widened in
+   registers. The values of a group are summed with their inputs first, and scale, zero or minimum are applied to that sum
+   and to the sum of the inputs. All sums are in single precision.
+
+   Eight values of 4 bits are a word. A mask takes one of them without a shift, so it is 16^j too large; the input that it is
+   multiplied with is divided by 16^j before, which is exact. With many rows, a slice of a block is widened once for all of
+   them, to the same numbers. Every output is summed in one fixed order, whatever the number of rows and threads, and all
+   sums are written with `fused`, so that they have the same bits in every copy of the code. */
+
+#include <omp.h>
+#include <stddef.h>
+
+#include "finish.h"
+#include "groups.h"
+
+/* FEW: most rows whose sums fit the registers beside a block's packed weights. MANY: the same beside widened weights.
+   SEVERAL: numbers of rows and of the blocks that they read together, since one block alone would wait for its sums. */
+#if REGISTERS == 32
+#define FEW 10
+#define MANY 12
+#define EACH_SEVERAL(DO) DO(1, 4) DO(2, 3) DO(3, 2)
+#define EACH_FEW(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10)
+#define EACH_MANY(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+#else
+#define FEW 5
+#define MANY 6
+#define EACH_SEVERAL(DO) DO(1, 3) DO(2, 2)
+#define EACH_FEW(DO) DO(1) DO(2) DO(3) DO(4) DO(5)
+#define EACH_MANY(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
+#endif
+#if defined(IS_AVX512) || defined(IS_AVX2)
+#define UNROLL _Pragma("GCC unroll 12")
+#else
+#define UNROLL _Pragma("GCC unroll 1")
+#endif
+#define MOST_SUMS (FEW < 6 ? 6 : FEW) /* rows times blocks */
+#define MOST_BLOCKS 4
+#define AHEAD 4096         /* bytes of weights to prefetch */
+#define CHUNK (256 * 1024) /* bytes of activations of a chunk of rows */
+#define MOST_ROWS 512      /* rows of a chunk */
+#define SLICE 32           /* inputs whose weights are widened at a time */
+#define WORD 8             /* values of 4 bits in a word */
+
+/* --- the packed form -------------------------------------------------------------------------- */
+
+/* A block is its groups, one after another. Each has COLUMNS scales, COLUMNS zeros or minima unless the matrix has neither,
+   and the values: [group / WORD, COLUMNS] words for GROUPS4, [group, COLUMNS] int8 for GROUPS8. */
+
+INLINE int64_t number_bytes(const Matrix *matrix)
+{
+    return matrix->scale_kind == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+}
+
+INLINE int64_t head_bytes(const Matrix *matrix)
+{
+    return COLUMNS * number_bytes(matrix) * (matrix->offset == NO_OFFSET ? 1 : 2);
+}
+
+INLINE int64_t group_bytes(const Matrix *matrix)
+{
+    return head_bytes(matrix) + matrix->group * COLUMNS / (matrix->kind == GROUPS4 ? 2 : 1);
+}
+
+INLINE int64_t groups_of(const Matrix *matrix)
+{
+    return (matrix->inputs + matrix->group - 1) / matrix->group;
+}
+
+INLINE const char *group_at(const Matrix *matrix, int64_t block, int64_t group)
+{
+    return (const char *)matrix->weights + (block * groups_of(matrix) + group) * group_bytes(matrix);
+}
+
+static inline float widen_float16(uint16_t value)
+{
+    uint32_t bits = (uint32_t)(value & 0x7fff) << 13;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    wide *= 0x1p112f; /* also right for subnormal numbers */
+    memcpy(&bits, &wide, sizeof bits);
+    if ((value & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
+    bits |= (uint32_t)(value & 0x8000) << 16;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+static inline float number(const void *from, int64_t kind, int64_t at)
+{
+    if (kind == FLOAT16) return widen_float16(((const uint16_t *)from)[at]);
+    if (kind == BFLOAT16) return widen_bfloat16(((const uint16_t *)from)[at]);
+    return ((const float *)from)[at];
+}
+
+/* LANES scales, zeros or minima. */
+INLINE Vector numbers(const void *from, int64_t kind)
+{
+    if (kind == FLOAT32) return *(const Vector *)from;
+#if defined(IS_AVX512)
+    if (kind == FLOAT16) return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(IS_AVX2) && defined(__F16C__)
+    if (kind == FLOAT16) return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    if (kind == FLOAT16) {
+        Vector wide;
+        for (int l = 0; l < LANES; l++) wide[l] = widen_float16(((const uint16_t *)from)[l]);
+        return wide;
+    }
+#endif
+    return (Vector)(__builtin_convertvector(*(const Halves *)from, Words) << 16);
+}
+
+INLINE Vector floats(Words integers)
+{
+#if defined(IS_AVX512)
+    return (Vector)_mm512_cvtepi32_ps((__m512i)integers);
+#elif defined(IS_AVX2)
+    return (Vector)_mm256_cvtepi32_ps((__m256i)integers);
+#else
+    Vector wide;
+    for (int l = 0; l < LANES; l++) wide[l] = (float)(int32_t)integers[l];
+    return wide;
+#endif
+}
+
+INLINE Vector widen_bytes(const int8_t *from)
+{
+#if defined(IS_AVX512)
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined(IS_AVX2)
+    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+    Vector wide;
+    for (int l = 0; l < LANES; l++) wide[l] = (float)from[l];
+    return wide;
+#endif
+}
+
+/* The j-th value of each word, times 16^j; the last one times 1, since it would be negative. */
+INLINE Vector value_of(Words words, const int j)
+{
+    if (j == WORD - 1) return floats(words >> (4 * j));
+    return floats(words & (0xfu << (4 * j)));
+}
+
+/* --- the inputs ------------------------------------------------------------------------------- */
+
+/* Rows of inputs as they are multiplied, and the sums of each group's inputs. */
+typedef struct {
+    const float *values; /* [rows, groups * group] divided by what the values of 4 bits are too large */
+    const float *sums;   /* [rows, groups] */
+} Inputs;
+
+static void prepare(const Matrix *matrix, const float *x, int64_t rows, float *values, float *sums)
+{
+    const int64_t group = matrix->group, groups = groups_of(matrix);
+    static const float factor[WORD] = {1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1.0f};
+    for (int64_t r = 0; r < rows; r++, x += matrix->inputs) {
+        for (int64_t g = 0; g < groups; g++, values += group) {
+            const int64_t left = matrix->inputs - g * group, some = left < group ? left : group;
+            float lanes[WORD] = {0}, sum = 0.0f;
+            for (int64_t i = 0; i < some; i++) values[i] = matrix->order ? x[matrix->order[g * group + i]] : x[g * group + i];
+            for (int64_t i = some; i < group; i++) values[i] = 0.0f;
+            int64_t i = 0;
+            for (; i + WORD <= group; i += WORD)
+                for (int l = 0; l < WORD; l++) lanes[l] += values[i + l];
+            for (int l = 0; l < WORD; l++) sum += lanes[l];
+            for (; i < group; i++) sum += values[i];
+            *sums++ = sum;
+            if (matrix->kind != GROUPS4) continue;
+            for (i = 0; i < group; i += WORD)
+                for (int l = 0; l < WORD; l++) values[i + l] *= factor[l];
+        }
+    }
+}
+
+/* Add a group's products to the sums of one row. */
+INLINE void apply_group(const Matrix *matrix, const char *head, float inputs, Vector first, Vector second, Vector *sum)
+{
+    const int64_t kind = matrix->scale_kind, half = LANES * number_bytes(matrix);
+    const char *offset = head + 2 * half;
+    const Vector all = same(inputs);
+    if (matrix->offset == MINIMUM) {
+        sum[0] = fused(numbers(offset, kind), all, sum[0]);
+        sum[1] = fused(numbers(offset + half, kind), all, sum[1]);
+    } else if (matrix->offset == ZERO) {
+        first = fused(-numbers(offset, kind), all, first);
+        second = fused(-numbers(offset + half, kind), all, second);
+    } else {
+        const Vector zero = same(-matrix->zero);
+        first = fused(zero, all, first);
+        second = fused(zero, all, second);
+    }
+    sum[0] = fused(numbers(head, kind), first, sum[0]);
+    sum[1] = fused(numbers(head + half, kind), second, sum[1]);
+}
+
+/* --- few rows: weights are widened in registers ------------------------------------------------ */
+
+INLINE void add_values(const float *x, int64_t stride, const int rows, Vector first, Vector second, Vector sum[][2])
+{
+UNROLL
+    for (int r = 0; r < rows; r++) {
+        const Vector factor = same(x[r * stride]);
+        sum[r][0] = fused(first, factor, sum[r][0]);
+        sum[r][1] = fused(second, factor, sum[r][1]);
+    }
+}
+
+/* Multiply `rows` rows with `blocks` neighbouring blocks. */
+INLINE void multiply_few(const Matrix *matrix, const Inputs *inputs, const Output *output, int64_t block, int64_t row,
+                         const int64_t kind, const int rows, const int blocks)
+{
+    const int64_t group = matrix->group, groups = groups_of(matrix), stride = groups * group;
+    const int64_t of_block = groups * group_bytes(matrix), head = head_bytes(matrix);
+    const char *at = group_at(matrix, block, 0);
+    Vector total[MOST_SUMS][2];
+    for (int s = 0; s < rows * blocks; s++) total[s][0] = total[s][1] = (Vector){0};
+    for (int64_t g = 0; g < groups; g++, at += group_bytes(matrix)) {
+        const float *x = inputs->values + g * group;
+        Vector sum[MOST_SUMS][2];
+UNROLL
+        for (int s = 0; s < rows * blocks; s++) sum[s][0] = sum[s][1] = (Vector){0};
+        if (kind == GROUPS4) {
+            const char *from = at + head;
+            for (int64_t i = 0; i < group; i += WORD, from += COLUMNS * sizeof(uint32_t), x += WORD) {
+                Words words[MOST_BLOCKS][2];
+UNROLL
+                for (int b = 0; b < blocks; b++) {
+                    for (int line = 0; line < COLUMNS * (int)sizeof(uint32_t); line += LINE)
+                        __builtin_prefetch(from + b * of_block + AHEAD + line, 0, 3);
+                    words[b][0] = *(const Words *)(from + b * of_block);
+                    words[b][1] = *(const Words *)(from + b * of_block + LANES * sizeof(uint32_t));
+                }
+UNROLL
+                for (int j = 0; j < WORD; j++)
+UNROLL
+                    for (int b = 0; b < blocks; b++)
+                        add_values(x + j, stride, rows, value_of(words[b][0], j), value_of(words[b][1], j), sum + b * rows);
+            }
+        } else {
+            const int8_t *from = (const int8_t *)at + head;
+            for (int64_t i = 0; i < group; i++, from += COLUMNS, x++)
+UNROLL
+                for (int b = 0; b < blocks; b++) {
+                    __builtin_prefetch(from + b * of_block + AHEAD, 0, 3);
+                    add_values(x, stride, rows, widen_bytes(from + b * of_block), widen_bytes(from + b * of_block + LANES),
+                               sum + b * rows);
+                }
+        }
+UNROLL
+        for (int s = 0; s < rows * blocks; s++)
+            apply_group(matrix, at + s / rows * of_block, inputs->sums[s % rows * groups + g], sum[s][0], sum[s][1], total[s]);
+    }
+#pragma GCC unroll 1
+    for (int s = 0; s < rows * blocks; s++) finish(matrix, output, block + s / rows, row + s % rows, total[s][0], total[s][1]);
+}
+
+typedef void FewFunction(const Matrix *matrix, const Inputs *inputs, const Output *output, int64_t block, int64_t row);
+
+#define DEFINE(NAME, KIND, ROWS, BLOCKS)                                                                               \
+    static void NAME##_##KIND##_##ROWS(const Matrix *matrix, const Inputs *inputs, const Output *output,               \
+                                       int64_t block, int64_t row)                                                     \
+    {                                                                                                                  \
+        multiply_few(matrix, inputs, output, block, row, KIND, ROWS, BLOCKS);                                          \
+    }
+#define DEFINE_FEW(ROWS) DEFINE(few, GROUPS4, ROWS, 1) DEFINE(few, GROUPS8, ROWS, 1)
+#define DEFINE_SEVERAL(ROWS, BLOCKS) DEFINE(several, GROUPS4, ROWS, BLOCKS) DEFINE(several, GROUPS8, ROWS, BLOCKS)
+EACH_FEW(DEFINE_FEW)
+EACH_SEVERAL(DEFINE_SEVERAL)
+
+#define FEW_FUNCTIONS(ROWS) {few_GROUPS4_##ROWS, few_GROUPS8_##ROWS},
+static FewFunction *const few_functions[][2] = {EACH_FEW(FEW_FUNCTIONS)};
+
+typedef struct {
+    FewFunction *functions[2]; /* GROUPS4, GROUPS8 */
+    int64_t blocks;
+} Several;
+
+#define SEVERAL_FUNCTIONS(ROWS, BLOCKS) {{several_GROUPS4_##ROWS, several_GROUPS8_##ROWS}, BLOCKS},
+static const Several several[] = {EACH_SEVERAL(SEVERAL_FUNCTIONS)};
+#define MOST_TOGETHER (int64_t)(sizeof several / sizeof *several) /* rows that read several blocks */
+
+/* --- many rows: a slice of weights is widened once for all of them ------------------------------ */
+
+/* Widen `count` inputs of a block, from input `first` of a group on, to `wide` [count, COLUMNS]. */
+static void widen_slice(const Matrix *matrix, const char *group, int64_t first, int64_t count, float *wide)
+{
+    const char *values = group + head_bytes(matrix);
+    if (matrix->kind == GROUPS8) {
+        const int8_t *from = (const int8_t *)values + first * COLUMNS;
+        for (int64_t i = 0; i < 2 * count; i++) *(Vector *)(wide + i * LANES) = widen_bytes(from + i * LANES);
+        return;
+    }
+    const uint32_t *words = (const uint32_t *)values + first / WORD * COLUMNS;
+    for (int64_t i = 0; i < count; i += WORD, words += COLUMNS)
+        for (int half = 0; half < 2; half++) {
+            const Words eight = *(const Words *)(words + half * LANES);
+UNROLL
+            for (int j = 0; j < WORD; j++) *(Vector *)(wide + (i + j) * COLUMNS + half * LANES) = value_of(eight, j);
+        }
+}
+
+/* Add the products of `count` inputs to sums [rows, COLUMNS]. */
+INLINE void add_slice(const float *wide, int64_t count, const float *x, int64_t stride, const int rows, float *sums)
+{
+    Vector sum[MANY][2];
+UNROLL
+    for (int r = 0; r < rows; r++) {
+        sum[r][0] = *(const Vector *)(sums + r * COLUMNS);
+        sum[r][1] = *(const Vector *)(sums + r * COLUMNS + LANES);
+    }
+    for (int64_t i = 0; i < count; i++, wide += COLUMNS)
+        add_values(x + i, stride, rows, *(const Vector *)wide, *(const Vector *)(wide + LANES), sum);
+UNROLL
+    for (int r = 0; r < rows; r++) {
+        *(Vector *)(sums + r * COLUMNS) = sum[r][0];
+        *(Vector *)(sums + r * COLUMNS + LANES) = sum[r][1];
+    }
+}
+
+typedef void ManyFunction(const float *wide, int64_t count, const float *x, int64_t stride, float *sums);
+
+#define DEFINE_MANY(ROWS)                                                                                              \
+    static void many_##ROWS(const float *wide, int64_t count, const float *x, int64_t stride, float *sums)             \
+    {                                                                                                                  \
+        add_slice(wide, count, x, stride, ROWS, sums);                                                                 \
+    }
+EACH_MANY(DEFINE_MANY)
+
+#define MANY_FUNCTION(ROWS) many_##ROWS,
+static ManyFunction *const many_functions[MANY] = {EACH_MANY(MANY_FUNCTION)};
+
+static void multiply_many(const Matrix *matrix, const Inputs *inputs, const Output *output, int64_t block, int64_t row, int64_t rows)
+{
+    const int64_t group = matrix->group, groups = groups_of(matrix), stride = groups * group;
+    float wide[SLICE * COLUMNS], sums[rows * COLUMNS], totals[rows * COLUMNS];
+    memset(totals, 0, sizeof totals);
+    for (int64_t g = 0; g < groups; g++) {
+        const char *at = group_at(matrix, block, g);
+        memset(sums, 0, sizeof sums);
+        for (int64_t first = 0; first < group; first += SLICE) {
+            const int64_t count = group - first < SLICE ? group - first : SLICE;
+            const float *x = inputs->values + g * group + first;
+            widen_slice(matrix, at, first, count, wide);
+            for (int64_t r = 0; r < rows; r += MANY) {
+                const int64_t some = rows - r < MANY ? rows - r : MANY;
+                many_functions[some - 1](wide, count, x + r * stride, stride, sums + r * COLUMNS);
+            }
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const Vector *sum = (const Vector *)(sums + r * COLUMNS);
+            apply_group(matrix, at, inputs->sums[r * groups + g], sum[0], sum[1], (Vector *)(totals + r * COLUMNS));
+        }
+    }
+    pilotfish_finish(matrix, output, block, row, totals, rows);
+}
+
+/* --- a thread's share --------------------------------------------------------------------------- */
+
+/* Each thread prepares the rows of a chunk for itself. */
+void pilotfish_multiply_groups(const Matrix *matrix, const float *input, const Output *output, int64_t rows, int64_t team)
+{
+    const int64_t groups = groups_of(matrix), width = groups * matrix->group, row_bytes = width * (int64_t)sizeof(float);
+    const int64_t fitting = CHUNK / row_bytes, bounded = fitting < MOST_ROWS ? fitting : MOST_ROWS, most = bounded > FEW ? bounded : FEW;
+    const int64_t chunks = (rows + most - 1) / most, size = (rows + chunks - 1) / chunks;
+    const int64_t items = chunks * matrix->blocks, thread = omp_get_thread_num(), end = items * (thread + 1) / team;
+    const int64_t bits = matrix->kind - GROUPS4;
+    float values[size * width], sums[size * groups];
+    const Inputs inputs = {values, sums};
+    for (int64_t item = items * thread / team, known = -1, blocks = 1; item < end; item += blocks) {
+        const int64_t chunk = item / matrix->blocks, block = item % matrix->blocks;
+        const int64_t row = rows * chunk / chunks, some = rows * (chunk + 1) / chunks - row;
+        if (chunk != known) prepare(matrix, input + row * matrix->inputs, some, values, sums);
+        known = chunk, blocks = 1;
+        if (some > FEW) {
+            multiply_many(matrix, &inputs, output, block, row, some);
+            continue;
+        }
+        const int64_t left = end - item < matrix->blocks - block ? end - item : matrix->blocks - block;
+        const Several *together = some <= MOST_TOGETHER && several[some - 1].blocks <= left ? several + some - 1 : NULL;
+        if (together) blocks = together->blocks;
+        (together ? together->functions : few_functions[some - 1])[bits](matrix, &inputs, output, block, row);
+    }
+}
+
+/* --- a row of a packed matrix, unpacked ---------------------------------------------------------- */
+
+void pilotfish_row_of_groups(const Matrix *matrix, int64_t id, float *to)
+{
+    const int64_t block = id / COLUMNS, column = id % COLUMNS, kind = matrix->scale_kind;
+    for (int64_t i = 0; i < matrix->inputs; i++) {
+        const int64_t at = i % matrix->group;
+        const char *group = group_at(matrix, block, i / matrix->group), *values = group + head_bytes(matrix);
+        const int64_t place = matrix->order ? matrix->order[i] : i;
+        float value;
+        if (matrix->kind == GROUPS4) value = (float)(((const uint32_t *)values)[at / WORD * COLUMNS + column] >> (4 * (at % WORD)) & 0xf);
+        else value = (float)((const int8_t *)values)[at * COLUMNS + column];
+        const float scale = number(group, kind, column);
+        if (matrix->offset == MINIMUM) {
+            volatile float product = scale * value; /* rounded by itself, as the reference does */
+            to[place] = product + number(group, kind, COLUMNS + column);
+        } else {
+            const float zero = matrix->offset == ZERO ? number(group, kind, COLUMNS + column) : matrix->zero;
+            to[place] = scale * (value - zero);
+        }
+    }
+}

@@ -1,0 +1,57 @@
+"""What the attention kernels are told of a step: tiles of queries, and the blocks that each row reads.
+
+These are plain tensors, so a step is planned without the package `triton`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SPLIT_KEYS = 512
+"""Keys of one split. It depends on nothing, so the number of splits depends on a row's length alone."""
+_WIDE_ROWS, _MOST_NUMBERS = 64, 8192
+"""Rows of the products of wide tiles, queries times the heads that share a KV head, and most numbers of their results:
+64 rows of 128 numbers, 32 of 256. More would not fit registers."""
+
+
+def wide_tile(heads_per_kv: int, head_dim: int) -> int:
+    """Queries of a tile of a prompt, a power of two."""
+    group, width = (1 << (number - 1).bit_length() for number in (heads_per_kv, head_dim))
+    return max(1, min(_WIDE_ROWS, _MOST_NUMBERS // width) // group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """Tiles of queries of rows that are computed alike, and what each query sees. int32 unless said otherwise."""
+
+    items: torch.Tensor
+    """`[tiles, 3]`: row, first query, number of queries."""
+    tokens: torch.Tensor
+    """`[queries]`: the token of the step that a query is."""
+    last: torch.Tensor
+    """`[queries]`: the last position that a query sees, tree nodes apart."""
+    positions: torch.Tensor
+    """`[queries]`: position of a query, for its window."""
+    words: torch.Tensor
+    """int64 `[queries, words]`: bit `i % 64` of word `i // 64` says whether a query sees position `starts[row] + i`.
+    Without trees there are no words."""
+    starts: torch.Tensor
+    """`[rows]`: position of the first bit of the first word."""
+    tile: int
+    """Queries of a tile, a power of two."""
+    splits: int
+    """Splits of the row with the most keys; 1 computes all keys of a row in one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The blocks that each row reads, in ascending order of their positions. int32."""
+
+    blocks: torch.Tensor
+    """`[rows, most blocks]`: block of the pool."""
+    order: torch.Tensor
+    """`[rows, most blocks]`: index of the block in its sequence."""
+    counts: torch.Tensor
+    """`[rows]`: number of blocks."""

@@ -1,0 +1,231 @@
+"""Weights of 4 or 8 bits in groups: neighbouring inputs of an output share a scale, and perhaps a zero or a minimum.
+
+GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, GPTQ, AWQ and compressed-tensors are such weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from workers.forward.weights.base import (
+    Blocks,
+    Grouping,
+    KernelLayout,
+    Kind,
+    Offset,
+    Storage,
+    Take,
+    pad_rows,
+    taken_rows,
+)
+from workers.forward.weights.plain import DenseKernel, PlainStorage
+
+_SCALES = {torch.float16: Kind.FLOAT16, torch.bfloat16: Kind.BFLOAT16, torch.float32: Kind.FLOAT32}
+_SLICE_OUTPUTS = 256  # weights are widened for so many outputs at a time, which the caches hold
+_WORD = 8
+"""Values of 4 bits in a word."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupStorage:
+    """A matrix of small integers. The groups of an output are neighbouring inputs, all of one size."""
+
+    values: torch.Tensor
+    """`[out, in]` int8, or for 4 bits `[out, in / 2]` uint8: input 2 i is in the low half of byte i."""
+    scale: torch.Tensor
+    """float16, bfloat16 or float32 `[out, groups]`."""
+    bits: int
+    """4 or 8. Values of 4 bits are 0 to 15."""
+    offset: Offset = Offset.NONE
+    offsets: torch.Tensor | None = None
+    """The zero or the minimum of each group, in the type of the scales `[out, groups]`."""
+    zero: float = 0.0
+    """The zero of all groups, for `Offset.NONE`."""
+    order: torch.Tensor | None = None
+    """int64 `[in]`: the input to which each stored column belongs; `None` if they are in order."""
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.values.shape[1] * (2 if self.bits == 4 else 1)
+
+    @property
+    def group(self) -> int:
+        """Inputs of a group."""
+        return self.inputs // self.scale.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        offsets = 0 if self.offsets is None else self.offsets.nbytes
+        return self.values.nbytes + self.scale.nbytes + offsets
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def is_widened(self) -> bool:
+        return True
+
+    def integers(self) -> torch.Tensor:
+        """The values, int8 `[out, in]`."""
+        if self.bits == 8:
+            return self.values
+        return torch.stack([self.values & 15, self.values >> 4], dim=2).flatten(1).view(torch.int8)
+
+    def dequantized(self) -> torch.Tensor:
+        values = self.integers().float().view(self.outputs, -1, self.group)
+        scale = self.scale.float()[..., None]
+        if self.offsets is None:
+            weight = (values - self.zero) * scale
+        elif self.offset is Offset.ZERO:
+            weight = (values - self.offsets.float()[..., None]) * scale
+        else:
+            weight = values * scale + self.offsets.float()[..., None]
+        weight = weight.flatten(1)
+        if self.order is None:
+            return weight
+        found = torch.empty_like(weight)
+        found[:, self.order] = weight
+        return found
+
+    def take_outputs(self, outputs: slice | torch.Tensor) -> GroupStorage:
+        offsets = None if self.offsets is None else taken_rows(self.offsets, outputs)
+        return replace(
+            self, values=taken_rows(self.values, outputs), scale=taken_rows(self.scale, outputs), offsets=offsets
+        )
+
+    def take_inputs(self, inputs: slice) -> GroupStorage:
+        first, last, _ = inputs.indices(self.inputs)
+        if self.order is not None:
+            raise ValueError("weights in activation order cannot be cut along their inputs")
+        if first % self.group or last % self.group:
+            raise ValueError(f"inputs {first} to {last} cut groups of {self.group} inputs into parts")
+        groups, each = slice(first // self.group, last // self.group), 2 if self.bits == 4 else 1
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return replace(
+            self, values=self.values[:, first // each : last // each], scale=self.scale[:, groups], offsets=offsets
+        )
+
+    def joined(self, others: Sequence[Storage]) -> Storage:
+        same = [one for one in others if isinstance(one, GroupStorage) and self._is_like(one)]
+        if len(same) < len(others):
+            return _joined_as_widest(self, others)
+        everything = (self, *same)
+        offsets = [one.offsets for one in everything if one.offsets is not None]
+        return replace(
+            self,
+            values=torch.cat([one.values for one in everything]),
+            scale=torch.cat([one.scale for one in everything]),
+            offsets=torch.cat(offsets) if offsets else None,
+        )
+
+    def _is_like(self, other: GroupStorage) -> bool:
+        """Whether both can be rows of one matrix as they are."""
+        own, others = ((one.bits, one.scale.dtype, one.offset, one.zero, one.group) for one in (self, other))
+        orders = (self.order, other.order)
+        same_order = orders == (None, None) or (None not in orders and torch.equal(*orders))  # type: ignore[arg-type]
+        return own == others and same_order
+
+    def kernel(self, bias: torch.Tensor | None) -> GroupKernel:
+        return GroupKernel(self, bias)
+
+    def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
+        columns, size = layout.columns, _padded_group(self)
+        groups = self.scale.shape[1]
+        parts = [_by_block(self.scale, columns)]  # [blocks, groups, columns]
+        if self.offsets is not None:
+            parts.append(_by_block(self.offsets, columns))
+        values = self.values
+        if self.group != size:  # only a single group may be padded
+            values = torch.nn.functional.pad(values, (0, (size - self.group) // (2 if self.bits == 4 else 1)))
+        if self.bits == 4:
+            words = values.contiguous().view(torch.int32).view(self.outputs, groups, size // _WORD)
+        else:
+            words = values.contiguous().view(self.outputs, groups, size)
+        blocks = pad_rows(words, columns).view(-1, columns, *words.shape[1:]).permute(0, 2, 3, 1)
+        parts.append(blocks)  # [blocks, groups, group / 8 words or group bytes, columns]
+        pieces = [part.contiguous().view(torch.uint8).reshape(len(part), groups, -1) for part in parts]
+        packed = take((len(blocks), groups, sum(piece.shape[2] for piece in pieces)), torch.uint8)
+        torch.cat(pieces, dim=2, out=packed)
+        order = None if self.order is None else self.order.to(torch.int32).contiguous()
+        kind = Kind.GROUPS4 if self.bits == 4 else Kind.GROUPS8
+        grouping = Grouping(size, _SCALES[self.scale.dtype], self.offset, self.zero, order)
+        return Blocks(kind, packed, None, grouping)
+
+
+@dataclass(slots=True)
+class GroupKernel:
+    """Products by torch's operators, with weights that are widened slice by slice."""
+
+    storage: GroupStorage
+    bias: torch.Tensor | None
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply `x` `[…, in]` → `[…, out]`. On CPU no row's product depends on the other rows."""
+        flat = x.flatten(0, -2)
+        spans = (slice(first, first + _SLICE_OUTPUTS) for first in range(0, self.storage.outputs, _SLICE_OUTPUTS))
+        slices = (self.storage.take_outputs(span).dequantized().to(x.dtype) for span in spans)
+        product = torch.cat([DenseKernel(part, None).multiply(flat) for part in slices], dim=-1)
+        if self.bias is not None:
+            product = product + self.bias
+        return product.view(*x.shape[:-1], -1)
+
+
+def _padded_group(storage: GroupStorage) -> int:
+    """Inputs of a group as the kernels read it: whole words."""
+    grain = _WORD if storage.bits == 4 else 1
+    size = -(-storage.group // grain) * grain
+    if size != storage.group and storage.scale.shape[1] > 1:
+        raise ValueError(f"groups of {storage.group} inputs in 4 bits are refused; their size must be a multiple of 8")
+    return size
+
+
+def _by_block(numbers: torch.Tensor, columns: int) -> torch.Tensor:
+    """`[out, groups]` → `[blocks, groups, columns]`."""
+    return pad_rows(numbers, columns).view(-1, columns, numbers.shape[1]).transpose(1, 2)
+
+
+def _joined_as_widest(first: GroupStorage, others: Sequence[Storage]) -> Storage:
+    """Matrices of different storages as one: in 8 bits with minima in float32 if all are groups, else plain numbers."""
+    everything = [first, *others]
+    groups = [one for one in everything if isinstance(one, GroupStorage) and _has_exact_minima(one)]
+    if len(groups) < len(everything):
+        return _plain(first, others)
+    size = min(one.group for one in groups)
+    if any(one.group % size for one in groups):
+        return _plain(first, others)
+    wide = [_widest(one, size) for one in groups]
+    return wide[0].joined(wide[1:])
+
+
+def _plain(first: GroupStorage, others: Sequence[Storage]) -> PlainStorage:
+    """Matrices as plain numbers, in the type of those that are plain already."""
+    dtype = next((one.weight.dtype for one in others if isinstance(one, PlainStorage)), torch.float32)
+    return PlainStorage(first.dequantized().to(dtype)).joined(others)
+
+
+def _has_exact_minima(storage: GroupStorage) -> bool:
+    """Whether the weights are the same with minima instead of zeros: products of float32 scales may be rounded."""
+    is_exact = storage.offset is Offset.MINIMUM or storage.scale.dtype is not torch.float32
+    return storage.order is None and (is_exact or (storage.offsets is None and storage.zero == 0.0))
+
+
+def _widest(storage: GroupStorage, group: int) -> GroupStorage:
+    """The same weights in 8 bits with float32 scales and minima, in groups of this size."""
+    scale = storage.scale.float()
+    if storage.offsets is None:
+        minimum = -storage.zero * scale
+    elif storage.offset is Offset.ZERO:
+        minimum = -storage.offsets.float() * scale
+    else:
+        minimum = storage.offsets.float()
+    times = storage.group // group
+    scale, minimum = (part.repeat_interleave(times, dim=1) for part in (scale, minimum))
+    return GroupStorage(storage.integers(), scale, 8, Offset.MINIMUM, minimum)

@@ -1,0 +1,179 @@
+"""Plain numbers: float32, bfloat16, float16.
+
+On CPU a row's product has the same bits whichever rows are multiplied beside it. Libraries choose code by the number of
+rows, and other code adds in another order. So rows are multiplied in tiles of a fixed number of rows, and in smaller
+ones only where a trial shows the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from workers.forward.weights.base import (
+    Blocks,
+    KernelLayout,
+    Kind,
+    LinearKernel,
+    Storage,
+    Take,
+    pack_blocks,
+    taken_rows,
+)
+
+_KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
+_TILE_ROWS = 64
+_ALIGNMENT = 64  # bytes; other alignments of its input can make a library add in another order
+_PACKED_FOR_ROWS = 8  # oneDNN's layout for this width serves the others as well
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainStorage:
+    """A matrix of plain numbers."""
+
+    weight: torch.Tensor
+    """`[out, in]`."""
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def is_widened(self) -> bool:
+        return False
+
+    def dequantized(self) -> torch.Tensor:
+        return self.weight.float()
+
+    def take_outputs(self, outputs: slice | torch.Tensor) -> PlainStorage:
+        return PlainStorage(taken_rows(self.weight, outputs))
+
+    def take_inputs(self, inputs: slice) -> PlainStorage:
+        return PlainStorage(self.weight[:, inputs])
+
+    def joined(self, others: Sequence[Storage]) -> PlainStorage:
+        weights = [
+            one.weight if isinstance(one, PlainStorage) else one.dequantized().to(self.weight.dtype) for one in others
+        ]
+        return PlainStorage(torch.cat([self.weight, *weights]))
+
+    def kernel(self, bias: torch.Tensor | None) -> LinearKernel:
+        if self.weight.device.type == "cpu" and _can_pack(self.weight.dtype):
+            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), _PACKED_FOR_ROWS)
+            return OneDnnKernel(packed, bias)
+        return DenseKernel(self.weight, bias)
+
+    def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
+        return Blocks(_KINDS[self.weight.dtype], pack_blocks(self.weight, layout.columns, take))
+
+
+@dataclass(slots=True)
+class DenseKernel:
+    """Weights in torch's own layout."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply `x` `[…, in]` → `[…, out]`. On CPU no row's product depends on the other rows."""
+        return self.product(x) if self.weight.device.type != "cpu" else _in_tiles(x, self)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply all rows at once."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(slots=True)
+class OneDnnKernel:
+    """Weights in oneDNN's own layout."""
+
+    weight: torch.Tensor  # opaque
+    bias: torch.Tensor | None
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply `x` `[…, in]` → `[…, out]`. No row's product depends on the other rows."""
+        return _in_tiles(x, self)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply all rows at once."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+        return product
+
+
+_exact_widths: dict[tuple[object, ...], tuple[int, ...]] = {}
+"""What `exact_widths` found, by all that a library may choose its code by."""
+
+
+def _in_tiles(x: torch.Tensor, kernel: DenseKernel | OneDnnKernel) -> torch.Tensor:
+    """Multiply `x` `[…, in]` → `[…, out]`, only with numbers of rows at which the kernel gives the same bits."""
+    weight = kernel.weight
+    strides = weight.stride() if weight.layout is torch.strided else None
+    key = (weight.layout, weight.shape, strides, weight.dtype, kernel.bias is None, torch.get_num_threads())
+    widths = _exact_widths.get(key)
+    if widths is None:
+        widths = _exact_widths[key] = exact_widths(kernel.product, weight.shape[1], weight.dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    parts = [_padded_product(rows, kernel.product, widths) for rows in torch.split(flat, widths[-1])]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*x.shape[:-1], -1)
+
+
+def _padded_product(
+    rows: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor], widths: Sequence[int]
+) -> torch.Tensor:
+    """The product of at most `widths[-1]` rows, with rows of zeros up to the next width."""
+    missing = next(width for width in widths if width >= len(rows)) - len(rows)
+    if missing:
+        return product(nn.functional.pad(rows, (0, 0, 0, missing)))[: len(rows)]
+    return product(rows.contiguous() if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone())
+
+
+def exact_widths(product: Callable[[torch.Tensor], torch.Tensor], inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Find the numbers of rows, ascending, at which `product` gives each row the same bits, by a trial on random rows.
+
+    They are those widths of `padded_rows` that agree with the widest tile. If the tile's own rows depend on where they
+    stand in it, rows are multiplied one at a time.
+    """
+    tile = torch.randn(_TILE_ROWS, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole, shift = product(tile), _TILE_ROWS // 5
+    if not torch.equal(product(tile.roll(shift, 0)).roll(-shift, 0), whole):
+        return (1,)
+    widths = sorted({padded_rows(rows) for rows in range(1, _TILE_ROWS)} - {_TILE_ROWS})
+    firsts = [width % (_TILE_ROWS - width) for width in widths]
+    agree = [
+        torch.equal(product(tile[first : first + width].clone()), whole[first : first + width])
+        for first, width in zip(firsts, widths, strict=True)
+    ]
+    return (*(width for width, equal in zip(widths, agree, strict=True) if equal), _TILE_ROWS)
+
+
+def padded_rows(rows: int) -> int:
+    """Round up to one of few widths: exact up to 8, and at most a quarter wider beyond."""
+    if rows <= 8:
+        return rows
+    grain = max(4, 1 << (rows - 1).bit_length() - 3)
+    return -(-rows // grain) * grain
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32

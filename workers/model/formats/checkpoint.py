@@ -1,0 +1,196 @@
+"""A draft checkpoint on disk: its configuration, the sizes of its tensors, and the tensors. Sizes need no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from cluster.core.errors import ModelLoadError, shorten
+from workers.model.public_shapes import Sizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "config.json"
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
+"""Names of weight files. The first pattern with a file is read."""
+_LONGEST_HEADER = 100 * 1024 * 1024
+"""Bytes; the bound that safetensors itself sets on its headers."""
+_ARITHMETIC = re.compile(
+    r"norm|bias|caus|scal|rope|rotary|cap|sink|window|swa|mult|conv|gate|expert|moe|residual|attn|attention|logit"
+    r"|_act|act_|parallel|mask|interleav|neox|offset|layer_types|quant"
+)
+"""Names of configuration keys that may change what a model computes."""
+_NEUTRAL = frozenset(
+    ("attention_dropout", "attn_implementation", "_attn_implementation", "output_attentions", "max_window_layers")
+)
+"""Keys of that kind that do not change what a trained model computes."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory with `config.json` and weights."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    prefix: str = ""
+    """Begins the names of keys in errors, where `config` is a part of the file."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Checkpoint | None:
+        """The checkpoint in a directory; `None` without a configuration that is an object."""
+        try:
+            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return cls(directory, config) if isinstance(config, dict) else None
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise `ModelLoadError` with the directory and the problem."""
+        raise ModelLoadError(f"draft directory {str(self.directory)!r}: {problem}")
+
+    @cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The files with weights; empty if there are none."""
+        found = (tuple(sorted(self.directory.glob(pattern))) for pattern in _WEIGHTS)
+        return next((files for files in found if files), ())
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of all tensors by name. Raises `ModelLoadError` for a file that cannot be read."""
+        found: Sizes = {}
+        for file in self.files:
+            found |= self._header(file) if file.suffix == ".safetensors" else self._pickled_sizes(file)
+        return found
+
+    @property
+    def model_type(self) -> str:
+        """The family that the configuration names; `llama` if it names none."""
+        return str(self.config.get("model_type") or "llama")
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors by name, memory-mapped. Raises `ModelLoadError`. A name that no file has is left out."""
+        from safetensors import SafetensorError, safe_open
+
+        found: dict[str, Tensor] = {}
+        for file in self.files:
+            if file.suffix != ".safetensors":
+                found |= {name: value for name, value in self._pickled(file).items() if name in names}
+                continue
+            try:
+                with safe_open(file, framework="pt") as stored:
+                    found |= {name: stored.get_tensor(name) for name in stored.keys() if name in names}  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                self.fail(f"{file.name} cannot be read: {error}")
+        return found
+
+    def nested(self, key: str) -> Checkpoint:
+        """The same directory with the object at `key` as its configuration, empty if there is none."""
+        found = self.config.get(key)
+        if found is not None and not isinstance(found, dict):
+            self.refuse(key, "it must be an object")
+        return Checkpoint(self.directory, found or {}, f"{self.prefix}{key}.")
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of the configuration. Raises `ModelLoadError`."""
+        found = self.config.get(key, default)
+        found = default if found is None else found
+        if not isinstance(found, int) or isinstance(found, bool) or found < least:
+            self.refuse(key, f"it must be a whole number of at least {least}")
+        return found
+
+    def number(self, key: str, default: float) -> float:
+        """A positive number of the configuration. Raises `ModelLoadError`."""
+        found = self.config.get(key)
+        found = default if found is None else found
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < math.inf:
+            self.refuse(key, "it must be a number above 0")
+        return float(found)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A truth value of the configuration. Raises `ModelLoadError`."""
+        found = self.config.get(key)
+        if found is None:
+            return default
+        if not isinstance(found, bool):
+            self.refuse(key, "it must be true or false")
+        return found
+
+    def numbers(self, key: str) -> tuple[int, ...] | None:
+        """A list of layer numbers of the configuration, ascending; `None` without one. Raises `ModelLoadError`."""
+        found = self.config.get(key)
+        if found is None:
+            return None
+        if (
+            not isinstance(found, list)
+            or not found
+            or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in found)
+            or found != sorted(set(found))
+        ):
+            self.refuse(key, "it must be a list of ascending layer numbers")
+        return tuple(found)
+
+    def allow(self, key: str, *values: object) -> None:
+        """Raise `ModelLoadError` if the configuration sets `key` to anything but `None` and `values`."""
+        found = self.config.get(key)
+        if found is not None and not any(found == value and type(found) is type(value) for value in values):
+            accepted = f"it must be {' or '.join(map(shorten, values))}" if values else "it is not supported"
+            self.refuse(key, accepted)
+
+    def refuse_unknown_keys(self, known: Collection[str]) -> None:
+        """Raise `ModelLoadError` for a set key that may change the arithmetic and that no reader knows."""
+        for key, value in self.config.items():
+            if value is not None and key not in known and key not in _NEUTRAL and _ARITHMETIC.search(key):
+                self.refuse(key, "it may change what the draft computes, and this format does not know it")
+
+    def check_tensors(self, wanted: Sizes, ignored: Collection[str] = ()) -> None:
+        """Raise `ModelLoadError` unless the files hold the wanted tensors, and no others but ignored ones."""
+        if not self.files:
+            self.fail(f"it has no weights; needed one of {', '.join(_WEIGHTS)}")
+        missing = sorted(wanted.keys() - self.sizes.keys())
+        strange = sorted(self.sizes.keys() - wanted.keys() - set(ignored))
+        if missing or strange:
+            self.fail(
+                f"its weights lack {shorten(missing[:3] or 'nothing')} and have {shorten(strange[:3] or 'nothing')} in "
+                f"excess"
+            )
+        for name, size in wanted.items():
+            if self.sizes[name] != size:
+                self.fail(f"{name} must be {list(size)} by {CONFIG}, not {list(self.sizes[name])}")
+
+    def refuse(self, key: str, wanted: str) -> NoReturn:
+        """Raise `ModelLoadError` that names a key, its value and what it must be."""
+        self.fail(f"{self.prefix}{key} in {CONFIG}: {shorten(self.config.get(key))} is refused; {wanted}")
+
+    def _header(self, file: Path) -> Sizes:
+        try:
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                if length > _LONGEST_HEADER:
+                    raise ValueError(f"its header claims {length} bytes")
+                header = json.loads(stream.read(length))
+                return {name: tuple(map(int, one["shape"])) for name, one in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self.fail(f"{file.name} is no safetensors file: {error}")
+
+    def _pickled_sizes(self, file: Path) -> Sizes:
+        return {name: tuple(value.shape) for name, value in self._pickled(file).items()}
+
+    def _pickled(self, file: Path) -> dict[str, Tensor]:
+        """The tensors of a file of `torch.save`, which is read without running its code."""
+        import torch
+
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        except Exception as error:  # the reader of a broken or hostile file may raise anything
+            self.fail(f"{file.name} cannot be read as plain tensors: {error}")
+        if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+            self.fail(f"{file.name} must hold tensors by name")
+        return {str(name): value for name, value in found.items()}

@@ -1,0 +1,97 @@
+"""EAGLE-3 as its authors, SpecForge and NVIDIA store it (Li et al. 2025): `midlayer`, `fc`, `norm`, `lm_head`, `d2t`.
+
+https://github.com/SafeAILab/EAGLE (`eagle/model/cnets.py`) defines the names. Defaults are those of vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.core.drafting import Tap
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.checkpoint import Checkpoint
+from workers.model.formats.decoder_config import DECODER_KEYS
+from workers.model.formats.eagle3_layout import EAGLE3_KEYS, Eagle3Layout
+from workers.model.formats.registry import DraftWeights, register
+from workers.model.public_shapes import TapNorm
+
+_FIRST = ("midlayer.", "layers.0.")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_LEGACY_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+_KEYS = DECODER_KEYS | EAGLE3_KEYS | {_LAYERS, "eagle_config", "use_aux_norm", "bias"}
+_NESTED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+}
+"""Keys of NVIDIA's nested section, with the only value of each that is computed here."""
+
+
+class Eagle3Format:
+    """Checkpoints such as `yuhuili/EAGLE3-LLaMA3.1-Instruct-8B`."""
+
+    name = "eagle3"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Whether the first layer normalises a hidden state beside its input."""
+        if "speculators_model_type" in checkpoint.config:
+            return False
+        return any(f"{first}hidden_norm.weight" in checkpoint.sizes for first in _FIRST)
+
+    def kind(self, _: Checkpoint) -> str:
+        """The kind of all of them."""
+        return "eagle"
+
+    def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
+        """Describe the head; see `DraftFormat.card`."""
+        checkpoint.refuse_unknown_keys(_KEYS)
+        _check_nested(checkpoint.nested("eagle_config"))
+        return self._layout(checkpoint).card(
+            checkpoint,
+            checkpoint,
+            checkpoint,
+            tuple(taps) or _named_taps(checkpoint),
+            tap_norm=_tap_norm(checkpoint),
+        )
+
+    def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
+        """Read the head; see `DraftFormat.weights`."""
+        return self._layout(checkpoint).weights(checkpoint, card)
+
+    def _layout(self, checkpoint: Checkpoint) -> Eagle3Layout:
+        first = next(one for one in _FIRST if f"{one}hidden_norm.weight" in checkpoint.sizes)
+        is_legacy = f"{_LEGACY_NORMS[0]}.weight" in checkpoint.sizes
+        return Eagle3Layout(first, _LEGACY_NORMS if is_legacy else ())
+
+
+def _tap_norm(config: Checkpoint) -> TapNorm:
+    each, joint = config.flag("fc_norm") or config.flag("use_aux_norm"), config.flag("norm_before_fc")
+    if each and joint:
+        config.refuse("norm_before_fc", "it must be false where fc_norm is true")
+    return "each" if each else "joint" if joint else "none"
+
+
+def _check_nested(config: Checkpoint) -> None:
+    for key, value in _NESTED.items():
+        config.allow(key, value)
+    config.refuse_unknown_keys((_LAYERS, "layer_ids", *_NESTED))
+
+
+def _named_taps(config: Checkpoint) -> tuple[int, ...]:
+    """The taps of a list whose meaning all engines agree on. Raises `ModelLoadError` for another list."""
+    nested = config.nested("eagle_config")
+    for section, key in ((nested, _LAYERS), (nested, "layer_ids"), (config, "target_layer_ids")):
+        listed = section.numbers(key)
+        if listed is not None:
+            inputs, outputs = list(listed), [one + 1 for one in listed]
+            section.refuse(
+                key,
+                f"engines disagree on it: set draft.eagle.taps to {inputs} if it numbers the layers whose inputs are "
+                f"read (vLLM), or to {outputs} if their outputs are (SGLang)",
+            )
+    return config.numbers(_LAYERS) or ()
+
+
+register(Eagle3Format())

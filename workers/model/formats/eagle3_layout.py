@@ -1,0 +1,95 @@
+"""What all EAGLE-3 checkpoints share (Li et al. 2025): the shape of the head, its tensors, and its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.core.drafting import Tap
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.decoder_config import decoder_shape
+from workers.model.formats.draft_vocabulary import ENDS, MAPS, ends_sizes, read_ends
+from workers.model.formats.registry import DraftWeights
+from workers.model.public_shapes import FeatureShape, Sizes, TapNorm
+
+EAGLE3_KEYS = frozenset(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
+"""The keys of EAGLE-3 and EAGLE-3.1 that change the arithmetic."""
+_DEFAULT_TAPS: tuple[Tap, ...] = (2, "middle", -4)
+"""The inputs of the layers 2, L // 2 and L - 3 of a target with L layers."""
+_OWN_NAMES = {"embedding_norm.weight": "input_layernorm.weight", "feature_norm.weight": "hidden_norm.weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Layout:
+    """How one format of EAGLE-3 names its parts."""
+
+    first: str
+    """Begins the names of the first layer."""
+    tap_norms: tuple[str, ...] = ()
+    """The names of the norms of single taps; empty: `fc_norm.0` and so on."""
+
+    def stored(self, name: str) -> str:
+        """The name in the files of a tensor of the shape."""
+        if name in _OWN_NAMES:
+            return self.first + _OWN_NAMES[name]
+        if name.startswith("layers.0."):
+            return self.first + name.removeprefix("layers.0.")
+        if self.tap_norms and name.startswith("fc_norm."):
+            return f"{self.tap_norms[int(name.split('.')[1])]}.weight"
+        return name
+
+    def card(
+        self,
+        checkpoint: Checkpoint,
+        config: Checkpoint,
+        body: Checkpoint,
+        taps: Sequence[Tap],
+        *,
+        tap_norm: TapNorm,
+        target: str = "",
+    ) -> DraftDescription:
+        """The card of a checkpoint whose own keys are in `config` and those of its layers in `body`.
+
+        `taps` are empty where the checkpoint has no list of them; they are then the common ones. Raises
+        `ModelLoadError`.
+        """
+        chosen = tuple(taps) or _DEFAULT_TAPS
+        vocabulary, size = body.count("vocab_size"), body.count("hidden_size")
+        target_size = config.count("target_hidden_size", size)
+        reduced = config.count("draft_vocab_size", vocabulary)
+        if reduced > vocabulary:
+            config.refuse("draft_vocab_size", f"it must be at most vocab_size, {vocabulary}")
+        layers = body.count("num_hidden_layers", 1)
+        shape = FeatureShape(
+            body=decoder_shape(body, checkpoint.sizes, layers=layers, first=self.first),
+            entry="wide",
+            taps=len(chosen),
+            target_hidden_size=target_size,
+            tap_norm=tap_norm,
+            has_entry_bias=config.flag("bias"),
+            keeps_normed_residual=config.flag("norm_before_residual"),
+            feeds_normed=config.flag("norm_output"),
+        )
+        sizes: Sizes = {self.stored(name): size for name, size in shape.tensors().items()}
+        sizes |= ends_sizes(checkpoint, vocabulary, reduced, size, target_size)
+        checkpoint.check_tensors(sizes, MAPS)
+        return DraftDescription(
+            target,
+            vocabulary,
+            target_size,
+            (),
+            reduced if reduced < vocabulary else None,
+            kind="eagle",
+            taps=chosen,
+            shape=shape,
+            source=CONFIG,
+        )
+
+    def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
+        """The tensors of a checkpoint with this card. Raises `ModelLoadError`."""
+        if not isinstance(card.shape, FeatureShape):
+            raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
+        names = {name: self.stored(name) for name in card.shape.tensors()}
+        found = checkpoint.tensors([*names.values(), *ENDS, *MAPS])
+        return read_ends(checkpoint, card, found, {name: found[stored] for name, stored in names.items()})

@@ -1,0 +1,160 @@
+"""The shapes of drafting modules in public checkpoints, and the tensors that each shape has. Needs no torch.
+
+Names of tensors are those that most formats share; a format translates its own names. `drafting.public` computes with
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Sizes = dict[str, tuple[int, ...]]
+"""Sizes of tensors by name."""
+
+TapNorm = Literal["none", "joint", "each"]
+"""`joint`: one RMS norm over all taps of a position; `each`: one for each tap."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeShape:
+    """Rotary positions. They are the draft's own, never the target's."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    """The scaling, as `transformers` names it: `default`, `linear`, `llama3` or `yarn`."""
+    parameters: tuple[tuple[str, float | int | bool], ...] = ()
+    """Parameters of the scaling."""
+    most_positions: int = 2048
+    """The draft's `max_position_embeddings`, which `yarn` reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Decoder layers of Llama, Qwen2 or Qwen3: RMS norms, rotary positions, grouped queries, SwiGLU."""
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    intermediate_size: int
+    layers: int
+    norm_epsilon: float
+    rope: RopeShape
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    """Whether the projection after attention has a bias."""
+    has_head_norms: bool = False
+    """Whether queries and keys are normalised before they are rotated, each head by its own RMS."""
+
+    def tensors(self, inputs: int | None = None, *, has_first_norm: bool = True) -> Sizes:
+        """The tensors of all layers. `inputs` is the width of the first layer's attention inputs if it is another one.
+
+        A first layer with inputs of its own width has no norm before its attention.
+        """
+        found: Sizes = {}
+        for number in range(self.layers):
+            wide = self.hidden_size if number or inputs is None else inputs
+            own = self._layer(wide)
+            if number == 0 and (inputs is not None or not has_first_norm):
+                del own["input_layernorm.weight"]
+            found |= {f"layers.{number}.{name}": size for name, size in own.items()}
+        return found
+
+    def _layer(self, inputs: int) -> Sizes:
+        size, width = self.hidden_size, self.head_width
+        outputs = {"q": self.heads * width, "k": self.kv_heads * width, "v": self.kv_heads * width}
+        found: Sizes = {"input_layernorm.weight": (size,), "post_attention_layernorm.weight": (size,)}
+        for part, output in outputs.items():
+            found[f"self_attn.{part}_proj.weight"] = (output, inputs)
+            if self.has_qkv_bias:
+                found[f"self_attn.{part}_proj.bias"] = (output,)
+        found["self_attn.o_proj.weight"] = (size, outputs["q"])
+        if self.has_output_bias:
+            found["self_attn.o_proj.bias"] = (size,)
+        if self.has_head_norms:
+            found |= {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (width,)}
+        for part in ("gate", "up"):
+            found[f"mlp.{part}_proj.weight"] = (self.intermediate_size, size)
+        found["mlp.down_proj.weight"] = (size, self.intermediate_size)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureShape:
+    """A head that drafts token by token from the target's hidden states: EAGLE-1, EAGLE-3, MTP.
+
+    The input at position i is a feature of the target at i and the embedding of the token at i + 1; the output predicts
+    the token at i + 2. Beyond the committed text, the head's own output takes the place of the feature.
+    """
+
+    body: DecoderShape
+    entry: Literal["joined", "wide"]
+    """`joined`: one matrix maps embedding and feature to the layers' input (EAGLE-1, MTP). `wide`: the first layer's
+    attention reads both, and the feature is the residual stream (EAGLE-3)."""
+    taps: int
+    """Number of taps that are fused to the feature; 0: the feature is the target's last state after its final norm."""
+    target_hidden_size: int
+    """Width of one tap."""
+    tap_norm: TapNorm = "none"
+    has_entry_bias: bool = False
+    has_entry_norms: bool = True
+    """Whether embedding and feature are normalised before they enter the layers."""
+    is_hidden_first: bool = False
+    """Whether the feature is before the embedding in the input of the entry."""
+    has_first_norm: bool = True
+    """Whether the first layer of a joined entry normalises its input."""
+    has_output_norm: bool = True
+    """Whether outputs are normalised before the head."""
+    keeps_normed_residual: bool = False
+    """Whether the residual stream of a wide entry begins with the normalised feature."""
+    feeds_normed: bool = False
+    """Whether the output after the norm takes the place of the feature, instead of the one before it."""
+    hides_first_token: bool = False
+    """Whether the embedding beside the feature of position 0 is zero."""
+
+    def tensors(self) -> Sizes:
+        """The tensors of the head, without embedding and output head."""
+        size, joint = self.body.hidden_size, self.taps * self.target_hidden_size
+        found: Sizes = {}
+        if self.tap_norm == "joint":
+            found["input_norm.weight"] = (joint,)
+        if self.tap_norm == "each":
+            found |= {f"fc_norm.{number}.weight": (self.target_hidden_size,) for number in range(self.taps)}
+        found["fc.weight"] = (size, joint if self.entry == "wide" else 2 * size)
+        if self.has_entry_bias:
+            found["fc.bias"] = (size,)
+        if self.has_entry_norms:
+            found |= {"embedding_norm.weight": (size,), "feature_norm.weight": (size,)}
+        if self.has_output_norm:
+            found["norm.weight"] = (size,)
+        inputs = 2 * size if self.entry == "wide" else None
+        return found | self.body.tensors(inputs, has_first_norm=self.has_first_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaShape:
+    """Medusa heads: blocks `x + SiLU(W x + b)` and an output head for each depth (Cai et al. 2024)."""
+
+    hidden_size: int
+    depths: int
+    blocks: int
+    """Blocks of one head."""
+    rows: int
+    """Tokens of each own output head; 0: the target's head serves all depths."""
+    has_bias: bool = True
+
+    def tensors(self) -> Sizes:
+        """The tensors of all heads."""
+        size, found = self.hidden_size, Sizes()
+        for depth in range(self.depths):
+            for block in range(self.blocks):
+                found[f"{depth}.{block}.weight"] = (size, size)
+                if self.has_bias:
+                    found[f"{depth}.{block}.bias"] = (size,)
+            if self.rows:
+                found[f"{depth}.head.weight"] = (self.rows, size)
+        return found
+
+
+PublicShape = FeatureShape | MedusaShape

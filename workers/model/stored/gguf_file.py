@@ -1,0 +1,117 @@
+"""Reads the tensors of a GGUF file by the names that `transformers` gives to parameters, as they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from cluster.core.errors import ModelLoadError
+from workers.forward.weights.base import Storage
+from workers.forward.weights.gguf import gguf_storage
+
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """How a file of an architecture differs from the model of `transformers`."""
+
+    is_rotated: bool = False
+    """Whether each head's queries and keys alternate between both halves of a rotation."""
+    norm_offset: float = 0.0
+    """What the file adds to the weights of norms."""
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(is_rotated=True),  # mistral's, too
+    "qwen2": _Architecture(),
+    "qwen3": _Architecture(),
+    "phi3": _Architecture(),
+    "gemma3": _Architecture(norm_offset=1.0),
+}
+
+
+class GgufFile:
+    """A GGUF file, mapped into memory. Matrices are read one by one; none is de-quantized."""
+
+    def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of plain matrices, the file's own by default.
+
+        Raises `ModelLoadError` for a file that cannot be read, or of an unknown architecture.
+        """
+        try:
+            self._reader = gguf.GGUFReader(path)
+            name = self._field("general.architecture")
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ModelLoadError(f"GGUF file {str(path)!r} cannot be read: {error}") from error
+        if name not in _ARCHITECTURES:
+            raise ModelLoadError(
+                f"GGUF file {str(path)!r}: architecture {name!r} is not read as it is stored; "
+                f"it must be one of {', '.join(_ARCHITECTURES)}, or target.quantization must be none"
+            )
+        self.path = path
+        self._dtype = dtype
+        self._architecture = _ARCHITECTURES[name]
+        kind = next(kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+        self._names = gguf.get_tensor_name_map(kind, int(self._field(f"{name}.block_count")))
+        heads = self._field(f"{name}.attention.head_count")
+        self._heads = int(heads)
+        self._kv_heads = int(self._field(f"{name}.attention.head_count_kv", heads))
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def __contains__(self, parameter: str) -> bool:
+        return self._find(parameter) is not None
+
+    def matrix(self, parameter: str) -> Storage:
+        """The matrix of a parameter, as `model.layers.0.mlp.up_proj.weight`. Raises `ModelLoadError`."""
+        tensor = self._required(parameter)
+        inputs, outputs = (int(size) for size in tensor.shape)  # the innermost first
+        raw = torch.frombuffer(np.array(tensor.data), dtype=torch.uint8).view(outputs, -1)  # a copy of the mapped bytes
+        try:
+            storage = gguf_storage(tensor.tensor_type.name, raw, self._dtype)
+        except ValueError as error:
+            raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r}: {error}") from error
+        if storage.inputs != inputs:
+            raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r} has {storage.inputs} inputs")
+        if self._architecture.is_rotated and _ROTATED[0] in parameter:
+            return storage.take_outputs(_unrotated(outputs, self._heads))
+        if self._architecture.is_rotated and _ROTATED[1] in parameter:
+            return storage.take_outputs(_unrotated(outputs, self._kv_heads))
+        return storage
+
+    def vector(self, parameter: str) -> torch.Tensor:
+        """A vector, float32, as the model of `transformers` has it. Raises `ModelLoadError`."""
+        tensor = self._required(parameter)
+        values = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        is_rotated = self._architecture.is_rotated and parameter.endswith(".bias")
+        for name, heads in zip(_ROTATED, (self._heads, self._kv_heads), strict=True):
+            if is_rotated and name in parameter:
+                return values[_unrotated(len(values), heads)]
+        return values - self._architecture.norm_offset if "norm" in parameter else values.clone()
+
+    def _find(self, parameter: str) -> Any:
+        stem, _, suffix = parameter.rpartition(".")
+        name = self._names.get_name(stem)
+        return None if name is None else self._tensors.get(f"{name}.{suffix}")
+
+    def _required(self, parameter: str) -> Any:
+        tensor = self._find(parameter)
+        if tensor is None:
+            raise ModelLoadError(f"GGUF file {str(self.path)!r}: there is no tensor for {parameter!r}")
+        return tensor
+
+    def _field(self, name: str, default: Any = None) -> Any:
+        field = self._reader.fields.get(name)
+        if field is None and default is None:
+            raise KeyError(f"no field {name}")
+        return default if field is None else field.contents()
+
+
+def _unrotated(outputs: int, heads: int) -> torch.Tensor:
+    """Where the outputs of `transformers` are in the file: first half and second half of a head alternate there."""
+    return torch.arange(outputs).view(heads, -1, 2).transpose(1, 2).flatten()

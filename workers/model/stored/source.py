@@ -1,0 +1,47 @@
+"""Where the weights of a converted model are stored: the file that it was converted from.
+
+It imports no `transformers`, so that a process that finds packed weights starts without it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from cluster.core.errors import ModelLoadError
+from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
+
+STORED_IN = "stored_in.txt"
+"""The file in a converted model's directory that names what it was converted from."""
+
+
+def write_stored_in(directory: Path, file: Path) -> None:
+    """Note in `directory` which file its weights were converted from."""
+    (directory / STORED_IN).write_text(str(file.resolve()), "utf-8")
+
+
+def stored_file(directory: Path) -> Path | None:
+    """The GGUF file that the model in `directory` was converted from; `None` if it was not.
+
+    Raises `ModelLoadError` if that file is gone.
+    """
+    note = directory / STORED_IN
+    if note.is_file():
+        file = Path(note.read_text("utf-8"))
+        if not file.is_file():
+            raise ModelLoadError(
+                f"model directory {str(directory)!r}: the file {str(file)!r} that its weights are stored in is gone; "
+                "put it back, or set target.quantization to none"
+            )
+        return file
+    packaged = PACKAGED_MODELS.get(directory.name)
+    if packaged is None or packaged.is_marian:
+        return None
+    if len(packaged.parts) == 1 and packaged.span is None:
+        return packaged_file(directory.name, directory)
+    joined = directory / directory.name
+    if not joined.is_file():
+        with TemporaryDirectory(dir=directory) as scratch:
+            os.replace(packaged_file(directory.name, Path(scratch)), joined)  # other processes see a whole file or none
+    return joined
