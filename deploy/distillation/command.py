@@ -46,7 +46,8 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
         make(job)
     except KeyboardInterrupt:
         notices.print(
-            f"stopped; what is done is in {options.out}, and the same command goes on from there", markup=False
+            f"stopped; what is done is in {options.work_directory}, and the same command goes on from there",
+            markup=False,
         )
         raise
 

@@ -15,7 +15,7 @@ from workers.distill.chart import loss_curve
 from workers.distill.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
 from workers.distill.export import export
 from workers.distill.job import DistillJob
-from workers.distill.loop import TrainingPlan, training_plan
+from workers.distill.loop import training_plan
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
@@ -54,7 +54,10 @@ def distill_model(job: DistillJob) -> None:
         target = load_target(job.target, choose_device(options.device, 0))
         student = _make_student(job, target, student_plan, data)
     plan = budgeted(plan, options.work_directory / checkpoints.TENSORS, budget)
-    progress = _train(job, student, data, plan, target if plan.on_policy else None)
+    training = Training(
+        *(student, data.train, data.held_out, plan, options.work_directory), target=target if plan.on_policy else None
+    )
+    progress = _train(job, training, budget.left_for_training())
     held_out = _measure(student, data.held_out, options, options.max_length)
     evaluation = _measure(student, data.evaluation, options, _MAX_EVALUATED_LENGTH)
     curve = loss_curve(progress)
@@ -106,11 +109,8 @@ def _make_student(job: DistillJob, target: PreTrainedModel, plan: StudentPlan, d
     return make_student(target, plan, options.seed)
 
 
-def _train(
-    job: DistillJob, student: Student, data: DistillData, plan: TrainingPlan, target: PreTrainedModel | None
-) -> checkpoints.Progress:
-    training = Training(student, data.train, data.held_out, plan, job.options.work_directory, target=target)
-    with job.notices.stage("training") as stage:
+def _train(job: DistillJob, training: Training, longest: float) -> checkpoints.Progress:
+    with job.notices.stage("training", longest) as stage:
 
         def report(progress: checkpoints.Progress, done: float) -> None:
             loss = f", loss {progress.losses[-1][2]:.3f}" if progress.losses else ""

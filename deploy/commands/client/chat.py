@@ -7,8 +7,11 @@ import json
 import os
 import signal
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
@@ -63,10 +66,13 @@ def chat(
             await talking
 
     interrupts = Interrupts(notify)
+    mode = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
     try:
         asyncio.run(run())
     except asyncio.CancelledError:
-        # A thread still waits for a line, and Python would wait for it.
+        # A thread may still wait for a line: it holds stdin, which Python would close, and has changed the terminal.
+        if mode is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, mode)
         sys.stdout.flush()
         os._exit(SIGNALLED)
 
@@ -117,7 +123,7 @@ async def talk(
     interrupts = interrupts or Interrupts(notice)
     while not conversation.has_ended:
         try:
-            line = (await asyncio.to_thread(read_line)).strip()
+            line = (await _next_line(read_line)).strip()
         except EOFError:
             return
         if not line:
@@ -168,6 +174,21 @@ async def _answer(
     conversation.answered(body, received.text, received.receipt)
     if received.receipt is not None:
         notice(statistics(received.receipt, received.tokens, time.perf_counter() - begun))
+
+
+async def _next_line(read_line: ReadLine) -> str:
+    """Read a line in a thread that the event loop does not wait for when it ends."""
+    read: Future[str] = Future()
+    read.set_running_or_notify_cancel()  # so that its result can be set when nobody waits for it any more
+
+    def run() -> None:
+        try:
+            read.set_result(read_line())
+        except BaseException as error:
+            read.set_exception(error)
+
+    threading.Thread(target=run, name="read-line", daemon=True).start()
+    return await asyncio.wrap_future(read)
 
 
 def _prompting() -> ReadLine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import sys
@@ -11,14 +12,18 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cluster.core.errors import ConfigurationError
 from deploy import cli
 from deploy.distillation import target as distillation_target
 from deploy.distillation.command import distill
+from deploy.signals import SIGNALLED
 from tests.support.models import tiny, tiny_tokenizer
+from tests.support.terminal import CTRL_C, in_terminal
 from workers.distill.answers import read_answers
+from workers.distill.checkpoints import TENSORS
 from workers.distill.options import DistillOptions
 
 pytestmark = pytest.mark.slow
@@ -42,8 +47,8 @@ class DistillRun:
         self._write("bench", [{"turns": ["One?", "Two?"], "category": category} for category in categories])
         (directory / "notes.md").write_text("## Notes\n\nA sweep.\n")
 
-    def run(self, *more: str) -> int:
-        """Run the command. Returns its exit code."""
+    def arguments(self, *more: str) -> list[str]:
+        """The words of the command after its name."""
         arguments = ["--set", f"target.path={self._target}", "--set", "target.served_name=tiny"]
         arguments += ["--set", "target.kv.pool_bytes=4194304", "--answer-tokens", "240", "--max-tokens", "8"]
         for name in ("questions", "tasks"):
@@ -51,8 +56,11 @@ class DistillRun:
         arguments += ["--out", str(self.draft), "--work", str(self.work), "--layers", "0,2"]
         arguments += ["--evaluate", str(self.directory / "bench.jsonl"), "--evaluate-prompts", "2"]
         arguments += ["--vocabulary-size", "100", "--held-out", "3", "--precision", "float32", "--device", "cpu"]
-        arguments += ["--notes", str(self.directory / "notes.md"), *more]
-        self._monkeypatch.setattr(sys, "argv", ["pilotfish", "distill", *arguments])
+        return [*arguments, "--notes", str(self.directory / "notes.md"), *more]
+
+    def run(self, *more: str) -> int:
+        """Run the command. Returns its exit code."""
+        self._monkeypatch.setattr(sys, "argv", ["pilotfish", "distill", *self.arguments(*more)])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return int(ended.value.code or 0)
@@ -137,6 +145,25 @@ def test_finished_stages_are_not_repeated(finished_run: DistillRun, monkeypatch:
     assert (finished_run.work / "answers.jsonl").read_bytes() == answered
     again = load_file(finished_run.draft / "model.safetensors")
     assert all(value.equal(again[name]) for name, value in weights.items())
+
+
+async def test_ctrl_c_keeps_the_last_step_and_the_same_command_goes_on_from_it(distill_run: DistillRun) -> None:
+    stopped = copy(distill_run)
+    stopped.draft, stopped.work = distill_run.directory / "stopped", distill_run.directory / "stopped.work"
+
+    async with in_terminal("distill", *stopped.arguments("--steps", "100000")) as terminal:
+        seen = int((await terminal.shows(r"training: epoch \d+, step (\d+)"))[1])
+        terminal.type(CTRL_C)
+        await terminal.shows(f"stopped; what is done is in .*{stopped.work.name}, and the same command goes on")
+        assert await terminal.ends() == SIGNALLED
+    with safe_open(stopped.work / TENSORS, framework="pt") as file:
+        kept = json.loads(file.metadata()["progress"])["step"]
+    assert kept >= seen
+    answered = (stopped.work / "answers.jsonl").read_bytes()
+
+    assert await asyncio.to_thread(stopped.run, "--steps", str(kept + 1)) == 0
+    assert f": {kept + 1:,} steps" in (stopped.draft / "README.md").read_text()
+    assert (stopped.work / "answers.jsonl").read_bytes() == answered
 
 
 def test_a_draft_can_be_trained_further(finished_run: DistillRun) -> None:
