@@ -5,8 +5,9 @@ Exit codes: 2 for an error in the configuration or the request, 1 for other erro
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -54,7 +55,8 @@ _COMMANDS: dict[str, str | _Added] = {
 def main() -> NoReturn:
     """Run the command line. This is the `pilotfish` console script."""
     try:
-        command_line(sys.argv[1:])(standalone_mode=True, prog_name="pilotfish")
+        key = _completed_key(os.environ)
+        command_line(sys.argv[1:])(standalone_mode=True, prog_name="pilotfish", obj=key)
     except PilotfishError as error:
         for line in str(error).splitlines():
             notify(f"pilotfish: {line}")
@@ -62,6 +64,27 @@ def main() -> NoReturn:
     except (Interrupted, KeyboardInterrupt):
         sys.exit(SIGNALLED)
     sys.exit(0)
+
+
+def _completed_key(environment: MutableMapping[str, str]) -> str:
+    """The setting whose value bash asks for; empty where it asks for something else.
+
+    To bash, `draft.method=n` is three words, and it replaces the last one alone. That one remains.
+    """
+    cursor = int(environment.get("COMP_CWORD", 0))
+    words = environment.get("COMP_WORDS", "").split("\n")[: cursor + 1]
+    if "=" not in words:
+        return ""
+    completed = "" if words[-1] == "=" else words.pop()
+    key = ""
+    if words[-1] == "=":
+        words.pop()
+        key = "" if words[-1].startswith("-") else words.pop()
+    if words[-1] == "=":
+        words.pop()
+    whole = "\n".join(words).replace("\n=\n", "=").split("\n")
+    environment |= {"COMP_WORDS": "\n".join([*whole, completed]), "COMP_CWORD": str(len(whole))}
+    return key
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,13 +17,18 @@ def complete_config(incomplete: str) -> Iterator[str]:
     yield from (name for name in presets() if name.startswith(incomplete))
 
 
-def complete_setting(incomplete: str) -> Iterator[str]:
-    """Yield the keys of settings that begin so, with the sign that follows."""
+def complete_setting(context: typer.Context, incomplete: str) -> Iterator[str]:
+    """Yield the keys of settings that begin so, with the sign that follows; behind the sign, the values of the setting.
+
+    The context's object may be a key: the shell then asks for its value alone.
+    """
     name, sign, _ = incomplete.partition("=")
-    if sign:
+    if context.obj:
+        yield from (value for value in known_values(context.obj) if value.startswith(incomplete))
+    elif sign:
         yield from (f"{name}={value}" for value in known_values(name) if f"{name}={value}".startswith(incomplete))
-        return
-    yield from (f"{key}=" for key in dict.fromkeys((*known_keys(), *_SELECTING)) if key.startswith(incomplete))
+    else:
+        yield from (f"{key}=" for key in dict.fromkeys((*known_keys(), *_SELECTING)) if key.startswith(incomplete))
 
 
 def known_values(key: str) -> tuple[str, ...]:

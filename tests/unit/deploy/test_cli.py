@@ -204,6 +204,29 @@ class TestCommands:
         assert run(monkeypatch) == 0
         assert set(capsys.readouterr().out.split()) >= expected
 
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            (["plan", "--set", "draft.method", "=", "n"], {"ngram", "none"}),
+            (["plan", "--set", "server.page", "="], {"on", "off"}),
+            (["plan", "--set", "target.threads", "=", "2", "--set", "server.log_format", "=", "j"], {"json"}),
+            (["plan", "--set", "target.threads", "=", "2", "--set", "target.tensor_p"], {"target.tensor_parallel="}),
+            (["plan", "--set", "=", "server.page", "=", "o"], {"on", "off"}),
+        ],
+    )
+    def test_bash_splits_settings_at_the_sign_and_completes_what_follows_it(
+        self,
+        words: list[str],
+        expected: set[str],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setenv("_PILOTFISH_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", "\n".join(["pilotfish", *words]))
+        monkeypatch.setenv("COMP_CWORD", str(len(words)))
+        assert run(monkeypatch) == 0
+        assert set(capsys.readouterr().out.split()) == expected
+
     def test_the_script_of_the_completion_is_printed(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
