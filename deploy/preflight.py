@@ -29,6 +29,8 @@ _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I
 _LONGEST_HEADER = 100 * 1024 * 1024
 """Bytes; the bound that safetensors itself sets on its headers."""
 _MOST_NODES = 8
+
+_FEWER_RANKS = "lower target.tensor_parallel"
 """Nodes that a problem names."""
 
 
@@ -92,11 +94,11 @@ def capacity_problems(placement: Placement, nodes: Sequence[Resources]) -> Itera
     """Problems with GPUs and cores: there are too few, or none of the nodes has enough for a replica."""
     gpus, cpus = sum(node.gpus for node in nodes), round(sum(node.cpus for node in nodes), 2)
     if placement.gpus > gpus:
-        remedy = "lower target.tensor_parallel, set draft.method to one that loads no model, or set device: cpu"
-        yield Problem("GPUs", f"{placement.gpus} ({_claims(placement)})", str(gpus), remedy)
+        yield Problem("GPUs", f"{placement.gpus} ({_claims(placement)})", str(gpus), _fewer_gpus(placement))
     if round(placement.cpus, 2) > cpus:
         needed = f"{round(placement.cpus, 2):g}"
-        yield Problem("CPU cores", needed, f"{cpus:g}", "lower target.tensor_parallel or free cores")
+        remedy = f"{_FEWER_RANKS} or free cores" if len(placement.target.bundles) > 1 else "free cores"
+        yield Problem("CPU cores", needed, f"{cpus:g}", remedy)
     if placement.gpus > gpus or round(placement.cpus, 2) > cpus:
         return
     found = fit(placement, nodes)
@@ -111,8 +113,16 @@ def capacity_problems(placement: Placement, nodes: Sequence[Resources]) -> Itera
             "GPUs on one node" if lacks_gpus else "CPU cores on one node",
             f"{group.gpus if lacks_gpus else round(group.cpus, 2):g} for a replica of the {group.role}",
             f"{', '.join(f'{count:g} on {node}' for node, count in left[:_MOST_NODES])} without the other replicas",
-            "lower target.tensor_parallel or the number of replicas, or add a node",
+            f"{_FEWER_RANKS} or the number of replicas, or add a node",
         )
+
+
+def _fewer_gpus(placement: Placement) -> str:
+    """What claims fewer GPUs than the placement does."""
+    remedies = [_FEWER_RANKS] if len(placement.target.bundles) > 1 else []
+    if any(role.role == "draft" and bundle.gpus for role in placement.roles for bundle in role.bundles):
+        remedies.append("set draft.method to one that loads no model")
+    return ", or ".join([*remedies, "set target.device to cpu"])
 
 
 def port_problems(server: ServerSection) -> Iterator[Problem]:

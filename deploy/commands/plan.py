@@ -115,11 +115,17 @@ def placement_table(configuration: Configuration, placement: Placement, nodes: S
     """The placement as a table: one row per process."""
     cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
     several = f" of {len(nodes)} nodes" if len(nodes) > 1 else ""
-    table = Table(title=f"Placement on {cpus:g} cores and {gpus} GPUs{several}", title_justify="left", box=SIMPLE)
+    table = Table(
+        title=f"Placement on {cpus:g} cores and {gpus} GPUs{several}",
+        title_justify="left",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
     columns = ("role", "process", *(("node",) if several else ()), "device", "CPU", "GPU", "threads", "what")
     for heading in columns:
         numeric = heading in ("CPU", "GPU", "threads")
-        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+        is_short = heading not in ("node", "what")
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=is_short)
     what = _descriptions(configuration)
     for row in _rows(placement, nodes):
         named = [f"replica {row['replica'] + 1}"] if _has_several(placement, row["role"]) else []

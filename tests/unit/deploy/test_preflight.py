@@ -48,7 +48,18 @@ def test_missing_gpus_are_counted_by_role() -> None:
 
     line = only(preflight.capacity_problems(plan(configuration, [LAPTOP]), [Resources(4, 1, 8 << 30)]))
 
-    assert "GPUs: needed 2 (2 for the target), found 1" in line
+    assert line == (
+        "GPUs: needed 2 (2 for the target), found 1; lower target.tensor_parallel, or set target.device to cpu"
+    )
+
+
+def test_what_claims_fewer_gpus_depends_on_who_claims_them() -> None:
+    draft = {"draft.method": "model", "draft.model.path": "draft", "draft.model.device": "cuda"}
+    configuration = load_configuration({}, {"target.device": "cuda", **draft})
+
+    line = only(preflight.capacity_problems(plan(configuration, [LAPTOP]), [Resources(4, 0, 8 << 30)]))
+
+    assert line.endswith("; set draft.method to one that loads no model, or set target.device to cpu")
 
 
 def test_standby_ranks_are_refused_on_gpus(tmp_path: Path) -> None:
