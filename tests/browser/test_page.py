@@ -102,7 +102,7 @@ async def test_the_race_ends_equal(browser: Browser, url: str, screenshots: Path
         await page.wait_for_selector("#race-result:not([hidden])", timeout=ANSWER_MS)
         result = await page.inner_text("#race-result")
         assert result.startswith("Equal: all ")
-        assert re.search(r"\d+ passes in \d+\.\d\d s without drafts, \d+ passes in .* times as (fast|slow)", result)
+        assert re.search(r"\d+ target steps in \d+\.\d\d s without drafts, \d+ target steps in .* times as (fast|slow)", result)
         plain, drafts = [await page.inner_text(f"#lane-{name} .text") for name in ("plain", "drafts")]
         assert plain == drafts != ""
         assert await page.locator("#lane-drafts .token.draft").count() > 0
@@ -216,8 +216,10 @@ async def test_a_server_that_is_away_is_one_state_with_retry(browser: Browser, f
         await page.locator(".message.assistant .foot").nth(1).wait_for(timeout=ANSWER_MS)
 
 
-async def test_an_answer_is_verified_and_replayed_from_its_receipt(browser: Browser, url: str) -> None:
-    async with opened(browser, url) as page:
+async def test_an_answer_is_verified_and_replayed_from_its_receipt(
+    browser: Browser, url: str, screenshots: Path | None
+) -> None:
+    async with opened(browser, url, width=1360, height=880) as page:
         await ask(page, "Name three rivers.", tokens=24, seed="18446744073709551610", temperature="0.9")
         text = await last_text(page)
         await page.click(".foot >> text=Receipt")
@@ -226,6 +228,7 @@ async def test_an_answer_is_verified_and_replayed_from_its_receipt(browser: Brow
         assert bundle["receipt"]["seed"] == 18446744073709551610
         await page.click("#verify")
         await page.wait_for_selector("#verdict.good", timeout=ANSWER_MS)
+        await save(page, screenshots, "receipt")
         await page.fill("#bundle", json.dumps(bundle | {"text": text.replace(" ", "  ", 1)}))
         await page.click("#verify")
         await page.wait_for_selector("#verdict.bad", timeout=ANSWER_MS)
@@ -297,6 +300,8 @@ async def test_colours_and_widths(browser: Browser, url: str, screenshots: Path 
         assert "tokens per second" in (await page.locator(".replica .line text").all_text_contents())
         await asyncio.sleep(2)
         await save(page, screenshots, "cluster-dark")
+        await page.click("#theme")
+        await save(page, screenshots, "cluster")
     async with opened(browser, url, width=390, height=844) as page:
         await ask(page, PROMPT)
         for name in ("chat", "race", "receipt", "cluster"):

@@ -218,7 +218,7 @@ export class Chat {
     const origins = originsOf(answer.origins);
     this.#showOrigins(answer);
     const parts = [
-      `${answer.ids.length} tokens in ${answer.passes.length} passes`,
+      `${answer.ids.length} tokens in ${answer.passes.length} target steps`,
       answer.acceptance === null ? "no drafts" : `${percent(answer.acceptance)} of drafts accepted${origins ? ` (${origins})` : ""}`,
       `${answer.tokensPerSecond.toFixed(1)} tokens/s`,
       `seed ${answer.seed}`,

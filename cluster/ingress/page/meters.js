@@ -8,7 +8,7 @@ const HEIGHT = 56;
 
 const FIGURES = [
   ["tokens", "tokens", (answer) => answer.ids.length],
-  ["passes", "target passes", (answer) => answer.passes.length],
+  ["passes", "target steps", (answer) => answer.passes.length],
   ["per-pass", "tokens per step", (answer) => answer.tokensPerPass.toFixed(2)],
   ["acceptance", "drafts accepted", (answer) => percent(answer.acceptance)],
   ["rate", "tokens per second", (answer) => answer.tokensPerSecond.toFixed(1)],
@@ -60,7 +60,7 @@ export function drawStrip(place, answer, chosen) {
     );
     return group;
   });
-  const label = `Tokens of the last ${passes.length} passes`;
+  const label = `Tokens of the last ${passes.length} steps`;
   const picture = svg("svg", { viewBox: `0 0 ${BARS * BAR} ${HEIGHT}`, role: "img", "aria-label": label });
   picture.append(svg("line", { class: "axis", x1: 0, y1: line + 0.5, x2: BARS * BAR, y2: line + 0.5 }), ...bars);
   place.replaceChildren(picture);

@@ -106,7 +106,7 @@ export class Race {
     let place = 0;
     while (place < length && plain.ids[place] === drafts.ids[place]) place += 1;
     const isEqual = place === length;
-    const side = (answer) => `${answer.passes.length} passes in ${(answer.last / 1000).toFixed(2)} s`;
+    const side = (answer) => `${answer.passes.length} target steps in ${(answer.last / 1000).toFixed(2)} s`;
     const factor = plain.last / drafts.last;
     const verdict = factor >= 1 ? `${factor.toFixed(2)} times as fast` : `${(1 / factor).toFixed(2)} times as slow`;
     const figures = `${side(plain)} without drafts, ${side(drafts)} with them: ${verdict} (${how})`;

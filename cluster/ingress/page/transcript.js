@@ -30,9 +30,9 @@ export function originsOf(counts) {
 
 /** What is shown over a token: its pass, and who wrote it first. */
 export function titleOf(token, method) {
-  if (!token.drafted) return `pass ${token.pass}: the target’s own`;
+  if (!token.drafted) return `step ${token.pass}: the target’s own`;
   const from = ORIGINS[token.origin] ? `, from ${ORIGINS[token.origin]}` : "";
-  return `pass ${token.pass}: drafted${method ? ` by ${method}` : ""}${from}`;
+  return `step ${token.pass}: drafted${method ? ` by ${method}` : ""}${from}`;
 }
 
 /** Mark the tokens of one pass. */

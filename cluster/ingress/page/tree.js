@@ -28,9 +28,9 @@ export function visible(text) {
 export function summary(pass, method) {
   const own = pass.tokens.filter((token) => !token.drafted).map((token) => `“${visible(token.text)}”`);
   const wrote = own.length ? `; the target wrote ${own.join(", ")}` : "";
-  if (!pass.texts.length) return `Pass ${pass.number}: nothing was drafted${wrote}.`;
+  if (!pass.texts.length) return `Step ${pass.number}: nothing was drafted${wrote}.`;
   const by = method ? ` by ${method}` : "";
-  return `Pass ${pass.number}: ${pass.texts.length} tokens drafted${by}, ${pass.accepted.length} accepted${wrote}.`;
+  return `Step ${pass.number}: ${pass.texts.length} tokens drafted${by}, ${pass.accepted.length} accepted${wrote}.`;
 }
 
 /** Draw a pass into `place`. */
@@ -109,7 +109,7 @@ function box(node) {
   const label = svg("text", { x: node.x + node.width / 2, y: middle(node) + 4, "text-anchor": "middle" });
   label.textContent = visible(node.text);
   const title = svg("title");
-  title.textContent = { root: "before the pass", draft: "drafted and accepted", target: "the target’s own", rejected: "drafted and rejected" }[node.kind];
+  title.textContent = { root: "before the step", draft: "drafted and accepted", target: "the target’s own", rejected: "drafted and rejected" }[node.kind];
   const shape = svg("rect", { x: node.x, y, width: node.width, height: NODE, rx: 6 });
   return svg("g", { class: `node ${node.kind}` }, title, shape, label);
 }
