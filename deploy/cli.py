@@ -83,7 +83,7 @@ def _completed_key(environment: MutableMapping[str, str]) -> str:
     if words[-1] == "=":
         words.pop()
     whole = "\n".join(words).replace("\n=\n", "=").split("\n")
-    environment |= {"COMP_WORDS": "\n".join([*whole, completed]), "COMP_CWORD": str(len(whole))}
+    environment.update({"COMP_WORDS": "\n".join([*whole, completed]), "COMP_CWORD": str(len(whole))})
     return key
 
 
