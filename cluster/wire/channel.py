@@ -37,6 +37,8 @@ def open_channel(
         *message_options(max_message_bytes),
         *_KEEPALIVE_OPTIONS,
         ("grpc.enable_retries", 0),  # a Generate call must not run twice
+        # Else a process that starts at the port of a dead one is refused while an older channel waits to try again.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),  # a proxy to the internet cannot reach addresses of the cluster
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -282,6 +282,7 @@ class IngressReplica:
         return Page(self._section.grpc_port, self._kill_drafter if self._section.demo == "on" else None)
 
     async def _kill_drafter(self) -> bool:
+        await self._directory.beat()  # a drafter may be newer than the last view
         return await kill_drafter(self._directory.view, self._application)
 
     def _coordinators(self) -> tuple[CoordinatorView, ...]:

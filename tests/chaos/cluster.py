@@ -170,6 +170,10 @@ class ChaosCluster:
             if slot.is_ready and slot.process is not None
         ]
 
+    def serving(self) -> dict[str, str]:
+        """The address of each process, empty while it does not serve."""
+        return {slot.name: slot.address for slot in self.slots}
+
     @property
     def slots(self) -> list[Slot]:
         """All slots."""

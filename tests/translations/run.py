@@ -113,6 +113,10 @@ async def _cluster(
         yield client, cluster
         await client.close()
         cluster.check()
+    except Exception as error:
+        error.add_note(f"lost processes: {cluster.replacements.reasons}, and at the end: {cluster.serving()}")
+        error.add_note("".join((logs / "processes.log").read_text(errors="replace").splitlines(keepends=True)[-60:]))
+        raise
     finally:
         await cluster.stop()
 

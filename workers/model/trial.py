@@ -47,8 +47,8 @@ _TEXT, _NEIGHBOR, _SOURCE = 12, 9, 7
 """Tokens of the trial's two texts, and of the source of an encoder."""
 _STORED = 6
 """Tokens of the text that are stored before a chain or a tree."""
-_TREE = ((3, 1, 4, 5), (-1, -1, 0, 2))
-"""Numbers of the tree's tokens and their parents: two branches, one of them three tokens long."""
+_PATHS = ((3, 4, 5), (1,))
+"""Numbers of the tokens of the tree's branches. They meet where a small vocabulary gives them one token."""
 
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Bounds on |found - expected| / |expected| of a token's logits, both less their mean.
@@ -92,11 +92,11 @@ class _Texts:
 
 
 def _texts(vocabulary: int) -> _Texts:
-    numbers, parents = _TREE
+    paths = [tuple(_token(2 * _TEXT + number, vocabulary) for number in path) for path in _PATHS]
     return _Texts(
         tuple(_token(index, vocabulary) for index in range(_TEXT)),
         tuple(_token(_TEXT + index, vocabulary) for index in range(_NEIGHBOR)),
-        TokenTree(tuple(_token(2 * _TEXT + number, vocabulary) for number in numbers), parents),
+        TokenTree.from_candidates(paths, sum(map(len, paths))),
     )
 
 

@@ -216,7 +216,7 @@ UNREAD: dict[str, str] = {
     "Reliability._trials": RATES,
     "RankRates._rates": RATES,
     "NativeDecoder._scratch": SCRATCH,
-    "PackedLinear._input": SCRATCH,
+    "PackedProduct._input": SCRATCH,
     "WindowLayers._scratch": SCRATCH,
     "WorkBuffers._scratch": SCRATCH,
     "ModelRunner._shapes": LAST,

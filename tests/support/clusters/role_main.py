@@ -7,6 +7,7 @@ that load torch are imported by the fork server, so that a process starts in a f
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import logging
 import os
@@ -92,6 +93,7 @@ def run_role(spec: str, pipe: Connection, log: str) -> None:
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    faulthandler.enable()
     torch.set_num_threads(1)
     role = RoleSpec.from_json(spec)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role.kind} %(process)d: %(message)s", force=True)

@@ -70,6 +70,11 @@ def test_state_that_is_lost_between_steps_is_noticed(tmp_path: Path, monkeypatch
         load(directory)
 
 
+@pytest.mark.parametrize("vocabulary", [4, 5, 6, 8, 13])
+def test_a_small_vocabulary_has_tokens_enough_for_the_trial(tmp_path: Path, vocabulary: int) -> None:
+    assert load(tiny.save(tmp_path, tiny.llama(vocab_size=vocabulary))).layers
+
+
 def test_positions_that_a_model_counts_itself_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny.save(tmp_path, tiny.llama())
     original = modeling_llama.LlamaAttention.forward

@@ -14,9 +14,11 @@ from cluster.core.errors import (
     PilotfishError,
     TargetUnavailable,
 )
+from cluster.wire.channel import open_channel
 from cluster.wire.connection import Resolve
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
+from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
 from tests.support.fakes.wire_servers import BATCH, HOST, INFO, RESULT, ROWS, TIMEOUT_SECONDS, ScriptedServer
 from tests.support.fakes.wire_servers import channel as channel
@@ -77,6 +79,24 @@ async def test_an_absent_server_is_unavailable_at_once() -> None:
             await client.list_models()
         assert not await client.is_ready()
         await asyncio.gather(target.close(), client.close())
+
+
+async def test_a_server_that_starts_at_the_port_of_a_dead_one_is_reached_at_once() -> None:
+    with socket.socket() as placeholder:
+        placeholder.bind((HOST, 0))
+        port = placeholder.getsockname()[1]
+
+    async def resolve() -> str:
+        return f"{HOST}:{port}"
+
+    async with open_channel(await resolve()) as old:
+        old.get_state(try_to_connect=True)
+        await asyncio.sleep(1.5)  # it has tried several times, and waits longer now
+        async with WireServer(HOST, port) as server:
+            await server.start()
+            client = GenerationClient(resolve)
+            assert await client.is_reachable()
+            await client.close()
 
 
 async def test_an_http_proxy_of_the_environment_is_ignored(
