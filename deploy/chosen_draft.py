@@ -18,6 +18,8 @@ _OPTION = "--speculative-config"
 _METHODS = {
     "eagle": "eagle",
     "eagle3": "eagle",
+    "dflash": "block",
+    "dspark": "block",
     "medusa": "heads",
     "draft_model": "model",
     "ngram": "ngram",

@@ -157,4 +157,78 @@ class MedusaShape:
         return found
 
 
-PublicShape = FeatureShape | MedusaShape
+@dataclass(frozen=True, slots=True)
+class MarkovShape:
+    """DSpark's Markov head: a low-rank bias on the logits of a slot, given the token before it."""
+
+    rank: int
+    kind: Literal["vanilla", "gated", "rnn"]
+    """`vanilla`: the token before alone decides. `gated`: the slot's hidden vector gates it. `rnn`: a state goes from
+    slot to slot."""
+    vocabulary: int
+    """Tokens that can be before a slot: those of the target."""
+    rows: int
+    """Tokens of the output head."""
+
+    def tensors(self, hidden_size: int) -> Sizes:
+        """The tensors of the head."""
+        rank = self.rank
+        found: Sizes = {
+            "markov_head.markov_w1.weight": (self.vocabulary, rank),
+            "markov_head.markov_w2.weight": (self.rows, rank),
+        }
+        if self.kind == "gated":
+            found |= _linear("markov_head.gate_proj", hidden_size + rank, rank)
+        if self.kind == "rnn":
+            found |= _linear("markov_head.joint_proj", 2 * rank + hidden_size, 3 * rank)
+        return found
+
+
+def _linear(name: str, inputs: int, outputs: int) -> Sizes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedBlockShape:
+    """DFlash and DSpark: the last token and mask tokens after it attend to each other, and one pass predicts them all.
+
+    They also attend to the context, whose keys and values come from the target's taps at each position alone.
+    """
+
+    body: DecoderShape
+    slots: int
+    """The last token and the mask tokens."""
+    taps: int
+    mask_token: int
+    predicts_next: bool
+    """Whether a slot predicts the token after it, the last token's slot too (DSpark), or the token at it (DFlash)."""
+    markov: MarkovShape | None = None
+    confidence: Literal["none", "hidden", "markov"] = "none"
+    """What the confidence head reads: the slot's hidden vector, or this and the Markov embedding of the token
+    before."""
+    has_mask_embedding: bool = False
+    """Whether a vector of its own takes the place of the mask token's embedding."""
+
+    @property
+    def depths(self) -> int:
+        """Tokens that one pass predicts."""
+        return self.slots if self.predicts_next else self.slots - 1
+
+    def tensors(self) -> Sizes:
+        """The tensors in the files of weights, without embedding, output head and mask embedding."""
+        size = self.body.hidden_size
+        found: Sizes = {
+            "fc.weight": (size, self.taps * size),
+            "hidden_norm.weight": (size,),
+            "norm.weight": (size,),
+        }
+        found |= self.body.tensors()
+        if self.markov is not None:
+            found |= self.markov.tensors(size)
+        if self.confidence != "none":
+            rank = self.markov.rank if self.confidence == "markov" and self.markov is not None else 0
+            found |= _linear("confidence_head.proj", size + rank, 1)
+        return found
+
+
+PublicShape = FeatureShape | MedusaShape | MaskedBlockShape

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from cluster.core.config.draft_section import DraftModuleSection
 from cluster.core.config.sections import Configuration
+from workers.draft.common.modules.ranked_paths import MOST_PARENTS
 from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
 from workers.model.draft_card import DraftDescription
 from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
 from workers.model.formats.registry import read_draft
-from workers.model.public_shapes import FeatureShape, MedusaShape, Sizes
+from workers.model.public_shapes import FeatureShape, MaskedBlockShape, MedusaShape, Sizes
 from workers.model.weight_counts import count_layers, count_matrices, count_part, count_weights
 
 _EXIT = "early_exit"
@@ -58,6 +59,11 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
                 proposed += _matrices(shape.tensors()) + _head(card)
             case MedusaShape() as shape:
                 step += _matrices(shape.tensors()) + (0 if shape.rows else shape.depths * _head(card))
+            case MaskedBlockShape() as shape:
+                entered, layers, later = _of_block(shape.tensors())
+                committed += entered
+                parents = 1 + (shape.depths - 1) * MOST_PARENTS
+                step += shape.slots * layers + shape.depths * _head(card) + parents * later
             case TableShape():
                 pass  # it looks tokens up
             case _ if name != _EXIT:
@@ -70,6 +76,14 @@ def _one_pass(directory: Path, card: DraftDescription, depths: int) -> int:
     matrices = {name: count for name, count in count_matrices(directory).items() if not name.startswith(_OF_CONTEXT)}
     deep = sum(count for name, count in matrices.items() if name.startswith(_PER_DEPTH))
     return sum(matrices.values()) - deep + depths * (deep + _head(card))
+
+
+def _of_block(sizes: Sizes) -> tuple[int, int, int]:
+    """Multiply-adds of a public block drafter: for a committed token, a slot, and heads below a candidate."""
+    layers = {name: size for name, size in sizes.items() if name.startswith("layers.")}
+    context = {name: size for name, size in layers.items() if ".k_proj." in name or ".v_proj." in name}
+    heads = {name: size for name, size in sizes.items() if "_head." in name and not name.endswith("markov_w1.weight")}
+    return _matrices(context | {"fc.weight": sizes["fc.weight"]}), _matrices(layers), _matrices(heads)
 
 
 def _head(card: DraftDescription) -> int:

@@ -160,3 +160,74 @@ class Eagle1:
     def changed(self, **fields: object) -> Eagle1:
         """Another reading of the same checkpoint."""
         return replace(self, **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class MaskedBlock:
+    """DFlash (Chen et al. 2026) and DSpark: the last token and mask tokens attend to each other and to fused taps."""
+
+    tensors: Mapping[str, Tensor]
+    embedding: Tensor
+    head: Tensor
+    mask: Tensor
+    """The embedding of the mask token."""
+    slots: int = 4
+    predicts_next: bool = False
+    markov: str = "none"
+    is_causal: bool = False
+    body: Body = Body()
+
+    def hidden(self, states: Sequence[Tensor], last: int) -> Tensor:
+        """The vectors of the slots that predict, from hidden states before the last token, [tokens, hidden size]."""
+        epsilon = self.body.epsilon
+        context = torch.cat(list(states), dim=-1) @ self.tensors["fc.weight"].T
+        context = norm(context, self.tensors["hidden_norm.weight"], epsilon)
+        known = len(context)
+        seen = torch.ones(known + self.slots, known + self.slots).bool()
+        if self.is_causal:
+            seen = seen.tril()
+        rows = torch.stack([self.embedding[last], *[self.mask] * (self.slots - 1)])
+        for number in range(2):
+            layer = part(self.tensors, f"layers.{number}.")
+            inputs = torch.cat([context, norm(rows, layer["input_layernorm.weight"], epsilon)])
+            rows = rows + attention(layer, inputs, range(known + self.slots), self.body, seen)[known:]
+            rows = mlp(layer, rows, self.body)
+        found = norm(rows, self.tensors["norm.weight"], epsilon)
+        return found if self.predicts_next else found[1:]
+
+    def logits(self, hidden: Tensor, path: Sequence[int]) -> Tensor:
+        """Logits [draft vocabulary] of the slot after `path`, which begins with the last token."""
+        depth = len(path) - 1
+        found = hidden[depth] @ self.tensors.get("lm_head.weight", self.head).T
+        return found if self.markov == "none" else found + self._bias(hidden, path)
+
+    def confidence(self, hidden: Tensor, path: Sequence[int]) -> float | None:
+        """The probability that the slot's token is accepted, by the confidence head."""
+        weight = self.tensors.get("confidence_head.proj.weight")
+        if weight is None:
+            return None
+        inputs = hidden[len(path) - 1]
+        if weight.shape[1] > len(inputs):
+            inputs = torch.cat([inputs, self.tensors["markov_head.markov_w1.weight"][path[-1]]])
+        return float(torch.sigmoid(weight[0] @ inputs + self.tensors["confidence_head.proj.bias"][0]))
+
+    def changed(self, **fields: object) -> MaskedBlock:
+        """Another reading of the same checkpoint."""
+        return replace(self, **fields)  # type: ignore[arg-type]
+
+    def _bias(self, hidden: Tensor, path: Sequence[int]) -> Tensor:
+        tensors = part(self.tensors, "markov_head.")
+        first, second = tensors["markov_w1.weight"], tensors["markov_w2.weight"]
+        before = first[path[-1]]
+        if self.markov == "vanilla":
+            return second @ before
+        if self.markov == "gated":
+            joined = torch.cat([hidden[len(path) - 1], before])
+            return second @ (torch.sigmoid(tensors["gate_proj.weight"] @ joined + tensors["gate_proj.bias"]) * before)
+        state = output = torch.zeros_like(before)
+        for slot, token in enumerate(path):
+            joined = torch.cat([state, first[token], hidden[slot]])
+            gate, candidate, output = (tensors["joint_proj.weight"] @ joined + tensors["joint_proj.bias"]).chunk(3)
+            gate = torch.sigmoid(gate)
+            state = gate * state + (1 - gate) * torch.tanh(candidate)
+        return second @ torch.tanh(output)

@@ -139,6 +139,92 @@ def eagle1(*, has_bias: bool = True, biases: Sequence[str] = ()) -> Tensors:
     return found | ({"fc.bias": draw.matrix(HIDDEN)} if has_bias else {})
 
 
+SLOTS, MASK, RANK = 4, VOCABULARY - 1, 8
+"""The block of the drafters here, its mask token, and the rank of their Markov heads."""
+QWEN3: dict[str, Any] = LLAMA | {"model_type": "qwen3", "head_dim": WIDTH, "num_hidden_layers": 2}
+DFLASH: dict[str, Any] = QWEN3 | {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": SLOTS,
+    "num_target_layers": 8,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5]},
+}
+"""The configuration of DFlash as its authors write it."""
+DSPARK: dict[str, Any] = QWEN3 | {
+    "architectures": ["Qwen3DSparkModel"],
+    "layer_types": ["full_attention", "full_attention"],
+    "block_size": SLOTS,
+    "num_target_layers": 8,
+    "target_layer_ids": [1, 3, 5],
+    "mask_token_id": MASK,
+    "num_anchors": 512,
+    "markov_rank": RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+"""The configuration of DSpark as its authors write it."""
+
+
+def block(*, taps: int = 3, biases: Sequence[str] = (), vocabulary: Sequence[int] | None = None) -> Tensors:
+    """The tensors of a DFlash drafter; `vocabulary` are the tokens of a head of its own."""
+    draw = Draw(10)
+    found = {"fc.weight": draw.matrix(HIDDEN, taps * HIDDEN)}
+    found |= {f"{name}.weight": draw.norm(HIDDEN) for name in ("hidden_norm", "norm")}
+    for number in range(2):
+        found |= draw.layer(f"layers.{number}.", head_norms=True, biases=biases)
+        found[f"layers.{number}.input_layernorm.weight"] = draw.norm(HIDDEN)
+    return found | ({} if vocabulary is None else reduced_vocabulary(draw, vocabulary))
+
+
+def spark(
+    kind: str = "vanilla",
+    *,
+    size: int = VOCABULARY,
+    vocabulary: Sequence[int] | None = None,
+    confidence: str = "markov",
+) -> Tensors:
+    """The tensors of a DSpark drafter for a target with `size` tokens. `confidence` is what that head reads."""
+    draw, found = Draw(11), block(vocabulary=vocabulary)
+    rows = size if vocabulary is None else len(vocabulary)
+    found |= {
+        "markov_head.markov_w1.weight": 4 * draw.matrix(size, RANK),
+        "markov_head.markov_w2.weight": 4 * draw.matrix(rows, RANK),
+    }
+    inputs, name = (HIDDEN + RANK, "gate_proj") if kind == "gated" else (HIDDEN + 2 * RANK, "joint_proj")
+    if kind != "vanilla":
+        outputs = RANK if kind == "gated" else 3 * RANK
+        found[f"markov_head.{name}.weight"] = draw.matrix(outputs, inputs)
+        found[f"markov_head.{name}.bias"] = draw.matrix(outputs)
+    if confidence != "none":
+        found["confidence_head.proj.weight"] = draw.matrix(1, HIDDEN + (RANK if confidence == "markov" else 0))
+        found["confidence_head.proj.bias"] = draw.matrix(1)
+    return found
+
+
+def speculators_block(kind: str, **changes: Any) -> dict[str, Any]:
+    """The configuration of a block drafter, `dflash` or `dspark`, as the library `speculators` writes it."""
+    heads = {
+        "markov_rank": RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    common = {
+        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_config": speculators_config()["speculators_config"] | {"algorithm": kind},
+        "transformer_layer_config": QWEN3,
+        "draft_vocab_size": VOCABULARY,
+        "block_size": SLOTS,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [2, 4, 6],
+        "mask_token_id": MASK,
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": kind == "dspark",
+    }
+    return common | (heads if kind == "dspark" else {}) | changes
+
+
 def medusa(prefix: str = "", *, depths: int = 3, blocks: int = 1, has_heads: bool = True) -> Tensors:
     """The tensors of Medusa heads as their authors store them."""
     draw, found = Draw(7), Tensors()

@@ -85,6 +85,22 @@ class TestOptionOfVllm:
         wider = load_settings("cpu", ["draft.max_nodes=12"], {}, below=below).configuration.draft
         assert (wider.max_depth, wider.max_nodes) == (5, 12)
 
+    @pytest.mark.parametrize("method", ["dflash", "dspark"])
+    def test_a_block_drafter(self, method: str, tmp_path: Path) -> None:
+        spark = method == "dspark"
+        public_drafts.write(
+            tmp_path,
+            public_drafts.DSPARK if spark else public_drafts.DFLASH,
+            public_drafts.spark() if spark else public_drafts.block(),
+        )
+        given = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
+
+        draft = load_settings("cpu", (), {}, below=from_speculative_config(json.dumps(given))).configuration.draft
+
+        assert (draft.name, draft.max_depth, draft.max_nodes) == ("block", 3, 3)
+        assert draft.modules["block"].path == str(tmp_path)
+        assert load_settings("cpu", [f"draft.path={tmp_path}"], {}).configuration.draft.name == "block"
+
     def test_lookups(self) -> None:
         given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 3}
 

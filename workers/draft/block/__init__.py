@@ -1,4 +1,4 @@
-"""A block drafter: one pass of a small module predicts several tokens at once (DFlash, Chen et al. 2026).
+"""A block drafter: one pass of a small module predicts several tokens at once (DFlash, Chen et al. 2026; DSpark).
 
 Its keys and values come from the target's hidden states, so it needs no pass over the text. A selector ranks the
 candidates of each depth anew below each candidate of the depth before, and the most probable paths form a tree.

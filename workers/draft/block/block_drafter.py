@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,20 +14,45 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, Row
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.block.block_pass import BlockPass
+from workers.draft.block.markov_ranker import MarkovRanker
+from workers.draft.block.masked_pass import MaskedBlockPass
 from workers.draft.common.modules.context_session import ContextSession
 from workers.draft.common.modules.context_store import ContextStore
-from workers.draft.common.modules.context_window import ContextRows, ContextShape
-from workers.draft.common.modules.module_settings import ContextModuleSettings
+from workers.draft.common.modules.context_window import ContextRows, ContextShape, ContextWindow
+from workers.draft.common.modules.module_settings import ContextModuleSettings, Weights
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
-from workers.draft.common.modules.ranked_paths import TreeForm
-from workers.draft.common.modules.served_module import computed_type, load_served_module
+from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
+from workers.draft.common.modules.served_module import ServedModule, computed_type, load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import Sessions
 from workers.model.drafting.block import BlockDrafter
+from workers.model.drafting.public import PublicModule
+from workers.model.public_shapes import MaskedBlockShape
+from workers.sampling.context import DecisionContext
 
 ComputeContext = Callable[[Tensor, Tensor], ContextRows]
 """Computes what is kept of positions from their taps [tokens, taps, hidden size] and the positions [tokens]."""
+RankBlocks = Callable[[Tensor, Sequence[int], Sequence[DecisionContext], int], list[RankedPaths]]
+"""Ranks the candidates of rows from their vectors for the head, float32 [rows, depths, hidden size], the rows' last
+tokens, the contexts [rows x depths] of the decisions, and the most candidates that are listed below one."""
+
+
+class BlockPasses(Protocol):
+    """The passes of a block drafter; `BlockPass` says what they compute."""
+
+    depths: int
+    vocabulary_size: int
+    device: torch.device
+    context_shape: ContextShape
+
+    def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
+        """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
+        ...
+
+    def draft(self, last: Sequence[int], anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
+        """Normalised hidden vectors for the head, [rows, depths, hidden size]."""
+        ...
 
 
 class BlockSession(ContextSession):
@@ -89,15 +115,15 @@ class BlockTreeDrafter:
 
     def __init__(
         self,
-        passes: BlockPass,
-        ranker: PathRanker,
+        passes: BlockPasses,
+        rank: RankBlocks,
         taps: TapReader,
         draft: DraftSection,
         settings: ContextModuleSettings,
         form: TreeForm,
     ) -> None:
         self._passes = passes
-        self._ranker = ranker
+        self._rank = rank
         self._siblings = form.siblings
         shape, store = passes.context_shape, ContextStore(settings.store_tokens, computed_type(settings.weights))
         self._reader = ContextReader(taps, passes.context)
@@ -152,13 +178,12 @@ class BlockTreeDrafter:
     ) -> None:
         """Draft all rows' blocks in one pass, rank them to the same depth and build a tree for each."""
         sessions = [session for _, _, session in wanted]
+        last = [session.tokens[-1] for session in sessions]
         hidden = self._passes.draft(
-            [session.tokens[-1] for session in sessions],
-            [session.anchor for session in sessions],
-            [session.window for session in sessions],
+            last, [session.anchor for session in sessions], [session.window for session in sessions]
         )
         depths = max(budget.max_depth for _, budget, _ in wanted)
-        ranked = self._ranker.rank(hidden[:, :depths], decision_contexts(sessions, depths), self._siblings)
+        ranked = self._rank(hidden[:, :depths], last, decision_contexts(sessions, depths), self._siblings)
         for (row, budget, session), paths in zip(wanted, ranked, strict=True):
             proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
 
@@ -167,8 +192,26 @@ def load_block_drafter(
     settings: ContextModuleSettings, draft: DraftSection, target: TargetSection, form: TreeForm
 ) -> BlockTreeDrafter:
     """Load the module of the kind `block`; see `BlockTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
-    loaded = load_served_module(settings, target, "block", (BlockDrafter,))
-    passes = BlockPass(loaded.module, loaded.ends, settings.weights, target.compile_directory)
-    ranker = PathRanker(loaded.ends, loaded.module.selector, loaded.make, loaded.shortlist)
+    expected: tuple[type[BlockDrafter | PublicModule], ...] = (BlockDrafter, PublicModule)
+    loaded = load_served_module(settings, target, "block", expected)
+    passes, rank = _served(loaded, settings.weights, target.compile_directory)
     taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size)
-    return BlockTreeDrafter(passes, ranker, taps, draft, settings, form)
+    return BlockTreeDrafter(passes, rank, taps, draft, settings, form)
+
+
+def _served(
+    loaded: ServedModule[BlockDrafter | PublicModule], weights: Weights, directory: str | None
+) -> tuple[BlockPasses, RankBlocks]:
+    """The passes of a module, and the ranking of what they predict."""
+    module, ends = loaded.module, loaded.ends
+    selector = None
+    if isinstance(module, BlockDrafter):
+        passes: BlockPasses = BlockPass(module, ends, weights, directory)
+        selector = module.selector
+    else:
+        passes = MaskedBlockPass(module, ends, weights, directory)
+        shape = module.shape
+        if isinstance(shape, MaskedBlockShape) and (shape.markov is not None or shape.confidence != "none"):
+            return passes, MarkovRanker(module, ends, loaded.make, loaded.shortlist).rank
+    ranker = PathRanker(ends, selector, loaded.make, loaded.shortlist)
+    return passes, lambda hidden, _, contexts, siblings: ranker.rank(hidden, contexts, siblings)

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from workers.draft.common.modules.context_window import ContextShape
+from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextShape
 from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import make_product
@@ -16,9 +16,6 @@ from workers.draft.eagle.eagle_pass import EaglePiece
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import FeatureShape
-
-_ALL_CONTEXT = 1 << 20
-"""Positions that a token attends to: public heads attend to the whole text."""
 
 
 class FeaturePass:
@@ -53,7 +50,7 @@ class FeaturePass:
         )
         each = [norm(f"fc_norm.{number}") for number in range(shape.taps)]
         self._tap_norms = torch.stack([one for one in each if one is not None]) if shape.tap_norm == "each" else None
-        self.context_shape = ContextShape(body.layers, body.kv_heads, body.head_width, 0, _ALL_CONTEXT, scratch)
+        self.context_shape = ContextShape(body.layers, body.kv_heads, body.head_width, 0, WHOLE_TEXT, scratch)
         """What is kept of each position; there is no feature."""
 
     def features(self, taps: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class Checkpoint:
             self.refuse(key, "it must be true or false")
         return found
 
-    def numbers(self, key: str) -> tuple[int, ...] | None:
+    def numbers(self, key: str, *, least: int = 0) -> tuple[int, ...] | None:
         """A list of layer numbers of the configuration, ascending; `None` without one. Raises `ModelLoadError`."""
         found = self.config.get(key)
         if found is None:
@@ -131,7 +131,7 @@ class Checkpoint:
         if (
             not isinstance(found, list)
             or not found
-            or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in found)
+            or not all(isinstance(one, int) and not isinstance(one, bool) and one >= least for one in found)
             or found != sorted(set(found))
         ):
             self.refuse(key, "it must be a list of ascending layer numbers")

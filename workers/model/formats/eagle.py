@@ -16,8 +16,6 @@ from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import FeatureShape
 
 _FIRST = "layers.0."
-_NORMS = ("hidden_norm", f"{_FIRST}hidden_norm", f"{_FIRST}input_layernorm")
-"""Norms that other heads with the same matrices have."""
 _LAST_TAP: tuple[Tap, ...] = (-1,)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster.core.errors import ModelLoadError
 
 _CONFIGURATION = ["config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"]
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
 _TORCH_WEIGHTS = ["pytorch_model*.bin", "*_lm_head.pt"]
 """Fetched where a repository has no safetensors."""
 

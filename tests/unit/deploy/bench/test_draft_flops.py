@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass
 from deploy.bench.measuring import measures
+from deploy.bench.measuring.draft_flops import DraftFlops, count_draft_flops
 from deploy.bench.measuring.results import Cost
+from deploy.settings import load_settings
+from tests.support.models import public_drafts
 
 
 def test_passes_over_all_depths_count_once_a_step_and_never_without_drafts() -> None:
@@ -13,3 +18,15 @@ def test_passes_over_all_depths_count_once_a_step_and_never_without_drafts() -> 
     assert measures.draft_flops(cost, [BenchPass((answer,), 1.0, {"proposed_tokens": 12.0})]) == 12 + 400 + 8000
     assert measures.draft_flops(cost, [BenchPass((answer,), 1.0, {"proposed_tokens": 3.0})]) == 3 + 300 + 8000
     assert measures.draft_flops(cost, [BenchPass((answer,), 1.0, {})]) == 0.0
+
+
+def test_a_public_block_drafter_computes_its_layers_for_each_slot_and_its_context_once(tmp_path: Path) -> None:
+    """The bias of a Markov head and the confidence are computed below four candidates of each depth but the first."""
+    public_drafts.write(tmp_path, public_drafts.DSPARK, public_drafts.spark())
+    configuration = load_settings("cpu", [f"draft.path={tmp_path}"], {}).configuration
+    layers = 2 * (2 * 48 * 48 + 2 * 24 * 48 + 3 * 64 * 48)
+    context, heads, output = 48 * 3 * 48 + 2 * 2 * 24 * 48, 96 * 8 + 48 + 8, 96 * 48
+
+    found = count_draft_flops(configuration)
+
+    assert found == DraftFlops(0.0, 2.0 * (4 * layers + 4 * output + 13 * heads), 2.0 * context)

@@ -1,6 +1,7 @@
 """What the contract needs to know of single drafting methods. A method without an entry has default settings.
 
-A method that loads weights needs an entry whose settings name tiny weights.
+A method that loads weights needs an entry whose settings name tiny weights. A name such as `block:dspark` is the method
+`block` with weights of another kind.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.support.models import drafting_modules, tiny, tiny_tokenizer
+from tests.support.models import drafting_modules, public_drafts, tiny, tiny_tokenizer
+from tests.support.models.public_drafts import DSPARK
 from workers.draft.registry import METHODS
 
 VOCABULARY = 320
@@ -66,8 +68,17 @@ def _module(kind: str, *taps: int) -> Callable[[Directories], Mapping[str, Any]]
     return settings
 
 
+def _public_block(directories: Directories) -> Mapping[str, Any]:
+    """Settings of a public checkpoint of DSpark, which reads the embedding and the layers of a small target."""
+    config = DSPARK | {"vocab_size": VOCABULARY, "num_target_layers": None, "target_layer_ids": [-1, 0, 1]}
+    tensors = public_drafts.spark("gated", size=VOCABULARY)
+    directory = directories.others / "dspark"
+    return {"path": str(public_drafts.write(directory, config | {"markov_head_type": "gated"}, tensors))}
+
+
 CASES = {
     "block": MethodCase(_module("block", 1, 2)),
+    "block:dspark": MethodCase(_public_block),
     "blockwise": MethodCase(_module("heads", 2)),
     "eagle": MethodCase(_module("eagle", 1, 2)),
     "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
@@ -106,7 +117,7 @@ COMBINATIONS = (
     "suffix+recycling",
 )
 with example_method():
-    NAMES = (*METHODS.names(), *COMBINATIONS)
+    NAMES = (*METHODS.names(), "block:dspark", *COMBINATIONS)
     """Every registered method, that of CONTRIBUTING, and some that share a tree, joined by `+`."""
 
 
@@ -115,9 +126,14 @@ def cases_of(name: str) -> list[MethodCase]:
     return [CASES.get(one, MethodCase()) for one in name.split("+")]
 
 
+def methods_of(name: str) -> list[str]:
+    """The joined methods, by the names that settings have for them."""
+    return [one.partition(":")[0] for one in name.split("+")]
+
+
 def places_of(name: str) -> list[str]:
     """Where all of the joined methods can draft."""
-    return [place for place in _PLACES if all(place in METHODS.get(one).places.order for one in name.split("+"))]
+    return [place for place in _PLACES if all(place in METHODS.get(one).places.order for one in methods_of(name))]
 
 
 _PLACES = ("drafter", "target")
@@ -127,7 +143,7 @@ with example_method():
 
 def values(name: str, directories: Directories, **drafting: Any) -> dict[str, Any]:
     """A configuration that selects the joined methods."""
-    methods = name.split("+")
+    methods = methods_of(name)
     sections = {one: dict(case.settings(directories)) for one, case in zip(methods, cases_of(name), strict=True)}
     target = {"path": str(directories.target), "served_name": "tiny", "device": "cpu", "compile": "off"}
     draft = {"methods": methods, "max_nodes": 8, "max_depth": 5, "controller": "off", "timeout_seconds": 10.0}
@@ -141,7 +157,7 @@ def values(name: str, directories: Directories, **drafting: Any) -> dict[str, An
 
 def drafts_for_translators(name: str) -> bool:
     """Whether all of the joined methods draft for encoder-decoder targets."""
-    return name != "none" and all(METHODS.get(one).for_encoder_decoder for one in name.split("+"))
+    return name != "none" and all(METHODS.get(one).for_encoder_decoder for one in methods_of(name))
 
 
 with example_method():

@@ -17,7 +17,7 @@ from deploy.local.local_cluster import LocalCluster
 from deploy.settings import load_settings
 from tests.support.deadline import deadline
 from tests.support.models import public_drafts
-from tests.support.models.public_drafts import DRAFTED, LLAMA
+from tests.support.models.public_drafts import DFLASH, DRAFTED, DSPARK, LLAMA
 from tests.unit.draft.contract.methods import VOCABULARY, Directories, make_directories
 from tests.unit.draft.contract.test_streams import REQUESTS, TIMEOUT_SECONDS, Answer, answer
 
@@ -42,6 +42,10 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "eagle3": public_drafts.write(root / "eagle3", config | {"draft_vocab_size": len(DRAFTED)}, eagle3),
         "eagle": public_drafts.write(root / "eagle", config, public_drafts.eagle1()),
         "medusa": public_drafts.write(root / "medusa", {"version": "2"}, medusa),
+        "dflash": public_drafts.write(root / "dflash", DFLASH | {"vocab_size": VOCABULARY}, public_drafts.block()),
+        "dspark": public_drafts.write(
+            root / "dspark", DSPARK | {"vocab_size": VOCABULARY}, public_drafts.spark(size=VOCABULARY)
+        ),
     }
 
 
@@ -71,7 +75,16 @@ def plain(deeper: Directories) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("draft", "place"), [("eagle3", "target"), ("eagle3", "drafter"), ("eagle", "target"), ("medusa", "target")]
+    ("draft", "place"),
+    [
+        ("eagle3", "target"),
+        ("eagle3", "drafter"),
+        ("eagle", "target"),
+        ("medusa", "target"),
+        ("dflash", "target"),
+        ("dspark", "target"),
+        ("dspark", "drafter"),
+    ],
 )
 async def test_a_public_draft_changes_no_token(
     draft: str, place: str, deeper: Directories, drafts: dict[str, Path], plain: list[tuple[int, ...]]

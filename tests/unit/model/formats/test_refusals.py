@@ -13,7 +13,17 @@ from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ModelLoadError
 from tests.support.models import public_drafts, tiny
-from tests.support.models.public_drafts import DRAFTED, HIDDEN, LLAMA, Tensors, speculators_config, write
+from tests.support.models.public_drafts import (
+    DFLASH,
+    DRAFTED,
+    DSPARK,
+    HIDDEN,
+    LLAMA,
+    Tensors,
+    speculators_block,
+    speculators_config,
+    write,
+)
 from workers.model.drafting.files import load_drafter
 from workers.model.formats.registry import read_draft
 
@@ -106,6 +116,97 @@ def test_settings_of_speculators(changes: dict[str, Any], message: str, tmp_path
         read_draft(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"projector_type": "domino"}, "dflash_config.projector_type in config.json: 'domino' is refused; it must be"),
+        ({"causal": True}, "causal in config.json: True is refused; it must be False"),
+        ({"use_swa": True}, "use_swa in config.json: True is refused; it must be False"),
+        ({"attention_sink_bias": True}, "dflash_config.attention_sink_bias in config.json: True is refused; it may"),
+        ({"final_logit_softcapping": 30.0}, "dflash_config.final_logit_softcapping in config.json: 30.0 is refused"),
+        ({"conv_kernel_size": 2}, "dflash_config.conv_kernel_size in config.json: 2 is refused; it may change"),
+        ({"layer_ids": [2, 4]}, r"layer_ids .* draft.block.taps to \[2, 4\] if .* \(vLLM\), or to \[3, 5\] if their"),
+        (
+            {"target_layer_ids": [1, 3, 7]},
+            "target_layer_ids .* must be below the target's last one, 7: trainers disagree",
+        ),
+        ({"target_layer_ids": [5, 3]}, "target_layer_ids .* it must be a list of ascending layer numbers"),
+        ({"target_layer_ids": [1, 3]}, r"fc.weight must be \[48, 96\] by config.json, not \[48, 144\]"),
+        ({"mask_token_id": 96}, "mask_token_id in config.json: 96 is refused; it must be below vocab_size, 96"),
+        ({"mask_token_id": None}, "mask_token_id in config.json: None is refused; it must be a whole number"),
+        ({"block_size": 1}, "block_size in config.json: 1 is refused; it must be a whole number of at least 2"),
+        ({"block_size": 4096}, "block_size in config.json: 4096 is refused; it must be at most 256"),
+        ({"markov_rank": 8}, r"its weights lack \['markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'\]"),
+    ],
+)
+def test_settings_of_dflash(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, DFLASH | {"dflash_config": DFLASH["dflash_config"] | changes}, public_drafts.block())
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures in config.json: .* it must name a DSpark model where"),
+        ({"markov_head_type": "lstm"}, "markov_head_type in config.json: 'lstm' is refused; it must be 'vanilla' or"),
+        ({"markov_rank": None}, "markov_rank in config.json: None is refused; it must be set"),
+        ({"markov_rank": 0}, "confidence_head_with_markov .* it must be false where markov_rank is 0"),
+        ({"markov_rank": 16}, r"markov_head.markov_w1.weight must be \[96, 16\] by config.json, not \[96, 8\]"),
+        ({"enable_confidence_head": False}, r"have \['confidence_head.proj.bias', .* in excess"),
+        ({"confidence_head_with_markov": False}, r"confidence_head.proj.weight must be \[1, 48\] by config.json"),
+        ({"target_layer_ids": None}, "target_layer_ids in config.json: None is refused; it must be set"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types .* all layers must be full_attention"),
+        ({"is_causal": True}, "is_causal in config.json: True is refused; it must be False"),
+    ],
+)
+def test_settings_of_dspark(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, DSPARK | changes, public_drafts.spark())
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "dflash2"}, "'dflash2' is refused; it must be one of eagle3, dflash, dspark"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids in config.json: None is refused; it must"),
+        ({"target_hidden_size": 64}, "target_hidden_size in config.json: 64 is refused; it must be 48"),
+        (
+            {"sample_from_anchor": False, "markov_head_type": "rnn"},
+            "markov_head_type .* it must be vanilla or gated where the last token's slot predicts nothing",
+        ),
+        ({"draft_vocab_size": 97}, "draft_vocab_size in config.json: 97 is refused; it must be at most vocab_size, 96"),
+        ({"draft_vocab_size": 40}, r"its weights lack \['d2t', 'lm_head.weight'\]"),
+        ({"markov_rank": None}, r"markov_w1.weight must be \[96, 256\]"),
+    ],
+)
+def test_settings_of_blocks_of_speculators(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, speculators_block("dspark", **changes), public_drafts.spark())
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (torch.zeros(HIDDEN + 1), "mask_embedding.pt must hold one vector of 48 elements"),
+        ({"mask_token_id": 95}, "mask_embedding.pt must hold one vector of 48 elements"),
+        ({"embedding": torch.zeros(HIDDEN), "mask_token_id": 3}, "mask_embedding.pt is of the token 3; .* is 95"),
+        (object, "mask_embedding.pt cannot be read as plain tensors"),
+    ],
+)
+def test_a_mask_embedding_of_another_form(stored: Any, message: str, target: Path, tmp_path: Path) -> None:
+    write(tmp_path, DFLASH, public_drafts.block())
+    torch.save(stored, tmp_path / "mask_embedding.pt")
+
+    with pytest.raises(ModelLoadError, match=message):
+        load_drafter(tmp_path, target, torch.float32, torch.device("cpu"))
+
+
 def _without(name: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {key: value for key, value in tensors.items() if key != name}
 
@@ -161,7 +262,9 @@ class TestFiles:
     def test_a_directory_of_no_known_format(self, tmp_path: Path) -> None:
         write(tmp_path, LLAMA, {"odd": torch.zeros(1)})
 
-        with pytest.raises(ModelLoadError, match="its format is unknown; known ones are eagle, eagle3, medusa"):
+        with pytest.raises(
+            ModelLoadError, match="its format is unknown; known ones are dflash, dspark, eagle, eagle3, medusa"
+        ):
             read_draft(tmp_path)
 
     def test_a_draft_for_a_target_of_another_size(self, target: Path, tmp_path: Path) -> None:

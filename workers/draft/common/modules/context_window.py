@@ -11,6 +11,8 @@ from torch import Tensor
 
 BooleanArray = npt.NDArray[np.bool_]
 
+WHOLE_TEXT = 1 << 20
+"""The window of modules that attend to the whole text."""
 _SLACK = 128
 """Positions beyond the window before older ones are dropped."""
 _LEAST = 64

@@ -14,6 +14,10 @@ Shape = frozenset[tuple[int, ...]]
 """The nodes that a tree may have. A node is the ranks along its path: `(0, 1)` is the second child of the first one."""
 
 
+MOST_PARENTS = 4
+"""Most candidates of one depth that candidates follow, where the depths are ranked one after another."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeForm:
     """The form of the trees of a module that predicts all depths at once."""

@@ -1,0 +1,158 @@
+"""Ranks the candidates of DSpark's slots from left to right: each depth is conditioned on the token drafted before it.
+
+Every depth adds the Markov head's bias, and the shared noise of the position in sampled rows, before its candidates are
+chosen. The most probable candidates of a depth are the parents of the next one; with one sibling this is the published
+chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.draft.common.modules.product import MakeProduct
+from workers.draft.common.modules.ranked_paths import MOST_PARENTS, RankedPaths
+from workers.draft.common.modules.shortlist import Shortlist
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.public import PublicModule
+from workers.model.public_shapes import MaskedBlockShape
+from workers.sampling.context import DecisionContext
+from workers.transfer import tensor_on
+
+_LEAST = 1e-6
+"""Bound of confidences away from 0 and 1, where one is divided by its distance to 1."""
+
+
+class MarkovRanker:
+    """The output head, the Markov head and the confidence head of a DSpark drafter; it may lack one of the last two."""
+
+    def __init__(self, module: PublicModule, ends: TargetEnds, make: MakeProduct, shortlist: Shortlist) -> None:
+        shape = module.shape
+        if not isinstance(shape, MaskedBlockShape):
+            raise TypeError(f"{type(shape).__name__} is no shape of a block drafter")
+        self._shortlist = shortlist
+        self._head, self._bias = make(ends.head), None if ends.bias is None else ends.bias.float()
+        self._markov = None if shape.markov is None else _MarkovHead(module, shape.markov.rank, make)
+        self._confidence = None
+        if shape.confidence != "none":
+            weight, bias = (module.tensors[f"confidence_head.proj.{part}"].float() for part in ("weight", "bias"))
+            self._confidence = (weight, bias)
+        self._reads_token = shape.confidence == "markov"
+
+    def rank(
+        self, hidden: Tensor, last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
+    ) -> list[RankedPaths]:
+        """Rank the candidates of rows from their vectors for the head, float32 [rows, depths, hidden size].
+
+        `last` are the rows' last committed tokens, `contexts` [rows x depths] those of the decisions at each depth. At
+        most `siblings` candidates are listed below one.
+        """
+        rows, depths, _ = hidden.shape
+        base = self._head(hidden.flatten(0, 1))
+        base = (base if self._bias is None else base + self._bias).view(rows, depths, -1)
+        previous = tensor_on(hidden.device, list(last), torch.int64).unsqueeze(1)  # [rows, parents]
+        state = None if self._markov is None else hidden.new_zeros(rows, 1, self._markov.rank)
+        paths = hidden.new_zeros(rows, 1)
+        levels: list[tuple[Tensor, Tensor]] = []
+        kept: list[Tensor] = []
+        for depth in range(depths):
+            parents = previous.shape[1]
+            own = hidden[:, depth : depth + 1].expand(-1, parents, -1)
+            logits, embedded = base[:, depth : depth + 1].expand(-1, parents, -1), None
+            if self._markov is not None and state is not None:
+                embedded = self._markov.embedded(previous)
+                bias, state = self._markov.bias(embedded, own, state)
+                logits = logits + bias
+            each = [contexts[row * depths + depth] for row in range(rows) for _ in range(parents)]
+            leading = self._shortlist.leading(logits.flatten(0, 1), each, siblings)
+            tokens = self._shortlist.tokens(leading.columns).view(rows, parents, -1)
+            found = self._confident(leading.confidences.view(rows, parents, -1), own, embedded)
+            levels.append((tokens, found))
+            if depth + 1 == depths:
+                break
+            scores = (paths.unsqueeze(2) + found.log()).flatten(1)
+            paths, places = scores.topk(min(MOST_PARENTS if siblings > 1 else 1, scores.shape[1]))
+            kept.append(places)
+            previous = tokens.flatten(1).gather(1, places)
+            if state is not None:
+                origins = places // tokens.shape[2]
+                state = state.gather(1, origins.unsqueeze(2).expand(-1, -1, state.shape[2]))
+        return _listed(levels, kept)
+
+    def _confident(self, confidences: Tensor, hidden: Tensor, embedded: Tensor | None) -> Tensor:
+        """Confidences [rows, parents, siblings] in which the first one's is the confidence head's.
+
+        The others keep their shares of the rest. A first one that cannot be chosen stays at 0.
+        """
+        if self._confidence is None:
+            return confidences
+        weight, bias = self._confidence
+        inputs = torch.cat([hidden, embedded], dim=-1) if self._reads_token and embedded is not None else hidden
+        sure = torch.nn.functional.linear(inputs, weight, bias).sigmoid().clamp(_LEAST, 1.0 - _LEAST)
+        first, others = confidences[..., :1], confidences[..., 1:]
+        others = others * ((1.0 - sure) / (1.0 - first).clamp(min=_LEAST))
+        return torch.cat([torch.where(first > 0.0, sure, first), others.clamp(max=1.0)], dim=-1)
+
+
+class _MarkovHead:
+    """The bias on the logits of a slot, given the token before it."""
+
+    def __init__(self, module: PublicModule, rank: int, make: MakeProduct) -> None:
+        self.rank = rank
+        self._first = module.tensors["markov_head.markov_w1.weight"]
+        self._second = make(module.tensors["markov_head.markov_w2.weight"])
+        self._gate, self._joint = (_linear(module, f"markov_head.{name}") for name in ("gate_proj", "joint_proj"))
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., rank] of the tokens before."""
+        return self._first[tokens].float()
+
+    def bias(self, embedded: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The bias [rows, parents, draft vocabulary] on a slot's logits, and the next state [rows, parents, rank].
+
+        `embedded` and `state` are [rows, parents, rank], `hidden` [rows, parents, hidden size] is the slot's.
+        """
+        mixed = embedded
+        if self._gate is not None:
+            weight, bias = self._gate
+            joined = torch.cat([hidden, embedded], dim=-1)
+            mixed = torch.nn.functional.linear(joined, weight, bias).sigmoid() * embedded
+        elif self._joint is not None:
+            weight, bias = self._joint
+            joined = torch.cat([state, embedded, hidden], dim=-1)
+            gate, candidate, output = torch.nn.functional.linear(joined, weight, bias).chunk(3, dim=-1)
+            gate = gate.sigmoid()
+            state, mixed = gate * state + (1.0 - gate) * candidate.tanh(), output.tanh()
+        return self._second(mixed.flatten(0, 1)).view(*mixed.shape[:2], -1), state
+
+
+def _linear(module: PublicModule, name: str) -> tuple[Tensor, Tensor] | None:
+    weight, bias = module.get(f"{name}.weight"), module.get(f"{name}.bias")
+    return None if weight is None or bias is None else (weight.float(), bias.float())
+
+
+def _listed(levels: Sequence[tuple[Tensor, Tensor]], kept: Sequence[Tensor]) -> list[RankedPaths]:
+    """The ranked paths of each row from tokens and confidences [rows, parents, siblings] of each depth.
+
+    `kept` [rows, parents] are the candidates of a depth, by index, that are the parents of the next one.
+    """
+    tokens, confidences = ([level[part].tolist() for level in levels] for part in (0, 1))
+    parents = [one.tolist() for one in kept]
+    found = []
+    for row in range(len(tokens[0])):
+        order: list[list[list[int]]] = []
+        sure: list[list[list[float]]] = []
+        for depth, of_depth in enumerate(tokens):
+            siblings = len(of_depth[row][0])
+            before = sum(map(len, tokens[depth - 1][row])) if depth else 1
+            places = parents[depth - 1][row] if depth else [0]
+            order.append([[] for _ in range(before)])
+            sure.append([[] for _ in range(before)])
+            for index, place in enumerate(places):
+                order[depth][place] = list(range(index * siblings, (index + 1) * siblings))
+                sure[depth][place] = confidences[depth][row][index]
+        listed = [[token for one in of_depth[row] for token in one] for of_depth in tokens]
+        found.append(RankedPaths(listed, order, sure))
+    return found

@@ -1,0 +1,73 @@
+"""The passes of public block drafters, DFlash and DSpark; see `MaskedBlockShape`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextRows, ContextShape, ContextWindow
+from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack, ScaledRotaryTable
+from workers.draft.common.modules.module_settings import Weights
+from workers.forward.native.window_layers import WindowPiece
+from workers.model.drafting.ends import TargetEnds, rms_norm
+from workers.model.drafting.public import PublicModule
+from workers.model.public_shapes import MaskedBlockShape
+
+
+class MaskedBlockPass:
+    """The weights of a public block drafter, packed, and its two passes."""
+
+    def __init__(self, module: PublicModule, ends: TargetEnds, weights: Weights, directory: str | None = None) -> None:
+        """`directory` keeps the compiled CPU kernels."""
+        shape = module.shape
+        if not isinstance(shape, MaskedBlockShape):
+            raise TypeError(f"{type(shape).__name__} is no shape of a block drafter")
+        body = shape.body
+        self._shape, self._epsilon = shape, body.norm_epsilon
+        self.depths, self.vocabulary_size = shape.depths, len(ends.embedding)
+        self.device = ends.embedding.device
+        self._embedding = ends.embedding
+        mask = module.get("mask_embedding")
+        mask = ends.embedding[shape.mask_token] if mask is None else mask
+        self._masks = mask.float().expand(shape.slots - 1, -1)
+        self._fuse = BiasedProduct(module, ["fc"], weights, directory)
+        self._fused_norm, self._output_norm = (
+            module.tensors[f"{name}.weight"].float() for name in ("hidden_norm", "norm")
+        )
+        layers = [f"layers.{number}.self_attn" for number in range(body.layers)]
+        names = [f"{layer}.{part}_proj" for layer in layers for part in "kv"]
+        self._context = BiasedProduct(module, names, weights, directory)
+        norms = torch.stack([module.tensors[f"{layer}.k_norm.weight"] for layer in layers])
+        self._key_norms = norms.float().unsqueeze(1)  # [layers, 1, head width]
+        self._rotary = ScaledRotaryTable(body, self.device)
+        self._layers = DecoderStack(module, body, weights, directory)
+        self.context_shape = ContextShape(body.layers, body.kv_heads, body.head_width, 0, WHOLE_TEXT, shape.slots)
+        """What is kept of each position; there is no feature."""
+
+    def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
+        """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
+        fused = rms_norm(self._fuse(taps.to(self.device).float().flatten(1)), self._fused_norm, self._epsilon)
+        width = self._shape.body.head_width
+        found = self._context(fused).view(len(fused), len(self._key_norms), 2, -1, width)
+        keys = rms_norm(found[:, :, 0], self._key_norms, self._epsilon)  # [tokens, layers, KV heads, head width]
+        turned = self._rotary.at(positions.to(self.device)).apply(keys.flatten(1, 2)).view_as(keys)
+        return ContextRows(turned.permute(1, 2, 0, 3), found[:, :, 1].permute(1, 2, 0, 3), fused[:, :0])
+
+    def draft(self, last: Sequence[int], anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
+        """Normalised hidden vectors for the head, [rows, depths, hidden size].
+
+        `last` are the last committed tokens, at the positions `anchors`. A block attends to itself in both directions.
+        """
+        slots = self._shape.slots
+        tokens = self._embedding[list(last)].float().unsqueeze(1)
+        residual = torch.cat([tokens, self._masks.expand(len(last), -1, -1)], dim=1).flatten(0, 1)
+        positions = [anchor + slot for anchor in anchors for slot in range(slots)]
+        pieces = []
+        for window, anchor in zip(windows, anchors, strict=True):
+            keys, values, begin = window.scratch(anchor, slots)
+            pieces.append(WindowPiece(keys, values, begin, slots, window.seen(anchor, slots)))
+        residual = self._layers.run(residual, positions, pieces)
+        found = rms_norm(residual, self._output_norm, self._epsilon).view(len(last), slots, -1)
+        return found[:, slots - self.depths :]

@@ -1,0 +1,141 @@
+"""What all checkpoints of DFlash (Chen et al. 2026) and DSpark share: the shape of the drafter and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from cluster.core.drafting import Tap
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.decoder_config import decoder_shape
+from workers.model.formats.draft_vocabulary import ENDS, MAPS, ends_sizes, read_ends
+from workers.model.formats.registry import DraftWeights
+from workers.model.public_shapes import MarkovShape, MaskedBlockShape
+
+BLOCK_KEYS = frozenset(("mask_token_id", "is_causal", "causal", "use_swa", "attention_mode"))
+"""The keys of blocks that are read here and that may change the arithmetic."""
+_MOST_SLOTS = 256
+_KINDS: dict[str, Literal["vanilla", "gated", "rnn"]] = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
+_FUSED_NORM = "hidden_norm.weight"
+
+
+def has_block(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint, of any original format, normalises fused taps outside of its layers."""
+    return "speculators_model_type" not in checkpoint.config and {"fc.weight", _FUSED_NORM} <= checkpoint.sizes.keys()
+
+
+def block_card(
+    checkpoint: Checkpoint,
+    config: Checkpoint,
+    body: Checkpoint,
+    taps: Sequence[Tap],
+    *,
+    predicts_next: bool,
+    target: str = "",
+) -> DraftDescription:
+    """The card of a checkpoint whose own keys are in `config` and those of its layers in `body`.
+
+    Without a key that says so, there is neither a Markov head nor a confidence head. Raises `ModelLoadError`.
+    """
+    vocabulary, size = body.count("vocab_size"), body.count("hidden_size")
+    config.allow("target_hidden_size", size)
+    config.allow("is_causal", False)
+    config.allow("causal", False)
+    config.allow("use_swa", False)
+    config.allow("attention_mode", "gqa")
+    reduced = config.count("draft_vocab_size", vocabulary)
+    if reduced > vocabulary:
+        config.refuse("draft_vocab_size", f"it must be at most vocab_size, {vocabulary}")
+    has_bias = body.flag("attention_bias")
+    layers = replace(
+        decoder_shape(body, checkpoint.sizes, layers=body.count("num_hidden_layers"), first="layers.0."),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_head_norms=True,
+    )
+    markov = _markov(config, vocabulary, reduced, predicts_next)
+    shape = MaskedBlockShape(
+        body=layers,
+        slots=_slots(config),
+        taps=len(taps),
+        mask_token=_mask_token(config, vocabulary),
+        predicts_next=predicts_next,
+        markov=markov,
+        confidence=_confidence(config, markov),
+    )
+    checkpoint.check_tensors(shape.tensors() | ends_sizes(checkpoint, vocabulary, reduced, size, size), MAPS)
+    return DraftDescription(
+        target,
+        vocabulary,
+        size,
+        (),
+        reduced if reduced < vocabulary else None,
+        kind="block",
+        taps=tuple(taps),
+        shape=shape,
+        source=CONFIG,
+    )
+
+
+def block_weights(checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
+    """The tensors of a checkpoint with this card. Raises `ModelLoadError`."""
+    if not isinstance(card.shape, MaskedBlockShape):
+        raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
+    names = card.shape.tensors().keys()
+    found = checkpoint.tensors([*names, *ENDS, *MAPS])
+    return read_ends(checkpoint, card, found, {name: found[name] for name in names})
+
+
+def taps_after(config: Checkpoint, target_layers: int | None) -> tuple[int, ...] | None:
+    """The taps of `target_layer_ids`, which number the layers whose outputs are read, and -1 for the embedding.
+
+    `None` without this key. `target_layers` is the target's number of layers, if the checkpoint tells it. Raises
+    `ModelLoadError`.
+    """
+    listed = config.numbers("target_layer_ids", least=-1)
+    if listed is None:
+        return None
+    if target_layers is not None and listed[-1] >= target_layers - 1:
+        config.refuse(
+            "target_layer_ids",
+            f"its layers must be below the target's last one, {target_layers - 1}: trainers disagree on whether that "
+            f"one's output is read before or after the final norm",
+        )
+    return tuple(one + 1 for one in listed)
+
+
+def _slots(config: Checkpoint) -> int:
+    slots = config.count("block_size", least=2)
+    if slots > _MOST_SLOTS:
+        config.refuse("block_size", f"it must be at most {_MOST_SLOTS}")
+    return slots
+
+
+def _mask_token(config: Checkpoint, vocabulary: int) -> int:
+    token = config.count("mask_token_id", least=0)
+    if token >= vocabulary:
+        config.refuse("mask_token_id", f"it must be below vocab_size, {vocabulary}")
+    return token
+
+
+def _markov(config: Checkpoint, vocabulary: int, rows: int, predicts_next: bool) -> MarkovShape | None:
+    rank = config.count("markov_rank", 0, least=0)
+    if not rank:
+        return None
+    config.allow("markov_head_type", *_KINDS)
+    kind = _KINDS[config.config.get("markov_head_type") or "vanilla"]
+    if kind == "rnn" and not predicts_next:
+        config.refuse("markov_head_type", "it must be vanilla or gated where the last token's slot predicts nothing")
+    return MarkovShape(rank, kind, vocabulary, rows)
+
+
+def _confidence(config: Checkpoint, markov: MarkovShape | None) -> Literal["none", "hidden", "markov"]:
+    if not config.flag("enable_confidence_head"):
+        return "none"
+    if not config.flag("confidence_head_with_markov"):
+        return "hidden"
+    if markov is None:
+        config.refuse("confidence_head_with_markov", "it must be false where markov_rank is 0")
+    return "markov"

@@ -1,0 +1,118 @@
+"""DFlash as its authors store it (Chen et al. 2026), and DSpark as SpecForge stores it: settings in `dflash_config`.
+
+https://github.com/z-lab/dflash (`dflash/model.py`) defines the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cluster.core.drafting import Tap
+from cluster.core.errors import shorten
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.block_layout import BLOCK_KEYS, block_card, block_weights, has_block, taps_after
+from workers.model.formats.checkpoint import Checkpoint
+from workers.model.formats.decoder_config import DECODER_KEYS
+from workers.model.formats.registry import DraftWeights, register
+from workers.model.public_shapes import MaskedBlockShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MASK_EMBEDDING = "mask_embedding.pt"
+"""Name of the file with a vector that takes the place of the mask token's embedding."""
+MASK = "mask_embedding"
+"""Name of this vector [hidden size] among the tensors of the drafter."""
+_NESTED, _PROJECTOR = "dflash_config", "projector_type"
+_DSPARK = "dspark"
+_OTHER_LAYERS = "layer_ids"
+
+
+class DFlashFormat:
+    """Checkpoints such as `z-lab/Qwen3-8B-DFlash-b16`."""
+
+    name = "dflash"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Whether fused taps are normalised, and the settings of blocks are nested."""
+        return _NESTED in checkpoint.config and has_block(checkpoint)
+
+    def kind(self, _: Checkpoint) -> str:
+        """The kind of all of them."""
+        return "block"
+
+    def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
+        """Describe the drafter; see `DraftFormat.card`. A nested key takes the place of the same key at top level."""
+        nested = checkpoint.nested(_NESTED)
+        checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS)
+        nested.refuse_unknown_keys(BLOCK_KEYS)
+        nested.allow(_PROJECTOR, "dflash", _DSPARK)
+        given = {key: value for key, value in nested.config.items() if value is not None}
+        config = Checkpoint(checkpoint.directory, {**checkpoint.config, **given})
+        card = block_card(
+            checkpoint,
+            config,
+            checkpoint,
+            tuple(taps) or _named_taps(config),
+            predicts_next=given.get(_PROJECTOR) == _DSPARK,
+        )
+        if isinstance(card.shape, MaskedBlockShape) and (checkpoint.directory / MASK_EMBEDDING).is_file():
+            return replace(card, shape=replace(card.shape, has_mask_embedding=True))
+        return card
+
+    def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
+        """Read the drafter; see `DraftFormat.weights`."""
+        found = block_weights(checkpoint, card)
+        if isinstance(card.shape, MaskedBlockShape) and card.shape.has_mask_embedding:
+            vector = _mask_embedding(checkpoint, card.shape)
+            return replace(found, tensors={**found.tensors, MASK: vector})
+        return found
+
+
+def _named_taps(config: Checkpoint) -> tuple[int, ...]:
+    """The taps of a list of layers, or those that the authors choose without one. Raises `ModelLoadError`."""
+    other = config.numbers(_OTHER_LAYERS)
+    if other is not None:
+        config.refuse(
+            _OTHER_LAYERS,
+            f"engines disagree on it: set draft.block.taps to {list(other)} if it numbers the layers whose inputs are "
+            f"read (vLLM), or to {[one + 1 for one in other]} if their outputs are",
+        )
+    if config.config.get("num_target_layers") is None:
+        found = taps_after(config, None)
+        if found is None:
+            config.refuse("target_layer_ids", "it must be set, or num_target_layers")
+        return found
+    layers = config.count("num_target_layers")
+    return taps_after(config, layers) or _default_taps(layers, config.count("num_hidden_layers"))
+
+
+def _default_taps(target_layers: int, layers: int) -> tuple[int, ...]:
+    """The outputs of as many layers as the drafter has, spread from the second to the third last one."""
+    if layers == 1:
+        return (target_layers // 2 + 1,)
+    return tuple(1 + round(1 + number * (target_layers - 4) / (layers - 1)) for number in range(layers))
+
+
+def _mask_embedding(checkpoint: Checkpoint, shape: MaskedBlockShape) -> Tensor:
+    """The vector in `mask_embedding.pt`, read without running its code: a tensor, or one beside the token's id."""
+    import torch
+
+    try:
+        found = torch.load(checkpoint.directory / MASK_EMBEDDING, map_location="cpu", weights_only=True)
+    except Exception as error:  # the reader of a broken or hostile file may raise anything
+        checkpoint.fail(f"{MASK_EMBEDDING} cannot be read as plain tensors: {error}")
+    token = shape.mask_token
+    if isinstance(found, dict):
+        token, found = found.get("mask_token_id", token), found.get("embedding")
+    size = shape.body.hidden_size
+    if not isinstance(found, torch.Tensor) or not found.is_floating_point() or found.numel() != size:
+        checkpoint.fail(f"{MASK_EMBEDDING} must hold one vector of {size} elements")
+    if not isinstance(token, int) or token != shape.mask_token:
+        checkpoint.fail(f"{MASK_EMBEDDING} is of the token {shorten(token)}; mask_token_id is {shape.mask_token}")
+    return found.flatten()
+
+
+register(DFlashFormat())

@@ -1,0 +1,56 @@
+"""DSpark as its authors store it (DeepSeek): settings at the top level of a Qwen3 configuration.
+
+https://github.com/deepseek-ai/DeepSpec (`deepspec/modeling/dspark`) defines the names. The same trainer's DFlash
+checkpoints have this format too, without a Markov head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.core.drafting import Tap
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.block_layout import BLOCK_KEYS, block_card, block_weights, has_block, taps_after
+from workers.model.formats.checkpoint import Checkpoint
+from workers.model.formats.decoder_config import DECODER_KEYS
+from workers.model.formats.registry import DraftWeights, register
+
+
+class DSparkFormat:
+    """Checkpoints such as `deepseek-ai/dspark_qwen3_8b_block7`."""
+
+    name = "dspark"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Whether fused taps are normalised, and the settings of blocks are at the top level."""
+        return "dflash_config" not in checkpoint.config and has_block(checkpoint)
+
+    def kind(self, _: Checkpoint) -> str:
+        """The kind of all of them."""
+        return "block"
+
+    def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
+        """Describe the drafter; see `DraftFormat.card`."""
+        checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS)
+        architectures = checkpoint.config.get("architectures")
+        if not isinstance(architectures, list) or not any("DSpark" in str(one) for one in architectures):
+            checkpoint.refuse(
+                "architectures",
+                "it must name a DSpark model where dflash_config is missing: whether the last token's slot predicts a "
+                "token depends on it",
+            )
+        for key in ("enable_confidence_head", "markov_rank"):
+            if checkpoint.config.get(key) is None:
+                checkpoint.refuse(key, "it must be set")
+        layers = None if checkpoint.config.get("num_target_layers") is None else checkpoint.count("num_target_layers")
+        chosen = tuple(taps) or taps_after(checkpoint, layers)
+        if not chosen:
+            checkpoint.refuse("target_layer_ids", "it must be set")
+        return block_card(checkpoint, checkpoint, checkpoint, chosen, predicts_next=True)
+
+    def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
+        """Read the drafter; see `DraftFormat.weights`."""
+        return block_weights(checkpoint, card)
+
+
+register(DSparkFormat())
