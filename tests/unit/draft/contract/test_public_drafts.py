@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
@@ -17,7 +18,8 @@ from deploy.local.local_cluster import LocalCluster
 from deploy.settings import load_settings
 from tests.support.deadline import deadline
 from tests.support.models import public_drafts
-from tests.support.models.public_drafts import DFLASH, DRAFTED, DSPARK, LLAMA
+from tests.support.models.draft_references import norm
+from tests.support.models.public_drafts import DFLASH, DRAFTED, DSPARK, HIDDEN, LLAMA, SLOTS
 from tests.unit.draft.contract.methods import VOCABULARY, Directories, make_directories
 from tests.unit.draft.contract.test_streams import REQUESTS, TIMEOUT_SECONDS, Answer, answer
 
@@ -93,3 +95,46 @@ async def test_a_public_draft_changes_no_token(
 
     assert [one.tokens for one in drafted] == plain
     assert all(one.drafted > 0 for one in drafted)
+
+
+@pytest.fixture(scope="module")
+def successors(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target whose layers add nothing, so that the token before decides alone, and a DSpark drafter that knows it.
+
+    The drafter's Markov head is the target's head on the normalised embedding; its own vectors are zero.
+    """
+    root = tmp_path_factory.mktemp("successors")
+    target = make_directories(root, num_hidden_layers=LAYERS).target
+    weights = load_file(target / "model.safetensors")
+    for name, value in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.zero_()
+    weights["lm_head.weight"] *= 20.0  # few tokens are probable, as after training
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    tensors = public_drafts.spark(size=VOCABULARY, confidence="none")
+    tensors["norm.weight"] = torch.zeros(HIDDEN)
+    tensors["markov_head.markov_w1.weight"] = norm(
+        weights["model.embed_tokens.weight"].float(), weights["model.norm.weight"].float(), 1e-6
+    )
+    tensors["markov_head.markov_w2.weight"] = weights["lm_head.weight"].float()
+    config = DSPARK | {"vocab_size": VOCABULARY, "markov_rank": HIDDEN, "enable_confidence_head": False}
+    return target, public_drafts.write(root / "dspark", config, tensors)
+
+
+@pytest.mark.parametrize(("candidates", "nodes"), [(1, SLOTS), (3, 12)], ids=["chain", "tree"])
+async def test_a_block_drafter_that_knows_the_target_is_right_in_every_slot(
+    candidates: int, nodes: int, successors: tuple[Path, Path]
+) -> None:
+    """Greedy and sampled: each slot is conditioned on the token before it, with the noise of its own position."""
+    target, draft = successors
+    drawn = [f"draft.path={draft}", "draft.block.weights=float32", f"draft.block.candidates={candidates}"]
+    plain = await answers(configured(target, "draft.method=none"))
+
+    drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", f"draft.max_depth={SLOTS}"))
+
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    greedy, sampled = drafted[4], drafted[5]  # they have no penalties
+    for one in (greedy, sampled):
+        steps = len(one.tokens) - one.accepted
+        assert steps <= 2 + len(one.tokens) // (SLOTS + 1)
+    assert len(set(sampled.tokens)) > SLOTS
