@@ -38,11 +38,14 @@ def exposures(listeners: Sequence[Listener]) -> tuple[Exposure, ...]:
 
 def network_findings(found: Sequence[Exposure]) -> Iterator[Finding]:
     """One line for every listener that is reachable without a credential or from other machines."""
-    reachable = sum(not one.listener.is_loopback for one in found)
+    reachable = [one for one in found if not one.listener.is_loopback]
+    closed = sum(one.demand is Demand.CREDENTIAL for one in reachable)
     if not found:
         yield Finding("listeners", "no process of Pilotfish or Ray listens")
     else:
-        yield Finding("listeners", f"{len(found)} ports, {reachable or 'none'} of them reachable from other machines")
+        ports = f"{len(found)} {'port' if len(found) == 1 else 'ports'}; other machines reach"
+        whom = f"{len(reachable)}, and {closed} of these demand a credential" if reachable else "none"
+        yield Finding("listeners", f"{ports} {whom}")
     for one in found:
         listener = one.listener
         subject = f"{listener.process} (pid {listener.pid})"

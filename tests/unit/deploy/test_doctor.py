@@ -148,6 +148,23 @@ def test_the_public_api_is_a_problem_only_beyond_loopback() -> None:
     assert (problems("127.0.0.1"), problems("0.0.0.0"), problems("192.0.2.1")) == (0, 1, 1)
 
 
+def test_the_summary_says_how_many_open_ports_demand_a_credential() -> None:
+    found = [
+        Exposure(Listener(1, "ray::ServeReplica", host, 9000), demand, is_public=False)
+        for host, demand in (
+            ("127.0.0.1", Demand.NOTHING),
+            ("0.0.0.0", Demand.CREDENTIAL),
+            ("192.0.2.1", Demand.CREDENTIAL),
+            ("192.0.2.1", Demand.UNKNOWN),
+        )
+    ]
+    said = [next(network_findings(some)).found for some in (found, found[:1])]
+    assert said == [
+        "4 ports; other machines reach 3, and 2 of these demand a credential",
+        "1 port; other machines reach none",
+    ]
+
+
 def test_the_command_prints_json_and_exits_with_1_on_a_problem(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deploy.cli", "doctor", "--json", "--set", f"target.path={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
