@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
@@ -87,6 +88,7 @@ class Seq2SeqStudent(Student):
 
 def load_seq2seq_target(directory: Any, device: torch.device) -> PreTrainedModel:
     """Load the frozen encoder-decoder target in float32. Raises `ModelLoadError`."""
+    transformers_logging.disable_progress_bar()
     try:
         target: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(
             directory, dtype=torch.float32, use_safetensors=True, device_map={"": device}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
@@ -106,6 +107,7 @@ class Student(nn.Module):
 
 def load_target(directory: Path, device: torch.device) -> PreTrainedModel:
     """Load the frozen target in float32 with PyTorch's attention. Raises `ModelLoadError`."""
+    transformers_logging.disable_progress_bar()
     try:
         target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
+from transformers.utils import logging as transformers_logging
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError, PilotfishError
@@ -249,6 +250,7 @@ def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:
 
 def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     """Load this rank's weights with `transformers`."""
+    transformers_logging.disable_progress_bar()  # stderr has the lines of Pilotfish alone
     directory, config = request.directory, request.config
     tensor_parallel = 1 if config.is_encoder_decoder else request.share.ranks
     if is_distilled(directory):
