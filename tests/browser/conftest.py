@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -95,10 +95,12 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     writer.close()
 
 
-@pytest.fixture
-async def forwarder(url: str) -> AsyncIterator[Forwarder]:
+@asynccontextmanager
+async def forwarded(url: str) -> AsyncIterator[Forwarder]:
     """A way to the server that a test can cut."""
     found = Forwarder(url)
     await found.open()
-    yield found
-    await found.cut()
+    try:
+        yield found
+    finally:
+        await found.cut()

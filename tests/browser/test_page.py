@@ -15,13 +15,12 @@ from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.endpoints.page import Page as PageSettings
 from cluster.ingress.http import create_app
-from tests.browser.conftest import Forwarder
+from tests.browser.conftest import forwarded
 from tests.support.browser import opened
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import LIMITS, HttpApi
 
 PROMPT = "Proofread: the pilot fish swim ahead of the shark. it eat the leftovers of the sharks meals."
-STORY = "Write a long story about a pilot fish."
 ANSWER_MS = 180_000
 """Longest time of an answer on a busy machine, in milliseconds."""
 KEY = "alice-key-0123456789"
@@ -173,32 +172,43 @@ async def test_markdown_is_shown_safely_and_keeps_the_colours(browser: Browser, 
     assert shown["draft"].startswith("one |two|if a < b:")
 
 
-async def test_escape_and_enter_stop_an_answer_and_say_so(browser: Browser, url: str) -> None:
-    async with opened(browser, url) as page:
-        await page.fill("#temperature", "0")
-        await page.fill("#max-tokens", "400")
-        await page.uncheck("#speculation")  # a drafted answer may end before the key is pressed
+async def test_escape_and_enter_stop_an_answer_and_say_so(browser: Browser, tmp_path: Path) -> None:
+    api = HttpApi(tmp_path, "hello the world")
+    api.engine.context = 400
+    api.engine.hold_after = 2
+    app = create_app(api.client, LIMITS, page=PageSettings(9000))
+    async with listening(app) as url, opened(browser, f"{url}/") as page:
         for key in ("Escape", "Enter"):
             await page.click("#new-chat")
-            await page.fill("#prompt", STORY)
+            await page.fill("#prompt", "hi")
             await page.keyboard.press("Enter")
-            await page.locator(".message.assistant .token").nth(3).wait_for(state="attached", timeout=ANSWER_MS)
+            await page.locator(".message.assistant .token").nth(3).wait_for(state="attached")
             await page.fill("#prompt", "kept")
             await page.keyboard.press(key)
             await page.wait_for_selector("#send:not([hidden])")
             assert await page.inner_text(".message.assistant .mark") == "stopped"
             assert await page.input_value("#prompt") == "kept"
+            await asyncio.wait_for(api.engine.freed.get(), 30)  # the server stopped as well
 
 
-async def test_a_server_that_is_away_is_one_state_with_retry(browser: Browser, forwarder: Forwarder) -> None:
-    async with opened(browser, forwarder.url, expects_errors=True) as page:
-        await ask(page, STORY, tokens=300)
+async def test_a_server_that_is_away_is_one_state_with_retry(browser: Browser, tmp_path: Path) -> None:
+    api = HttpApi(tmp_path, "hello the world")
+    api.engine.context = 400
+    app = create_app(api.client, LIMITS, page=PageSettings(9000))
+    async with (
+        listening(app) as url,
+        forwarded(url) as forwarder,
+        opened(browser, forwarder.url, expects_errors=True) as page,
+    ):
+        await ask(page, "hi", tokens=30)
         undisturbed = await last_text(page)
+        whole = api.engine.script
+        api.engine.script = lambda request: whole(request)[sum(len(part.tokens) for part in request.resumed) :]
         await page.click("#new-chat")
-        await page.uncheck("#speculation")  # a drafted answer may end before the server is away
-        await page.fill("#prompt", STORY)
+        api.engine.hold_after = 2
+        await page.fill("#prompt", "hi")
         await page.keyboard.press("Enter")
-        await page.locator(".token").nth(8).wait_for(state="attached", timeout=ANSWER_MS)
+        await page.locator(".token").nth(3).wait_for(state="attached")
         await forwarder.cut()
         await page.wait_for_selector("#notice:not([hidden])")
         await asyncio.sleep(3)  # several attempts
@@ -206,9 +216,10 @@ async def test_a_server_that_is_away_is_one_state_with_retry(browser: Browser, f
             "The server does not answer. The answer goes on when it is back."
         ]
         assert await page.locator(".mark").count() == 0
+        api.engine.hold_after = None
         await forwarder.open()
         await page.click("#notice-actions >> text=Try now")
-        await page.wait_for_selector(".message.assistant .foot", timeout=ANSWER_MS)
+        await page.wait_for_selector(".message.assistant .foot")
         assert await last_text(page) == undisturbed
         assert await page.is_hidden("#notice")
         await forwarder.cut()
@@ -218,7 +229,7 @@ async def test_a_server_that_is_away_is_one_state_with_retry(browser: Browser, f
         assert await page.inner_text("#notice-text") == "The server does not answer."
         await forwarder.open()
         await page.click("#notice-actions >> text=Ask again")
-        await page.locator(".message.assistant .foot").nth(1).wait_for(timeout=ANSWER_MS)
+        await page.locator(".message.assistant .foot").nth(1).wait_for()
 
 
 async def test_an_answer_is_verified_and_replayed_from_its_receipt(

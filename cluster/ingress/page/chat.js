@@ -29,6 +29,7 @@ export class Chat {
     this.follows = true;
     this.language = "curl";
     this.abort = null;
+    this.frame = 0;
     this.last = { body: chatBody([{ role: "user", content: EXAMPLES[1] }], this.#parameters()), seed: "" };
     this.showFigures = makeMeters($("meters"));
     this.onReceipt = () => {};
@@ -147,9 +148,11 @@ export class Chat {
         onBack: () => this.report(""),
       });
       this.messages = [...messages, { role: "assistant", content: answer.text }];
+      this.#draw();
       this.#end(body, answer);
       return answer;
     } catch (error) {
+      this.#draw();
       if (error.name === "AbortError") {
         this.report("");
         shown.mark("stopped");
@@ -172,18 +175,28 @@ export class Chat {
     this.#generate(body, seed, messages);
   }
 
+  /** Note new passes. They are drawn once a frame, so that keys are read however fast tokens come. */
   #show(passes, answer) {
     this.answer = answer;
     for (const pass of passes) this.shown.add(pass);
-    if (passes.length) this.shown.show();
+    if (passes.length && !this.frame) this.frame = requestAnimationFrame(() => this.#draw());
+  }
+
+  /** Draw what has come since the last frame. */
+  #draw() {
+    if (!this.frame) return;
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    const answer = this.answer;
+    if (!answer) return;
+    this.shown.show();
     const log = $("messages");
     log.scrollTop = log.scrollHeight;
-    if (!passes.length) return;
     this.showFigures(answer);
     this.#showOrigins(answer);
     $("pass").max = answer.passes.length;
     $("pass").disabled = false;
-    if (this.follows) this.#drawPass(passes.at(-1));
+    if (this.follows) this.#drawPass(answer.passes.at(-1));
     else {
       drawStrip($("strip"), answer, this.chosen);
       markPass(this.place, this.chosen.number);
