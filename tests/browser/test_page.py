@@ -102,9 +102,15 @@ async def test_the_race_ends_equal(browser: Browser, url: str, screenshots: Path
         await page.wait_for_selector("#race-result:not([hidden])", timeout=ANSWER_MS)
         result = await page.inner_text("#race-result")
         assert result.startswith("Equal: all ")
-        assert re.search(
-            r"\d+ target steps in \d+\.\d\d s without drafts, \d+ target steps in .* times as (fast|slow)", result
+        said = re.search(
+            r"all (\d+) tokens\. \d+ target steps in (\S+) s without drafts, \d+ target steps in (\S+) s with them: "
+            r"\S+ times as (fast|slow)",
+            result,
         )
+        assert said is not None
+        for name, seconds in (("plain", said[2]), ("drafts", said[3])):
+            rate = float(await page.inner_text(f"#lane-{name} [data-figure='rate']"))
+            assert rate == pytest.approx(int(said[1]) / float(seconds), rel=0.05)
         plain, drafts = [await page.inner_text(f"#lane-{name} .text") for name in ("plain", "drafts")]
         assert plain == drafts != ""
         assert await page.locator("#lane-drafts .token.draft").count() > 0
@@ -316,7 +322,9 @@ async def test_colours_and_widths(browser: Browser, url: str, screenshots: Path 
         assert "tokens per second" in (await page.locator(".replica .line text").all_text_contents())
         await asyncio.sleep(2)
         await save(page, screenshots, "cluster-dark")
+        await page.click("#theme")  # back to the system's colours
         await page.click("#theme")
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
         await save(page, screenshots, "cluster")
     async with opened(browser, url, width=390, height=844) as page:
         await ask(page, PROMPT)

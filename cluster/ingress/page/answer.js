@@ -54,10 +54,9 @@ export class Answer {
     return this.drafted ? this.accepted / this.drafted : null;
   }
 
-  /** The rate after the first pass, whose time belongs to the prompt. */
+  /** The rate from the request to the last token. Tokens that arrive together would make any other absurd. */
   get tokensPerSecond() {
-    const tokens = this.ids.length - (this.passes[0]?.tokens.length ?? 0);
-    return this.last > this.first ? (1000 * tokens) / (this.last - this.first) : 0;
+    return this.last ? (1000 * this.ids.length) / this.last : 0;
   }
 
   /** Add the data of one event. Returns the new passes. */
