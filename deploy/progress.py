@@ -79,8 +79,8 @@ class ProgressReporter:
         self._bar.stop()
 
     def __call__(self, done: float, text: str) -> None:
-        """Report that the share `done` (0 to 1) is complete. `text` describes the current state."""
-        now = self._clock()
+        """Report that the share `done` is complete; above 1, the work ends late. `text` describes the current state."""
+        now, done = self._clock(), min(1.0, done)
         self._left.report(now, done)
         left = _in_words(self._left.seconds(now))
         self._bar.update(self._task, completed=done, description=f"{self._title}: {text}", left=left)

@@ -31,12 +31,15 @@ def loss_curve(progress: Progress, *, is_tokens: bool = False) -> bytes | None:
         markersize=4,
     )
     loss.tick_params(axis="y", labelcolor="tab:blue")
+    loss.set_ylim(bottom=max(0.0, loss.get_ylim()[0]))  # what is drawn is never below 0
+    loss.yaxis.set_visible(bool(progress.losses))
     label, points = _quality(progress, is_tokens=is_tokens)
     if points:
         quality = loss.twinx()
         quality.set_ylabel(label, color="tab:red")
         quality.plot([minutes for minutes, _ in points], [value for _, value in points], "s--", color="tab:red")
         quality.tick_params(axis="y", labelcolor="tab:red")
+        quality.set_ylim(bottom=max(0.0, quality.get_ylim()[0]))
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
     return picture.getvalue()

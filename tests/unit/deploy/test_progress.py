@@ -22,6 +22,17 @@ def test_a_file_gets_one_line_per_minute() -> None:
     assert file.getvalue().splitlines() == ["training: 33%, step 2, 1:40 left", "training: 83%, step 5, 0:25 left"]
 
 
+def test_work_that_ends_late_is_complete_and_has_no_time_left() -> None:
+    file = io.StringIO()
+    ticks = count(step=50)
+
+    with ProgressReporter(Console(file=file), "training", clock=lambda: float(next(ticks)), seconds=30) as reporter:
+        reporter(0.2, "step 1")
+        reporter(2.06, "step 2")
+
+    assert file.getvalue().splitlines() == ["training: 100%, step 2, 0:00 left"]
+
+
 def test_a_terminal_shows_a_bar() -> None:
     file = io.StringIO()
 
