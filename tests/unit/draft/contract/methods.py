@@ -93,6 +93,9 @@ CASES = {
 def example_method() -> Iterator[None]:
     """Inside, the method that the page shows is registered by running its code. Other tests do not know it."""
     known = METHODS.names()  # the registry must know its own methods first
+    if "successor" in known:  # somebody follows the page
+        yield
+        return
     text = EXAMPLE.read_text(encoding="utf-8")
     code = text.split("```python\n")[1].split("```")[0]
     if len(code.splitlines()) > EXAMPLE_LINES:
@@ -118,7 +121,7 @@ COMBINATIONS = (
 )
 with example_method():
     NAMES = (*METHODS.names(), "block:dspark", *COMBINATIONS)
-    """Every registered method, that of CONTRIBUTING, and some that share a tree, joined by `+`."""
+    """Every registered method, that of the page, and some that share a tree, joined by `+`."""
 
 
 def cases_of(name: str) -> list[MethodCase]:
