@@ -29,7 +29,7 @@ _HEADINGS = (
 def markdown(options: CapacityOptions, runs: dict[str, CapacityRun]) -> str:
     """A table with one row per run, and the speed-up of one GPU over plain decoding."""
     load = f"{options.in_flight} requests in flight" if options.in_flight else f"{options.arrivals:g} requests/s"
-    simulated = "" if options.share == 1 else f", {options.simulated_targets} targets simulated and scaled"
+    simulated = "" if options.share == 1 else f", simulated: {options.simulated_targets} of the targets, and scaled"
     lines = [
         f"{options.targets} targets × {options.target_gpus} GPUs, {options.drafters} drafters, {load}, lengths "
         f"{options.lengths}, acceptance {options.acceptance:g}{simulated}",
@@ -102,7 +102,7 @@ def _bars(axes: Any, title: str, names: list[str], groups: Sequence[Sequence[flo
     axes.set_title(title, fontsize=9)
     axes.set_xticks(range(len(names)), names)
     if any(labels):
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(labels))
 
 
 def _row(name: str, run: CapacityRun) -> list[str]:
