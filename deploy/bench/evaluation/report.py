@@ -31,7 +31,7 @@ _SPEED_COLUMNS = (
     *(f"{figure} {_PERCENTILES}, ms" for figure in ("TTFT", "TPOT")),
 )
 _WORK_COLUMNS = (
-    *("competitor", "τ", "passes per token", "target GFLOP", "draft GFLOP", "weights, MB", "KV, MB"),
+    *("competitor", "τ", "steps per token", "target GFLOP", "draft GFLOP", "weights, MB", "KV, MB"),
     *("CPU s", "busy s", "J", "peak, MiB", "accepted drafts from"),
 )
 _COST_NOTE = (

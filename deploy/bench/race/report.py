@@ -37,7 +37,7 @@ def markdown(results: BenchResults) -> str:
 _SPEED_COLUMNS = (
     *("competitor", "tokens/s", "÷ plain", "÷ plain, per device", "plain ÷ plain", "τ", "drafted, accepted"),
     "accepted drafts from",
-    *("accepted at position 1, 2, …", "target passes per token", "GFLOP per token", "equal / explained / wrong"),
+    *("accepted at position 1, 2, …", "target steps per token", "GFLOP per token", "equal / explained / wrong"),
 )
 _SPEED_NOTE = (
     "tokens/s and ÷ plain: all tasks in turn. Plain decoding runs before and after every pass, and plain ÷ plain "

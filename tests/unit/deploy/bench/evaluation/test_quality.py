@@ -167,7 +167,7 @@ def test_every_task_has_tables_of_speed_and_of_cost() -> None:
     assert speed["TTFT p50 / p90 / p99, ms"] == "500.0 / 500.0 / 500.0"
     assert speed["TPOT p50 / p90 / p99, ms"] == "250.0 / 250.0 / 250.0"
     work = row(text[text.index(cost) :], "lookup", "| competitor | τ")
-    assert (work["τ"], work["passes per token"], work["CPU s"], work["peak, MiB"]) == ("2.00", "0.50", "187.50", "3")
+    assert (work["τ"], work["steps per token"], work["CPU s"], work["peak, MiB"]) == ("2.00", "0.50", "187.50", "3")
     assert work["weights, MB"] == "0.00" and "J" not in work  # no device reported energy
     assert "Cost of all tasks" not in text  # there is one
 
