@@ -42,7 +42,7 @@ class WatchedProcess:
 
     id: int
     name: str
-    """As Ray shows it, such as `ray::ServeReplica:pilotfish:Draft`."""
+    """Name that Ray gives the process, such as `ray::ServeReplica:pilotfish:Draft`."""
     memory_bytes: int = 0
 
 

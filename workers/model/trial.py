@@ -82,7 +82,7 @@ class _Texts:
     text: tuple[int, ...]
     neighbor: tuple[int, ...]
     tree: TokenTree
-    """It grows from the first `_STORED` tokens of the text and one more."""
+    """Tree that grows from the first `_STORED` tokens of the text and one more."""
 
     @property
     def branches(self) -> list[tuple[int, ...]]:

@@ -50,7 +50,7 @@ class Operation:
     """The compiler fuses neighbours of one region; 0 is outside of what is compiled."""
     reads: tuple[torch.Tensor, ...] = ()
     writes: tuple[torch.Tensor, ...] = ()
-    """They are kept, so that no other tensor takes their identity."""
+    """Tensors that the operation writes, held so that no other tensor takes their identity."""
 
 
 @lru_cache(maxsize=1)

@@ -41,9 +41,9 @@ class Prediction:
     """Times of a step, in seconds."""
 
     seconds: float
-    """With the model's pass in a CUDA graph."""
+    """Predicted time of the step with the model's pass in a CUDA graph."""
     eager_seconds: float
-    """With each kernel launched by the host."""
+    """Predicted time of the step with each kernel launched by the host."""
     floor_seconds: float
     """The weights and the keys and values once, or the operations at the peak, whichever takes longer."""
     all_reduce_seconds: float

@@ -218,7 +218,7 @@ def _has_exact_minima(storage: GroupStorage) -> bool:
 
 
 def _widest(storage: GroupStorage, group: int) -> GroupStorage:
-    """The same weights in 8 bits with float32 scales and minima, in groups of this size."""
+    """Return the weights of `storage` in 8 bits with float32 scales and minima, in groups of this size."""
     scale = storage.scale.float()
     if storage.offsets is None:
         minimum = -storage.zero * scale

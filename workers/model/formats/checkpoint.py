@@ -92,7 +92,7 @@ class Checkpoint:
         return found
 
     def nested(self, key: str) -> Checkpoint:
-        """The same directory with the object at `key` as its configuration, empty if there is none."""
+        """Return this checkpoint with the object at `key` as its configuration, empty if there is none."""
         found = self.config.get(key)
         if found is not None and not isinstance(found, dict):
             self.refuse(key, "it must be an object")

@@ -46,7 +46,7 @@ def winners(logits: torch.Tensor, table: DecisionTable, offset: int) -> tuple[to
 def _truncations(
     logits: torch.Tensor, rows: Rows, table: DecisionTable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of truncated rows the largest logit and the place of the last token kept; of all rows the truncation's index."""
+    """Largest logit and place of the last kept token of each truncated row, and the truncation's index of each row."""
     count = len(table.truncated)
     edges = torch.zeros(count, dtype=torch.int64, device=logits.device)
     orders = torch.full((count,), torch.iinfo(torch.int32).min, dtype=torch.int32, device=logits.device)

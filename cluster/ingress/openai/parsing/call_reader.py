@@ -29,7 +29,7 @@ _MOST_REREAD = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Which calls of an answer are passed on, and when."""
+    """The choice of the calls of an answer that reach the client, and of the moment when they do."""
 
     tools: Mapping[str, Parameters] = field(default_factory=dict)
     """The tools that were offered, and the schemas of their arguments. A call of any other name is text."""

@@ -32,7 +32,7 @@ from workers.model.stored.source import write_stored_in
 
 TEXT = tuple((7 * index) % 90 + 3 for index in range(48))
 BOUND = 1e-3
-"""Of the range of the logits."""
+"""Largest difference of a logit, as a share of the range of the logits."""
 SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
 FAMILIES: dict[str, tuple[str, PreTrainedConfig]] = {
     "llama": ("llama", tiny.llama(**SIZES, num_attention_heads=6, num_key_value_heads=3)),
