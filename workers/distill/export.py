@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.student import Student, config_values
-from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard, is_distilled
+from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard, is_written_here
 from workers.model.target_ends import decoder_vocabulary_size
 
 
@@ -63,7 +63,7 @@ def replaced_directory(directory: Path, card: str, pictures: dict[str, bytes]) -
 
 def check_replaceable(directory: Path) -> None:
     """Raise `ConfigurationError` unless `directory` is absent, is empty, or holds a draft."""
-    if directory.is_dir() and (is_distilled(directory) or not any(directory.iterdir())):
+    if directory.is_dir() and (is_written_here(directory) or not any(directory.iterdir())):
         return
     if directory.exists():
         raise ConfigurationError(f"--out {directory}: needed an empty directory or an earlier draft to replace")

@@ -84,6 +84,11 @@ class DistillOptions:
     depths: Annotated[int | None, "Number of heads (unset: 4), tokens of a block (5), successors in a table (8)."] = (
         None
     )
+    mix_rank: Annotated[
+        int,
+        "Width of the layer that adds the last token to the hidden state that heads read; 0: none. With "
+        "--selector-rank 0, the heads are plain Medusa and are stored in its format.",
+    ] = 1024
     selector_rank: Annotated[
         int, "Width of the selector of heads and block, which reads the token before; 0: none."
     ] = 256
@@ -110,7 +115,7 @@ class DistillOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{_option(name)}: {value} is refused; it must be above 0")
-        for name in ("held_out", "selector_rank"):
+        for name in ("held_out", "mix_rank", "selector_rank"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{_option(name)}: {getattr(self, name)} is refused; it must be 0 or above")
         if (self.minutes is None) == (self.steps is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,6 +21,8 @@ LAYERS = "layers"
 """The kind of a draft that is a language model of its own."""
 WEIGHTS = "model.safetensors"
 """Name of the file with the draft's own weights; the embedding and the head are the target's."""
+WRITER, WRITTEN_BY = "written_by", "pilotfish distill"
+"""Marks the configuration of a draft that was written here in a public format."""
 _MOST_NODES, _MOST_RANKS = 256, 16
 """Bounds of a static tree."""
 VOCABULARY = "vocabulary"
@@ -74,6 +77,17 @@ def is_distilled(directory: Path) -> bool:
     return (directory / CARD).is_file()
 
 
+def is_written_here(directory: Path) -> bool:
+    """Whether the directory holds a draft that `pilotfish distill` wrote, in its own format or in a public one."""
+    if is_distilled(directory):
+        return True
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get(WRITER) == WRITTEN_BY
+
+
 def read_card(directory: Path) -> DraftCard:
     """The card of a distilled draft. Raises `ModelLoadError`, which names the field."""
     file = directory / CARD
@@ -104,20 +118,21 @@ def read_card(directory: Path) -> DraftCard:
         kind=kind,
         taps=_numbers(file, card, "taps"),
         shape=shape,
-        tree=_tree(file, card),
+        tree=read_tree(file, card, "tree"),
     )
 
 
-def _tree(file: Path, card: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-    found = card.get("tree", [])
+def read_tree(file: Path, values: Mapping[str, Any], key: str) -> tuple[tuple[int, ...], ...]:
+    """The nodes of the static tree at a key of a file's values; none without it. Raises `ModelLoadError`."""
+    found = values.get(key, [])
     wanted = f"at most {_MOST_NODES} lists of ranks below {_MOST_RANKS}, each after its parent"
     if not isinstance(found, list) or len(found) > _MOST_NODES:
-        raise _problem(file, "tree", found, wanted)
+        raise _problem(file, key, found, wanted)
     known: dict[tuple[int, ...], None] = {(): None}
     for path in found:
         is_path = isinstance(path, list) and path and all(_is_count(one, least=0) for one in path)
         if not is_path or max(path) >= _MOST_RANKS or tuple(path[:-1]) not in known or tuple(path) in known:
-            raise _problem(file, "tree", path, wanted)
+            raise _problem(file, key, path, wanted)
         known[tuple(path)] = None
     return tuple(known)[1:]
 

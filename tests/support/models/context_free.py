@@ -63,5 +63,5 @@ def save_untrained(target: Path, directory: Path, kind: str, taps: tuple[int, ..
     directory.mkdir(parents=True, exist_ok=True)
     card = card_for(target, kind, taps, shape=shape)
     module = make_module(load_ends(target, card, None, torch.float32, CPU), shape, taps)
-    save_drafter(directory, card, module, None)
+    save_drafter(directory, card, module, None, target_directory=target)
     return directory

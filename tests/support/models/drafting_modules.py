@@ -65,5 +65,5 @@ def save(
     module = make_module(ends, card.shape, taps)
     randomized(module, seed)
     directory.mkdir(parents=True, exist_ok=True)
-    save_drafter(directory, card, module, tokens, int8=int8)
+    save_drafter(directory, card, module, tokens, target_directory=target, int8=int8)
     return module

@@ -16,10 +16,12 @@ from deploy.distillation import target as distillation_target
 from tests.support.models import tiny, tiny_tokenizer
 from workers.distill.budget import Budget
 from workers.distill.modules import module_trainer
-from workers.model.draft_card import read_card
+from workers.model.draft_card import CARD, read_card
 from workers.model.draft_shapes import ExitShape
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.table import SuccessorTable
+from workers.model.formats.registry import read_draft
+from workers.model.public_shapes import MedusaShape
 
 pytestmark = pytest.mark.slow
 
@@ -71,8 +73,28 @@ def test_the_command_makes_a_module_that_the_loader_reads(module_run: ModuleRun,
     assert str(module_run.directory) not in card
     assert "## Measured tokens per step" in card
     assert "| held-out prompts | " in card
+    assert "## Format\n\nPilotfish's own, with `pilotfish_draft.json`. No public format says what it computes: " in card
     assert ("## Static tree" in card) == (kind in ("heads", "block"))
     assert bool(loaded.card.tree) == ("uses the static tree" in card)
+
+
+def test_plain_heads_become_a_public_checkpoint_that_is_trained_further(module_run: ModuleRun, tmp_path: Path) -> None:
+    module_run.work = tmp_path / "first"
+    plain = ("--steps", "2", "--mix-rank", "0", "--selector-rank", "0", "--depths", "2")
+    assert module_run.run("heads", *plain) == 0
+    directory = module_run.directory / "heads"
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "medusa"
+    assert not (directory / CARD).exists()
+    assert "Medusa heads in the layout of vLLM's converter" in (directory / "README.md").read_text()
+    directory.rename(module_run.directory / "started")
+    module_run.work = tmp_path / "second"
+
+    for _ in range(2):  # the second run replaces the first one's draft
+        assert module_run.run("heads", "--steps", "1", "--start", str(module_run.directory / "started")) == 0
+
+    assert "It started as the draft started." in (directory / "README.md").read_text()
+    shape = read_draft(directory).shape
+    assert isinstance(shape, MedusaShape) and shape.depths == 2
 
 
 def test_a_second_run_continues_the_curve_of_measured_tokens_per_step(module_run: ModuleRun) -> None:

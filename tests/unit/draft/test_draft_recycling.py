@@ -72,7 +72,8 @@ def stored_table(target: Path, directory: Path) -> tuple[SuccessorTable, Path]:
     module = SuccessorTable(TableShape(2), tiny.VOCABULARY)
     module.successors[10] = torch.tensor([20, 21])
     directory.mkdir()
-    save_drafter(directory, drafting_modules.card_for(target, "table", (), shape=TableShape(2)), module, None)
+    card = drafting_modules.card_for(target, "table", (), shape=TableShape(2))
+    save_drafter(directory, card, module, None, target_directory=target)
     return module, directory
 
 
@@ -147,11 +148,11 @@ def test_a_module_fills_the_table_before_the_first_request(tmp_path: Path) -> No
     for salt in ("", "other"):
         assert tree(method, first([7, 10], salt or "a", salt)).candidates() == ((20,), (21,))
     module.successors[10, 0] = tiny.VOCABULARY
-    save_drafter(directory, card, module, None)
+    save_drafter(directory, card, module, None, target_directory=target)
     with pytest.raises(ModelLoadError, match="tokens below 96"):
         read_successors(directory)
     module.successors[10] = torch.tensor([20, 20])
-    save_drafter(directory, card, module, None)
+    save_drafter(directory, card, module, None, target_directory=target)
     with pytest.raises(ModelLoadError, match="twice"):
         read_successors(directory)
     drafting_modules.save(target, tmp_path / "heads", "heads", (2,))

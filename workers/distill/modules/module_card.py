@@ -10,10 +10,10 @@ from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
 from workers.distill.job import ServedTokens
 from workers.distill.modules.learner import Acceptance
-from workers.model.draft_card import DraftCard
+from workers.model.draft_card import CARD, DraftCard
 
 _METHODS = {
-    "heads": "Medusa heads (Cai et al. 2024) that read the last token, with a selector (Hydra, Ankner et al. 2024)",
+    "heads": "Medusa heads (Cai et al. 2024)",
     "block": "a block drafter: all tokens in one pass, from the target's hidden states",
     "eagle": "an EAGLE-3-like head (Li et al. 2025): decoder layers on the target's hidden states",
     "exit": "early exit: the target drafts with some of its own layers",
@@ -33,6 +33,8 @@ class ModuleFacts:
     """The answers that were trained on."""
     start: str
     """What the module started as; empty for random weights."""
+    obstacle: str
+    """What keeps the module out of every public format, as a clause; empty if it is stored in one."""
     parameters: int
     progress: Progress
     device: str
@@ -74,7 +76,7 @@ def write_card(facts: ModuleFacts) -> str:
         )
     if facts.curve:
         lines.append(f"\n![Loss and tokens per step]({facts.curve})")
-    lines += _served(facts)
+    lines += ["\n## Format\n", _format(facts), *_served(facts)]
     if facts.measured:
         lines += [
             "\n## Accepted part of a chain\n",
@@ -87,6 +89,12 @@ def write_card(facts: ModuleFacts) -> str:
     if facts.notes.strip():
         lines.append(f"\n{facts.notes.strip()}")
     return "\n".join(lines) + "\n"
+
+
+def _format(facts: ModuleFacts) -> str:
+    if not facts.obstacle:
+        return "Medusa heads in the layout of vLLM's converter: `config.json` and `model.safetensors` say all of it."
+    return f"Pilotfish's own, with `{CARD}`. No public format says what it computes: {facts.obstacle}."
 
 
 def _served(facts: ModuleFacts) -> list[str]:

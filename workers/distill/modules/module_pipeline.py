@@ -37,7 +37,8 @@ from workers.distill.student import load_target
 from workers.model.devices import choose_device
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import ExitShape, TableShape
-from workers.model.drafting.files import DraftingModule, load_ends, make_module, save_drafter
+from workers.model.drafting.files import DraftingModule, load_ends, make_module
+from workers.model.drafting.public_form import obstacle
 from workers.model.drafting.table import SuccessorTable
 from workers.model.target_ends import decoder_vocabulary_size
 
@@ -55,8 +56,8 @@ class _Made:
 def distill_module(job: DistillJob) -> None:
     """Make a module: collect answers and hidden states, train, measure, write. Raises `PilotfishError`."""
     config = AutoConfig.from_pretrained(job.target, trust_remote_code=False).get_text_config()
-    options = with_defaults(job.options, config)
-    shape = wanted_shape(options, config)
+    options = with_defaults(job.options, config, job.target)
+    shape = wanted_shape(options, config, job.target)
     data, budget = _data(job, options, has_encoder=config.is_encoder_decoder)
     sizes = decoder_vocabulary_size(config), int(config.hidden_size)
     card = DraftCard(job.name, *sizes, options.layers, options.vocabulary_size, options.kind, options.taps, shape)
@@ -72,6 +73,7 @@ def distill_module(job: DistillJob) -> None:
         command_line=job.command_line,
         answers=data.train,
         start=made.start,
+        obstacle=obstacle(trained.card, job.target, int8=options.int8),
         parameters=sum(value.numel() for value in made.module.parameters()),
         progress=progress,
         device=_device_name(stage.device),
@@ -82,7 +84,7 @@ def distill_module(job: DistillJob) -> None:
         notes="\n".join(filter(None, (trained.notes, notes))),
     )
     with replaced_directory(options.out, write_card(facts), {} if curve is None else {CURVE: curve}) as scratch:
-        save_drafter(scratch, trained.card, made.module, made.vocabulary, int8=options.int8)
+        stage.write(scratch, trained.card, made.module, made.vocabulary)
     tokens = [f", {each.tokens_per_step:.2f} tokens per step on {of}" for of, each in trained.served.items()]
     job.notices.print(f"{options.out}: {options.kind} for {job.name}{''.join(tokens)}")
 

@@ -16,11 +16,11 @@ from workers.distill.modules.batches import tap_batch
 from workers.distill.modules.learner import ModulePlan, TappedModule
 from workers.distill.modules.start import copy_layers, fit_context
 from workers.distill.options import DistillOptions
-from workers.model.draft_card import LAYERS, WEIGHTS, read_card
+from workers.model.draft_card import LAYERS, WEIGHTS, DraftCard
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, LayerShape, Shape, TableShape
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
-from workers.model.drafting.files import stored_tensors
+from workers.model.drafting.files import read_trained, stored_tensors
 from workers.model.target_ends import decoder_layer_count, decoder_vocabulary_size, read_tensors
 
 CURVE = "training.png"
@@ -34,8 +34,11 @@ _FITTED_ANSWERS = 256
 """Answers that the context of a block drafter is fitted to before it is trained."""
 
 
-def with_defaults(options: DistillOptions, config: Any) -> DistillOptions:
-    """The options with the defaults of their kind for a target of this configuration. Raises `ConfigurationError`."""
+def with_defaults(options: DistillOptions, config: Any, target: Path) -> DistillOptions:
+    """The options with the defaults of their kind for the model of this configuration in the directory `target`.
+
+    Raises `ConfigurationError`, and `ModelLoadError` for a draft that cannot be trained further.
+    """
     count = decoder_layer_count(config)
     if options.kind in ("heads", "table", "exit") and options.student_config is not None:
         raise ConfigurationError(f"--student-config: refused for kind {options.kind}; it is for kind layers")
@@ -57,7 +60,7 @@ def with_defaults(options: DistillOptions, config: Any) -> DistillOptions:
     if options.kind == "table":
         return replace(options, taps=(), vocabulary_size=None)
     if options.start is not None and not options.taps:
-        options = replace(options, taps=read_card(options.start).taps)
+        options = replace(options, taps=read_trained(options.start, target).taps)
     taps = options.taps or ((count,) if options.kind == "heads" else (count // 3, 2 * count // 3, count))
     if not all(0 <= tap <= count for tap in taps):
         raise ConfigurationError(f"--taps: {list(taps)} is refused; it must be within 0 and {count}")
@@ -66,34 +69,32 @@ def with_defaults(options: DistillOptions, config: Any) -> DistillOptions:
     return replace(options, taps=taps, vocabulary_size=size)
 
 
-def wanted_shape(options: DistillOptions, config: Any) -> Shape:
+def wanted_shape(options: DistillOptions, config: Any, target: Path) -> Shape:
     """The shape of the module. Raises `ConfigurationError`."""
-    if options.start is not None and read_card(options.start).kind == options.kind:
-        shape = read_card(options.start).shape
-        if shape is not None:
-            return shape
+    started = None if options.start is None else read_trained(options.start, target)
+    if started is not None and started.kind == options.kind and started.shape is not None:
+        return started.shape
     depths = options.depths or _DEPTHS.get(options.kind, 1)
     if options.kind == "heads":
-        return HeadsShape(depths, selector_rank=options.selector_rank)
+        return HeadsShape(depths, options.mix_rank, options.selector_rank)
     if options.kind == "table":
         return TableShape(depths)
     if options.kind == "exit":
         return ExitShape(options.layers, has_norm=bool(options.taps))
-    layer, layers = _layer_shape(options, config)
+    layer, layers = _layer_shape(options, config, started)
     if options.kind == "block":
         return BlockShape(layer, depths, layers, options.selector_rank)
     return EagleShape(layer, layers)
 
 
-def _layer_shape(options: DistillOptions, config: Any) -> tuple[LayerShape, int]:
+def _layer_shape(options: DistillOptions, config: Any, started: DraftCard | None) -> tuple[LayerShape, int]:
     """The shape of one layer and the number of layers: those of the draft to start from, or of the target."""
     layers = len(options.layers) or 1
-    if options.start is not None:
-        card = read_card(options.start)
-        if isinstance(card.shape, (BlockShape, EagleShape)):
-            return card.shape.layer, card.shape.layers
-        if card.kind != LAYERS:
-            raise ConfigurationError(f"--start {options.start}: a draft of kind {card.kind!r} has no decoder layers")
+    if options.start is not None and started is not None:
+        if isinstance(started.shape, (BlockShape, EagleShape)):
+            return started.shape.layer, started.shape.layers
+        if started.kind != LAYERS:
+            raise ConfigurationError(f"--start {options.start}: a draft of kind {started.kind!r} has no decoder layers")
         config = AutoConfig.from_pretrained(options.start, trust_remote_code=False)
         layers = int(config.num_hidden_layers)
     heads = int(config.num_attention_heads)
@@ -115,7 +116,7 @@ def start_module(tapped: TappedModule, options: DistillOptions, target: Path, an
     """Give a module its initial weights. Returns what they are, in words; empty for random ones."""
     module, ends, cache = tapped.module, tapped.ends, tapped.cache
     if options.start is not None:
-        card = read_card(options.start)
+        card = read_trained(options.start, target)
         if card.kind == options.kind:
             module.load_state_dict(stored_tensors(options.start))
             return f"the draft {options.start.name}"

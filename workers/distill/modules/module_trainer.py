@@ -51,6 +51,10 @@ class ModuleRun:
     budget: Budget
     device: torch.device
 
+    def write(self, directory: Path, card: DraftCard, module: DraftingModule, vocabulary: torch.Tensor | None) -> None:
+        """Write a module into an existing directory, in the format that describes it. Raises `ModelLoadError`."""
+        save_drafter(directory, card, module, vocabulary, target_directory=self.job.target, int8=self.options.int8)
+
     @property
     def evaluation(self) -> str:
         """The name of the prompts of `--evaluate`."""
@@ -135,7 +139,7 @@ def served_tokens(run: ModuleRun, card: DraftCard, module: DraftingModule, vocab
     engine = ServedMeasure(run.job, card.kind, run.options.max_length)
 
     def write(directory: Path) -> None:
-        save_drafter(directory, card, module, vocabulary, int8=run.options.int8)
+        run.write(directory, card, module, vocabulary)
 
     found = engine.measure(write, engine.chosen(run.data.held_out))
     return Trained(card, served={} if found is None else {HELD_OUT: found})
@@ -212,7 +216,7 @@ class ModuleTrainer:
 
     def _serve(self, card: DraftCard, prompts: Sequence[Tokens]) -> ServedTokens | None:
         def write(directory: Path) -> None:
-            save_drafter(directory, card, self._tapped.module, self._vocabulary, int8=self._run.options.int8)
+            self._run.write(directory, card, self._tapped.module, self._vocabulary)
 
         begun = time.monotonic()
         found = self._engine.measure(write, prompts)

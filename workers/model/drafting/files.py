@@ -1,7 +1,7 @@
 """Files of drafting modules: a draft card, and one safetensors file with the module's own parameters.
 
-A parameter is stored in bfloat16, or, for matrices of an int8 file, as int8 with a float32 scale for each row under
-its name with `.scale`.
+A module that a public format describes is stored in this format instead. Otherwise, a parameter is stored in bfloat16,
+or, for matrices of an int8 file, as int8 with a float32 scale for each row under its name with `.scale`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cluster.core.drafting import Tap
 from cluster.core.errors import ModelLoadError, shorten
-from workers.model.draft_card import LAYERS, VOCABULARY, WEIGHTS, DraftCard, DraftDescription
+from workers.model.draft_card import LAYERS, VOCABULARY, WEIGHTS, DraftCard, DraftDescription, is_distilled, read_card
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, Shape, TableShape
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
@@ -24,11 +24,13 @@ from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.exit_norm import ExitNorm
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
+from workers.model.drafting.public_form import obstacle, trained_card
 from workers.model.drafting.table import SuccessorTable
 from workers.model.encoder_decoder.ends import DecoderEnds, read_decoder_ends
+from workers.model.formats.medusa import write_medusa
 from workers.model.formats.pilotfish import SCALE, restored
 from workers.model.formats.registry import DraftWeights, read_draft, read_weights
-from workers.model.public_shapes import PublicShape
+from workers.model.public_shapes import MedusaShape, PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 
 _LEAST_INT8 = 65536
@@ -93,9 +95,23 @@ def load_drafter(
     return Drafter(card, ends, module)
 
 
+def read_trained(directory: Path, target_directory: Path) -> DraftCard:
+    """The card of a draft that was trained here, in any format that it is stored in.
+
+    Raises `ModelLoadError` for a draft that cannot be trained further.
+    """
+    return read_card(directory) if is_distilled(directory) else trained_card(read_draft(directory), target_directory)
+
+
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
     """The parameters of a stored module by name, int8 matrices multiplied by their scales. Raises `ModelLoadError`."""
-    return restored(read_tensors(directory / WEIGHTS))
+    if is_distilled(directory):
+        return restored(read_tensors(directory / WEIGHTS))
+    card = read_draft(directory)
+    if not isinstance(card.shape, MedusaShape):
+        raise TypeError(f"{type(card.shape).__name__} is no shape of heads")
+    tensors = read_weights(directory, card).tensors
+    return {"weights": torch.cat([tensors[f"{depth}.0.weight"] for depth in range(card.shape.depths)])}
 
 
 def load_ends(
@@ -149,9 +165,28 @@ def _decoder_only_ends(target_directory: Path, card: DraftDescription) -> Decode
 
 
 def save_drafter(
-    directory: Path, card: DraftCard, module: nn.Module, vocabulary: Tensor | None, *, int8: bool = False
+    directory: Path,
+    card: DraftCard,
+    module: nn.Module,
+    vocabulary: Tensor | None,
+    *,
+    target_directory: Path,
+    int8: bool = False,
 ) -> None:
-    """Write the card and the weights of a module into an existing directory."""
+    """Write a module into an existing directory, in a public format if one describes it; see `obstacle`.
+
+    Raises `ModelLoadError` for a target that does not match the card.
+    """
+    if isinstance(module, MedusaHeads) and not obstacle(card, target_directory, int8=int8):
+        ends = load_ends(target_directory, card, vocabulary, torch.bfloat16, torch.device("cpu"))
+        blocks = module.weights.view(-1, card.hidden_size, card.hidden_size)
+        write_medusa(directory, card, blocks, ends.head, ends.vocabulary)
+    else:
+        save_own(directory, card, module, vocabulary, int8=int8)
+
+
+def save_own(directory: Path, card: DraftCard, module: nn.Module, vocabulary: Tensor | None, *, int8: bool) -> None:
+    """Write a draft card and the weights of a module."""
     tensors: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
         value = value.detach().cpu()

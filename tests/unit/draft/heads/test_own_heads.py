@@ -141,7 +141,8 @@ def test_the_layout_of_vllm_has_absolute_tokens(
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        ({"original_lm_head": True}, {}, "original_lm_head in config.json: True is refused; it must be False"),
+        ({"original_lm_head": True}, {}, "original_lm_head .* must be false unless lm_heads.0.weight is the only"),
+        ({"medusa_choices": [[0, 0]]}, {}, r"medusa_choices must be at most 256 lists of ranks below 16, each after"),
         ({"hidden_act": "gelu"}, {}, "hidden_act in config.json: 'gelu' is refused"),
         ({"logit_scale": 0.1}, {}, "logit_scale in config.json: 0.1 is refused; it may change"),
         ({}, {"1.0.linear.weight": torch.zeros(4, 4)}, r"1.0.linear.weight must be \[48, 48\], not \[4, 4\]"),
