@@ -12,6 +12,9 @@ from typing import Literal
 Sizes = dict[str, tuple[int, ...]]
 """Sizes of tensors by name."""
 
+MASK_HIDDEN = "mask_hidden"
+"""Name of P-EAGLE's learned taps beside mask tokens, [1, 1, taps x target's hidden size]."""
+
 TapNorm = Literal["none", "joint", "each"]
 """`joint`: one RMS norm over all taps of a position; `each`: one for each tap."""
 
@@ -84,6 +87,8 @@ class DecoderShape:
 class FeatureShape:
     """A head that drafts token by token from the target's hidden states: EAGLE-1, EAGLE-3, MTP.
 
+    P-EAGLE is EAGLE-3 with a mask token: it predicts several tokens in one pass.
+
     The input at position i is a feature of the target at i and the embedding of the token at i + 1; the output predicts
     the token at i + 2. Beyond the committed text, the head's own output takes the place of the feature.
     """
@@ -112,6 +117,10 @@ class FeatureShape:
     """Whether the output after the norm takes the place of the feature, instead of the one before it."""
     hides_first_token: bool = False
     """Whether the embedding beside the feature of position 0 is zero."""
+    mask_token: int | None = None
+    """The token that stands for tokens that are not drafted yet (P-EAGLE)."""
+    depths: int = 0
+    """Most tokens that one pass predicts; 0 without a mask token."""
 
     def tensors(self) -> Sizes:
         """The tensors of the head, without embedding and output head."""
@@ -128,6 +137,8 @@ class FeatureShape:
             found |= {"embedding_norm.weight": (size,), "feature_norm.weight": (size,)}
         if self.has_output_norm:
             found["norm.weight"] = (size,)
+        if self.mask_token is not None:
+            found[MASK_HIDDEN] = (1, 1, joint)
         inputs = 2 * size if self.entry == "wide" else None
         return found | self.body.tensors(inputs, has_first_norm=self.has_first_norm)
 

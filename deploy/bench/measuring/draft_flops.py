@@ -55,6 +55,10 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
                 matrices = count_matrices(directory)
                 committed += sum(count for name, count in matrices.items() if name.startswith(_OF_CONTEXT))
                 step += _one_pass(directory, card, depths)
+            case FeatureShape(depths=depths) as shape if depths:
+                layers = _matrices(shape.tensors())
+                committed += layers
+                step += (depths - 1) * layers + depths * _head(card)
             case FeatureShape() as shape:
                 proposed += _matrices(shape.tensors()) + _head(card)
             case MedusaShape() as shape:

@@ -108,6 +108,13 @@ def eagle3(
     return found | reduced_vocabulary(draw)
 
 
+def peagle(first: str = "layers.0.", *, layers: int = 2) -> Tensors:
+    """The tensors of a P-EAGLE head: EAGLE-3 with learned taps beside mask tokens, and an embedding of its own."""
+    draw = Draw(14)
+    own = {"mask_hidden": draw.matrix(1, 1, 3 * HIDDEN), "embed_tokens.weight": draw.matrix(VOCABULARY, HIDDEN)}
+    return eagle3(first, layers=layers) | own
+
+
 def speculators_config(**changes: Any) -> dict[str, Any]:
     """The configuration of an EAGLE-3 head as the library `speculators` writes it."""
     return {

@@ -2,6 +2,7 @@
 
 Each pass expands the most probable nodes of all sequences (as in EAGLE-2, Li et al. 2024). Keys and values of drafted
 tokens are made from the head's own outputs; once tokens are committed, the target's hidden states replace them.
+P-EAGLE heads predict all depths in one pass instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from workers.draft.registry import ON_TARGET_FIRST, register
 
 if TYPE_CHECKING:
     from workers.draft.eagle.eagle_drafter import EagleTreeDrafter
+    from workers.draft.eagle.parallel_drafter import ParallelTreeDrafter
 
 
 class EagleSettings(ContextModuleSettings):
@@ -36,7 +38,9 @@ class EagleSettings(ContextModuleSettings):
     places=ON_TARGET_FIRST,
     for_encoder_decoder=False,
 )
-def create_eagle(settings: EagleSettings, draft: DraftSection, target: TargetSection) -> EagleTreeDrafter:
+def create_eagle(
+    settings: EagleSettings, draft: DraftSection, target: TargetSection
+) -> EagleTreeDrafter | ParallelTreeDrafter:
     """Create the method `eagle`: load the module.
 
     Raises `ModelLoadError`, and `ConfigurationError` if the target does not take its taps.

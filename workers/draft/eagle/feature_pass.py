@@ -1,4 +1,4 @@
-"""The passes of public heads that draft token by token: EAGLE-1, EAGLE-3 and MTP; see `FeatureShape`."""
+"""The passes of public heads that read features of the target: EAGLE-1, EAGLE-3, P-EAGLE, MTP; see `FeatureShape`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.draft.common.modules.product import make_product
 from workers.draft.eagle.eagle_pass import EaglePiece
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.public import PublicModule
-from workers.model.public_shapes import FeatureShape
+from workers.model.public_shapes import MASK_HIDDEN, FeatureShape
 
 
 class FeaturePass:
@@ -50,8 +50,21 @@ class FeaturePass:
         )
         each = [norm(f"fc_norm.{number}") for number in range(shape.taps)]
         self._tap_norms = torch.stack([one for one in each if one is not None]) if shape.tap_norm == "each" else None
+        hidden = module.get(MASK_HIDDEN)
+        self._mask = None
+        if shape.mask_token is not None and hidden is not None:
+            self._mask = shape.mask_token, self.features(hidden.view(1, shape.taps, -1))
         self.context_shape = ContextShape(body.layers, body.kv_heads, body.head_width, 0, WHOLE_TEXT, scratch)
         """What is kept of each position; there is no feature."""
+        self.depths = shape.depths
+        """Tokens that one pass predicts with mask tokens; 0 for a head that drafts token by token."""
+
+    @property
+    def mask(self) -> tuple[int, Tensor]:
+        """The mask token, and the feature [1, hidden size] beside it. Raises `TypeError` for a head without one."""
+        if self._mask is None:
+            raise TypeError("a head that drafts token by token has no mask token")
+        return self._mask
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""

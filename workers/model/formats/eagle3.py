@@ -1,5 +1,7 @@
 """EAGLE-3 as its authors, SpecForge and NVIDIA store it (Li et al. 2025): `midlayer`, `fc`, `norm`, `lm_head`, `d2t`.
 
+P-EAGLE in this layout, as SpecForge stores it, has `mask_hidden` as well.
+
 https://github.com/SafeAILab/EAGLE (`eagle/model/cnets.py`) defines the names. Defaults are those of vLLM and SGLang.
 """
 
@@ -11,14 +13,14 @@ from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
-from workers.model.formats.eagle3_layout import EAGLE3_KEYS, Eagle3Layout
+from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import TapNorm
 
 _FIRST = ("midlayer.", "layers.0.")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _LEGACY_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-_KEYS = DECODER_KEYS | EAGLE3_KEYS | {_LAYERS, "eagle_config", "use_aux_norm", "bias"}
+_KEYS = DECODER_KEYS | EAGLE3_KEYS | {_LAYERS, "eagle_config", "use_aux_norm", "bias", *MASK_KEYS}
 _NESTED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,

@@ -1,4 +1,7 @@
-"""What all EAGLE-3 checkpoints share (Li et al. 2025): the shape of the head, its tensors, and its vocabulary."""
+"""What all EAGLE-3 checkpoints share (Li et al. 2025): the shape of the head, its tensors, and its vocabulary.
+
+P-EAGLE checkpoints are EAGLE-3 with learned taps, which stand beside a mask token.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,17 @@ from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import decoder_shape
 from workers.model.formats.draft_vocabulary import ENDS, MAPS, ends_sizes, read_ends
 from workers.model.formats.registry import DraftWeights
-from workers.model.public_shapes import FeatureShape, Sizes, TapNorm
+from workers.model.public_shapes import MASK_HIDDEN, FeatureShape, Sizes, TapNorm
 
 EAGLE3_KEYS = frozenset(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
 """The keys of EAGLE-3 and EAGLE-3.1 that change the arithmetic."""
 _DEFAULT_TAPS: tuple[Tap, ...] = (2, "middle", -4)
 """The inputs of the layers 2, L // 2 and L - 3 of a target with L layers."""
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""The keys of P-EAGLE's mask token: that of `speculators`, and those that vLLM reads."""
+_DEPTHS = 8
+"""Tokens that trainers of P-EAGLE predict with one pass, where a checkpoint does not tell it."""
+_MOST_DEPTHS = 64
 _OWN_NAMES = {"embedding_norm.weight": "input_layernorm.weight", "feature_norm.weight": "hidden_norm.weight"}
 
 
@@ -28,6 +36,9 @@ class Eagle3Layout:
     """Begins the names of the first layer."""
     tap_norms: tuple[str, ...] = ()
     """The names of the norms of single taps; empty: `fc_norm.0` and so on."""
+
+    depths: int | None = None
+    """Tokens that one pass of P-EAGLE predicts, if the checkpoint tells it."""
 
     def stored(self, name: str) -> str:
         """The name in the files of a tensor of the shape."""
@@ -70,6 +81,8 @@ class Eagle3Layout:
             has_entry_bias=config.flag("bias"),
             keeps_normed_residual=config.flag("norm_before_residual"),
             feeds_normed=config.flag("norm_output"),
+            mask_token=_mask_token(config, vocabulary) if MASK_HIDDEN in checkpoint.sizes else None,
+            depths=min(self.depths or _DEPTHS, _MOST_DEPTHS) if MASK_HIDDEN in checkpoint.sizes else 0,
         )
         sizes: Sizes = {self.stored(name): size for name, size in shape.tensors().items()}
         sizes |= ends_sizes(checkpoint, vocabulary, reduced, size, target_size)
@@ -93,3 +106,12 @@ class Eagle3Layout:
         names = {name: self.stored(name) for name in card.shape.tensors()}
         found = checkpoint.tensors([*names.values(), *ENDS, *MAPS])
         return read_ends(checkpoint, card, found, {name: found[stored] for name, stored in names.items()})
+
+
+def _mask_token(config: Checkpoint, vocabulary: int) -> int:
+    """The mask token of P-EAGLE. Raises `ModelLoadError` unless a key names one."""
+    named = next((key for key in MASK_KEYS if config.config.get(key) is not None), MASK_KEYS[0])
+    token = config.count(named, least=0)
+    if token >= vocabulary:
+        config.refuse(named, f"it must be below vocab_size, {vocabulary}")
+    return token

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.support.models import drafting_modules, public_drafts, tiny, tiny_tokenizer
-from tests.support.models.public_drafts import DSPARK
+from tests.support.models.public_drafts import DSPARK, LLAMA, speculators_config
 from workers.draft.registry import METHODS
 
 VOCABULARY = 320
@@ -76,11 +76,27 @@ def _public_block(directories: Directories) -> Mapping[str, Any]:
     return {"path": str(public_drafts.write(directory, config | {"markov_head_type": "gated"}, tensors))}
 
 
+def _parallel_head(directories: Directories) -> Mapping[str, Any]:
+    """Settings of a P-EAGLE head that reads the embedding and the layers of a small target."""
+    body = LLAMA | {"vocab_size": VOCABULARY}
+    config = speculators_config(
+        speculators_model_type="peagle",
+        mask_token_id=VOCABULARY - 1,
+        transformer_layer_config=body,
+        draft_vocab_size=VOCABULARY,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )
+    own = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
+    tensors = {name: value for name, value in public_drafts.peagle(layers=1).items() if name not in own}
+    return {"path": str(public_drafts.write(directories.others / "peagle", config, tensors))}
+
+
 CASES = {
     "block": MethodCase(_module("block", 1, 2)),
     "block:dspark": MethodCase(_public_block),
     "blockwise": MethodCase(_module("heads", 2)),
     "eagle": MethodCase(_module("eagle", 1, 2)),
+    "eagle:peagle": MethodCase(_parallel_head),
     "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
     "heads": MethodCase(_module("heads", 2)),
     "model": MethodCase(_draft_model, knows_target=True),
@@ -120,7 +136,7 @@ COMBINATIONS = (
     "suffix+recycling",
 )
 with example_method():
-    NAMES = (*METHODS.names(), "block:dspark", *COMBINATIONS)
+    NAMES = (*METHODS.names(), "block:dspark", "eagle:peagle", *COMBINATIONS)
     """Every registered method, that of the page, and some that share a tree, joined by `+`."""
 
 

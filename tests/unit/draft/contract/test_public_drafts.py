@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
@@ -19,11 +20,33 @@ from deploy.settings import load_settings
 from tests.support.deadline import deadline
 from tests.support.models import public_drafts
 from tests.support.models.draft_references import norm
-from tests.support.models.public_drafts import DFLASH, DRAFTED, DSPARK, HIDDEN, LLAMA, SLOTS
+from tests.support.models.public_drafts import (
+    DFLASH,
+    DRAFTED,
+    DSPARK,
+    HIDDEN,
+    LLAMA,
+    SLOTS,
+    Tensors,
+    speculators_config,
+)
 from tests.unit.draft.contract.methods import VOCABULARY, Directories, make_directories
 from tests.unit.draft.contract.test_streams import REQUESTS, TIMEOUT_SECONDS, Answer, answer
 
 LAYERS = 8
+
+
+PEAGLE = speculators_config(
+    speculators_model_type="peagle",
+    mask_token_id=VOCABULARY - 1,
+    transformer_layer_config=LLAMA | {"vocab_size": VOCABULARY},
+)
+
+
+def _parallel(is_drafted: Tensor) -> Tensors:
+    """A P-EAGLE head that reads the embedding of a target with more tokens than those of the other drafts."""
+    tensors = public_drafts.peagle(layers=1) | {"t2d": is_drafted}
+    return {name: value for name, value in tensors.items() if name != "embed_tokens.weight"}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +66,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "eagle3": public_drafts.write(root / "eagle3", config | {"draft_vocab_size": len(DRAFTED)}, eagle3),
         "eagle": public_drafts.write(root / "eagle", config, public_drafts.eagle1()),
+        "peagle": public_drafts.write(root / "peagle", PEAGLE, _parallel(is_drafted)),
         "medusa": public_drafts.write(root / "medusa", {"version": "2"}, medusa),
         "dflash": public_drafts.write(root / "dflash", DFLASH | {"vocab_size": VOCABULARY}, public_drafts.block()),
         "dspark": public_drafts.write(
@@ -81,6 +105,8 @@ def plain(deeper: Directories) -> list[tuple[int, ...]]:
     [
         ("eagle3", "target"),
         ("eagle3", "drafter"),
+        ("peagle", "target"),
+        ("peagle", "drafter"),
         ("eagle", "target"),
         ("medusa", "target"),
         ("dflash", "target"),
@@ -138,3 +164,54 @@ async def test_a_block_drafter_that_knows_the_target_is_right_in_every_slot(
         steps = len(one.tokens) - one.accepted
         assert steps <= 2 + len(one.tokens) // (SLOTS + 1)
     assert len(set(sampled.tokens)) > SLOTS
+
+
+@pytest.fixture(scope="module")
+def memoryless(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target with one distribution for all positions, and a P-EAGLE head that computes it in each of five slots.
+
+    All of the target's embeddings are one vector and its layers add nothing. The head's feature is this vector, beside
+    mask tokens too, and its layer adds nothing either.
+    """
+    root = tmp_path_factory.mktemp("memoryless")
+    target = make_directories(root, num_hidden_layers=LAYERS).target
+    weights = load_file(target / "model.safetensors")
+    vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(torch.float32)
+    for name, value in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.zero_()
+    weights["model.embed_tokens.weight"].copy_(vector.expand_as(weights["model.embed_tokens.weight"]))
+    weights["lm_head.weight"] *= 20.0  # few tokens are probable, as after training
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: value for name, value in public_drafts.peagle(layers=1).items() if name not in ("d2t", "t2d")}
+    for name, value in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.zero_()
+    tensors |= {
+        "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        "fc.weight": torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, 2 * HIDDEN)], dim=1),
+        "mask_hidden": vector.repeat(3).view(1, 1, -1),
+        "norm.weight": weights["model.norm.weight"].float(),
+        "lm_head.weight": weights["lm_head.weight"].float(),
+    }
+    config = PEAGLE | {"draft_vocab_size": VOCABULARY, "norm_before_residual": False}
+    return target, public_drafts.write(root / "peagle", config, tensors)
+
+
+@pytest.mark.parametrize(("candidates", "nodes"), [(1, 5), (3, 12)], ids=["chain", "tree"])
+async def test_a_parallel_head_that_knows_the_target_is_right_in_every_slot(
+    candidates: int, nodes: int, memoryless: tuple[Path, Path]
+) -> None:
+    """Greedy and sampled: the last slot of the one pass is as right as the first, with the noise of its position."""
+    target, draft = memoryless
+    drawn = [f"draft.path={draft}", "draft.eagle.weights=float32", f"draft.eagle.candidates={candidates}"]
+    plain = await answers(configured(target, "draft.method=none"))
+
+    drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", "draft.max_depth=5"))
+
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    greedy, sampled = drafted[4], drafted[5]  # they have no penalties
+    for one in (greedy, sampled):
+        steps = len(one.tokens) - one.accepted
+        assert steps <= 2 + len(one.tokens) // 6
+    assert len(set(sampled.tokens)) > 2

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from tests.support.models import public_drafts, tiny
+from tests.support.models import public_drafts
 from tests.support.models.draft_references import Body, Eagle1, Eagle3
 from tests.support.models.public_drafts import DRAFTED, HIDDEN, LLAMA, Tensors
+from tests.unit.draft.eagle.conftest import KNOWN, LAYERS, STEPS, TOKENS, Shown
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
@@ -32,36 +32,7 @@ from workers.serve.configuration import load_configuration
 from workers.verify.evidence import resolve_taps
 
 CPU = torch.device("cpu")
-LAYERS, KNOWN, STEPS = 8, 23, 4
-TOKENS = [int(one) for one in torch.randint(0, 96, (KNOWN + STEPS + 1,), generator=torch.Generator().manual_seed(4))]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A target and its hidden states over `TOKENS[:KNOWN]`, [tokens, hidden size] each."""
-
-    directory: Path
-    states: Sequence[Tensor]
-    """Entry i is the input of layer i, and the last one the output of the last layer before the final norm."""
-    final: Tensor
-    """The last hidden state after the final norm."""
-    embedding: Tensor
-    head: Tensor
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    directory = tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(num_hidden_layers=LAYERS, rope_theta=5e5))
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    last: list[Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0]))
-    with torch.no_grad():
-        found = model(torch.tensor([TOKENS[:KNOWN]]), output_hidden_states=True)
-    *states, final = (one[0] for one in found.hidden_states)
-    return Shown(
-        directory, [*states, *last], final, model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
-    )
 
 
 Passes = list[tuple[Tensor, Tensor]]

@@ -93,6 +93,30 @@ def test_settings_of_eagle_1(changes: dict[str, Any], message: str, tmp_path: Pa
         read_draft(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": None}, "mask_token_id in config.json: None is refused; it must be a whole number"),
+        ({"mask_token_id": 96}, "mask_token_id in config.json: 96 is refused; it must be below vocab_size, 96"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2]},
+            r"fc.weight must be \[48, 96\] by config.json",
+        ),
+        ({"speculators_model_type": "eagle3", "mask_token_id": None}, "and for no other type"),
+        (
+            {"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
+            "speculators_config.proposal_methods.0.speculative_tokens in config.json: 0 is refused",
+        ),
+    ],
+)
+def test_settings_of_p_eagle(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = speculators_config(speculators_model_type="peagle", mask_token_id=95)
+    write(tmp_path, config | changes, public_drafts.peagle(layers=1))
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
 def test_the_taps_of_the_settings_take_the_place_of_ambiguous_layers(tmp_path: Path) -> None:
     write(tmp_path, EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}, public_drafts.eagle3())
 
@@ -103,6 +127,8 @@ def test_the_taps_of_the_settings_take_the_place_of_ambiguous_layers(tmp_path: P
     ("changes", "message"),
     [
         ({"speculators_model_type": "xpress"}, "speculators_model_type in config.json: 'xpress' is refused"),
+        ({"speculators_model_type": "peagle"}, "the weights must have mask_hidden for peagle"),
+        ({"mask_token_id": 3}, "mask_token_id in config.json: 3 is refused; it may change what the draft computes"),
         ({"norm_before_residual": None}, "norm_before_residual .* must be true or false: engines differ"),
         ({"transformer_layer_config": LLAMA | {"mlp_bias": True}}, "transformer_layer_config.mlp_bias in config.json"),
         ({"transformer_layer_config": [1]}, "transformer_layer_config in config.json: .* it must be an object"),
@@ -171,7 +197,7 @@ def test_settings_of_dspark(changes: dict[str, Any], message: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "dflash2"}, "'dflash2' is refused; it must be one of eagle3, dflash, dspark"),
+        ({"speculators_model_type": "dflash2"}, "'dflash2' is refused; it must be one of eagle3, peagle, dflash"),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids in config.json: None is refused; it must"),
         ({"target_hidden_size": 64}, "target_hidden_size in config.json: 64 is refused; it must be 48"),
         (
@@ -218,7 +244,7 @@ def _with(**added: torch.Tensor) -> Callable[[Tensors], Tensors]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_with(mask_hidden=torch.zeros(1, 1, 3 * HIDDEN)), r"have \['mask_hidden'\] in excess"),
+        (_with(mask_hidden=torch.zeros(1, 1, 3 * HIDDEN)), "mask_token_id in config.json: None is refused; it must be"),
         (_with(midlayer__self_attn__sinks=torch.zeros(4)), r"have \['midlayer.self_attn.sinks'\] in excess"),
         (_without("d2t"), r"its weights lack \['d2t'\]"),
         (_without("lm_head.weight"), r"its weights lack \['lm_head.weight'\]"),

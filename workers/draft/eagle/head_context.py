@@ -1,0 +1,104 @@
+"""Committed tokens of an EAGLE head: they go through the head with the target's hidden states as soon as these come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.ids import SequenceId
+from workers.draft.common.modules.context_window import ContextShape
+from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.sessions import Sessions
+from workers.draft.eagle.eagle_pass import EaglePiece, committed_piece
+from workers.draft.eagle.eagle_session import EagleSession, Piece
+
+SessionType = TypeVar("SessionType", bound=EagleSession)
+
+
+class HeadPass(Protocol):
+    """The passes of a head; `EaglePass` says what they compute."""
+
+    vocabulary_size: int
+    device: torch.device
+    context_shape: ContextShape
+
+    def features(self, taps: Tensor) -> Tensor:
+        """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
+        ...
+
+    def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
+        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size]."""
+        ...
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
+        ...
+
+
+class HeadContext(Generic[SessionType]):
+    """The sequences of a head, and the pass that brings them up to date."""
+
+    def __init__(self, head: HeadPass, taps: TapReader, sessions: Sessions[SessionType]) -> None:
+        self._head = head
+        self._taps = taps
+        self._sessions = sessions
+
+    def update(
+        self, rows: Sequence[DraftRow], proposals: dict[SequenceId, Proposal]
+    ) -> list[tuple[DraftRow, SessionType]]:
+        """Commit the rows' tokens and run them through the head. Returns the rows that fit, with their sequences.
+
+        `proposals` gets a fault for each other one.
+        """
+        served: list[tuple[DraftRow, SessionType]] = []
+        queues: dict[EagleSession, list[Piece]] = {}
+        for row in rows:
+            session = self._sessions.apply(row)
+            if isinstance(session, RowFault):
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=session)
+                continue
+            if row.start is not None:
+                session.restore()
+            try:
+                queues[session] = session.take(row.evidence, self._taps)
+            except ValueError as error:
+                fault = RowFault(RowFaultCode.INVALID, f"evidence: {error}")
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
+                continue
+            served.append((row, session))
+        self._catch_up(queues)
+        return served
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Drop what is stored for these sequences. Unknown ones are no error."""
+        self._sessions.release(sequence_ids)
+
+    def _catch_up(self, queues: dict[EagleSession, list[Piece]]) -> None:
+        """Run committed tokens through the head, in each pass some of each sequence."""
+        most, reach = self._head.context_shape.scratch, self._head.context_shape.window
+        while queues := {session: queue for session, queue in queues.items() if queue}:
+            parts: list[tuple[EagleSession, Piece]] = []
+            for session, queue in queues.items():
+                first, taps = queue.pop(0)
+                dropped = max(0, session.window.oldest - first)  # beyond the window
+                first, taps = first + dropped, taps[dropped:]
+                if len(taps) > most:
+                    queue.insert(0, (first + most, taps[most:]))
+                if len(taps):
+                    parts.append((session, (first, taps[:most])))
+            if not parts:
+                continue
+            pieces = [
+                committed_piece(session.window, first, session.tokens[first + 1 : first + 1 + len(taps)], reach)
+                for session, (first, taps) in parts
+            ]
+            outputs = self._head.run(self._head.features(torch.cat([taps for _, (_, taps) in parts])), pieces)
+            for (session, (first, taps)), output in zip(parts, outputs, strict=True):
+                end = first + len(taps)
+                session.window.mark(first, end)
+                session.share(first, end)
+                session.output = (end - 1, output)
