@@ -62,7 +62,8 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     # Importing torch and transformers takes seconds, and most commands do not need them.
     from workers.model.model_files import resolve_model_directory
 
-    return resolve_model_directory(section.path, cache_directory, section.revision)
+    is_stored = section.quantization == "stored"
+    return resolve_model_directory(section.path, cache_directory, section.revision, stored=is_stored)
 
 
 def _packaged(name: str) -> Path | None:

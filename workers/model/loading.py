@@ -46,6 +46,7 @@ from workers.model.encoder_decoder.split import (
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels, with_fast_encoder
 from workers.model.model_files import end_of_sequence_ids
 from workers.model.stored.loading import load_stored
+from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
 from workers.model.target_ends import decoder_vocabulary_size
 from workers.model.trial import Trial, verdict_file
@@ -94,10 +95,7 @@ def load_model(
         trial=Trial(verdict_file(section, tensor_parallel, device)) if trial else None,
     )
     if section.quantization != "none" and request.device.type == "cuda":
-        raise ConfigurationError(
-            f"quantization: {section.quantization} is refused on CUDA; it is for CPU, where its kernels are. "
-            "On CUDA it must be none"
-        )
+        raise ConfigurationError(_without_kernels(section))
     if tensor_parallel > 1:
         check_divisible(request.config, tensor_parallel)
     keep_compiled_code(section.compile_directory)
@@ -110,6 +108,17 @@ def load_model(
             return _load_encoder_decoder(request, native=may_be_packed)
         except KernelMismatch:
             return _load_encoder_decoder(request, native=False)
+
+
+def _without_kernels(section: ModelSection) -> str:
+    """The message for a storage that CUDA has no kernels for: its name, and what is chosen instead."""
+    stored = "8 bits"
+    if section.quantization == "stored":
+        stored = str((quantization_of(Path(section.path)) or {}).get("quant_method", "GGUF"))
+    return (
+        f"quantization: {section.quantization} is refused on CUDA, which has no kernels for weights of {stored}; "
+        f"it must be none, which computes with their values in {section.dtype}"
+    )
 
 
 @contextmanager
@@ -285,11 +294,14 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
 
 def _read_stored(request: _Request) -> PreTrainedModel:
     """Load this rank's share of the weights as they are stored. Raises `ModelLoadError`, `ConfigurationError`."""
-    file = None if request.config.is_encoder_decoder else stored_file(request.directory)
-    if file is None:
+    source = None
+    if not request.config.is_encoder_decoder:
+        is_quantized = quantization_of(request.directory) is not None
+        source = request.directory if is_quantized else stored_file(request.directory)
+    if source is None:
         raise ConfigurationError(
-            f"quantization: stored is refused for {str(request.directory)!r}, which is no converted GGUF file; "
-            "it must be none or int8"
+            f"quantization: stored is refused for {str(request.directory)!r}, which is no decoder with quantized "
+            "weights and no converted GGUF file; it must be none or int8"
         )
 
     def make() -> PreTrainedModel:
@@ -298,7 +310,7 @@ def _read_stored(request: _Request) -> PreTrainedModel:
         )
         return module
 
-    return load_stored(make, file, request.dtype, request.share)
+    return load_stored(make, source, request.dtype, request.share)
 
 
 def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:

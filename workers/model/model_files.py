@@ -24,7 +24,8 @@ from workers.model.formats.hub import fetch
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
 from workers.model.packaged.zip_entries import extract_entries
-from workers.model.quantized import FORMATS, dequantize, quantization_of
+from workers.model.quantized import dequantize
+from workers.model.stored.quantized_checkpoint import FORMATS, quantization_of
 from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
@@ -32,17 +33,19 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "gener
 _HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja", "source.spm", "target.spm"]
 
 
-def resolve_model_directory(path: str, cache_directory: Path, revision: str | None = None) -> Path:
+def resolve_model_directory(
+    path: str, cache_directory: Path, revision: str | None = None, *, stored: bool = False
+) -> Path:
     """A local directory with `config.json`, safetensors and a tokenizer for `path`.
 
     `path` is a directory, a `.gguf` file, a packaged model's name or a hub id. A GGUF file, or a checkpoint with
-    GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`. `path@x10` is the model of
-    `path` at 10 times its cost with the same function (see `workers.model.stretch`). Raises `ModelLoadError`, which
-    says what to do.
+    GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`; with `stored`, such a
+    checkpoint stays as it is. `path@x10` is the model of `path` at 10 times its cost with the same function (see
+    `workers.model.stretch`). Raises `ModelLoadError`, which says what to do.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
-        return _plain_weights(_checked(directory), cache_directory)
+        return _checked(directory) if stored else _plain_weights(_checked(directory), cache_directory)
     stretch = parse_stretch(path)
     if stretch is not None:
         return _stretched(stretch, cache_directory, revision)
@@ -64,7 +67,7 @@ def resolve_model_directory(path: str, cache_directory: Path, revision: str | No
             f"(owner/name) or one of {', '.join(sorted(PACKAGED_MODELS))}"
         )
     found = fetch(f"model path {path!r}", path, revision, [*_HUB_FILES, *_HUB_TOKENIZER_FILES])
-    return _plain_weights(_checked(found), cache_directory)
+    return _checked(found) if stored else _plain_weights(_checked(found), cache_directory)
 
 
 def _stretched(request: StretchRequest, cache_directory: Path, revision: str | None) -> Path:

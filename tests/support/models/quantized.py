@@ -43,18 +43,28 @@ def words(values: torch.Tensor, bits: int, order: Sequence[int] | None = None) -
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
-def gptq(bits: int, group_size: int, *, version: int = 1, shuffled: bool = False) -> Quantize:
-    """Asymmetric groups of inputs. `shuffled` assigns inputs to groups as activation order does."""
+def stream(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned integers `[rows, n]` → 32-bit words of a row's bits in one stream, so that integers may lie in two."""
+    rows = []
+    for row in values.long().tolist():
+        number = sum(value << (bits * index) for index, value in enumerate(row))
+        rows.append([number >> (32 * word) & 0xFFFFFFFF for word in range(-(-len(row) * bits // 32))])
+    packed = torch.tensor(rows)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def gptq(bits: int, group_size: int, *, version: int = 1, shuffled: bool = False, symmetric: bool = False) -> Quantize:
+    """Groups of inputs. `shuffled` assigns inputs to groups as activation order does."""
 
     def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         inputs = weight.shape[1]
         group = torch.arange(inputs) // group_size
         if shuffled:
             group = group[torch.randperm(inputs, generator=torch.Generator().manual_seed(0))]
-        integers, zeros, scales = _asymmetric(weight, group, bits)
-        parts = {"qweight": words(integers, bits).t(), "qzeros": words(zeros.t() - int(version == 1), bits)}
+        integers, zeros, scales = (_symmetric if symmetric else _asymmetric)(weight, group, bits)
+        parts = {"qweight": stream(integers, bits).t(), "qzeros": stream(zeros.t() - int(version == 1), bits)}
         parts |= {"scales": scales.t(), "g_idx": group.to(torch.int32)}
-        return parts, (integers - zeros[:, group]) * scales[:, group]
+        return parts, (integers - zeros[:, group]) * scales[:, group].float()
 
     return quantize
 
@@ -67,7 +77,7 @@ def awq(group_size: int) -> Quantize:
         integers, zeros, scales = _asymmetric(weight, group, 4)
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         parts = {"qweight": words(integers.t(), 4, order), "qzeros": words(zeros.t(), 4, order), "scales": scales.t()}
-        return parts, (integers - zeros[:, group]) * scales[:, group]
+        return parts, (integers - zeros[:, group]) * scales[:, group].float()
 
     return quantize
 
@@ -79,17 +89,37 @@ def compressed_int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torc
     return {"weight": integers, "weight_scale": scale}, integers * scale
 
 
-def compressed_packed(bits: int, group_size: int) -> Quantize:
-    """compressed-tensors `pack-quantized`: asymmetric groups of inputs."""
+def compressed_packed(
+    bits: int, group_size: int, *, symmetric: bool = False, shuffled: bool = False, plain_zeros: bool = False
+) -> Quantize:
+    """compressed-tensors `pack-quantized`: groups of inputs. `plain_zeros` stores zero points as int8."""
 
     def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         group = torch.arange(weight.shape[1]) // group_size
-        integers, zeros, scales = _asymmetric(weight, group, bits)  # the integers are unsigned and include the offset
+        if shuffled:
+            group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(1))]
+        # The integers are unsigned and include the offset.
+        integers, zeros, scales = (_symmetric if symmetric else _asymmetric)(weight, group, bits)
         parts = {"weight_packed": words(integers, bits), "weight_shape": torch.tensor(weight.shape)}
-        parts |= {"weight_scale": scales, "weight_zero_point": words(zeros.t(), bits).t()}
-        return parts, (integers - zeros[:, group]) * scales[:, group]
+        parts["weight_scale"] = scales
+        if plain_zeros:
+            parts["weight_zero_point"] = (zeros - (1 << (bits - 1))).to(torch.int8)
+        elif not symmetric:
+            parts["weight_zero_point"] = words(zeros.t(), bits).t()
+        if shuffled:
+            parts["weight_g_idx"] = group.to(torch.int32)
+        return parts, (integers - zeros[:, group]) * scales[:, group].float()
 
     return quantize
+
+
+def _symmetric(weight: torch.Tensor, group: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """The same as `_asymmetric` with all zero points in the middle."""
+    middle = 1 << (bits - 1)
+    members = [weight[:, group == index] for index in range(int(group.max()) + 1)]
+    scales = torch.stack([part.abs().amax(dim=1) / (middle - 1) for part in members], dim=1).half()
+    integers = (weight / scales[:, group] + middle).round().clamp(0, 2 * middle - 1)
+    return integers, torch.full(scales.shape, float(middle)), scales
 
 
 def _asymmetric(weight: torch.Tensor, group: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
@@ -98,7 +128,7 @@ def _asymmetric(weight: torch.Tensor, group: torch.Tensor, bits: int) -> tuple[t
     members = [weight[:, group == index] for index in range(int(group.max()) + 1)]
     low = torch.stack([part.amin(dim=1) for part in members], dim=1).clamp(max=-1e-3)
     high = torch.stack([part.amax(dim=1) for part in members], dim=1).clamp(min=1e-3)
-    scales = (high - low) / most
+    scales = ((high - low) / most).half()
     zeros = (-low / scales).round().clamp(1, most)
     integers = (weight / scales[:, group] + zeros[:, group]).round().clamp(0, most)
     return integers, zeros, scales

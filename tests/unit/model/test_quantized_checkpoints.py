@@ -31,7 +31,7 @@ def compressed(form: str, bits: int) -> dict[str, Any]:
 
 CHECKPOINTS = {
     "gptq 4 bits": (quantized.gptq(4, 16), {"quant_method": "gptq", "bits": 4, "group_size": 16}),
-    "gptq 8 bits": (quantized.gptq(8, 48), {"quant_method": "gptq", "bits": 8, "group_size": -1}),
+    "gptq 8 bits": (quantized.gptq(8, 48), {"quant_method": "gptq", "bits": 8, "group_size": 48}),
     "gptq in activation order": (
         quantized.gptq(4, 16, shuffled=True),
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True},
@@ -98,10 +98,12 @@ def test_the_parts_of_a_weight_may_be_in_different_files(source: Path, tmp_path:
         torch.testing.assert_close(module.state_dict()[key], weight, rtol=1e-6, atol=1e-7)
 
 
-def test_weights_of_three_bits_are_refused_with_the_tensor_and_the_reason(source: Path, tmp_path: Path) -> None:
-    settings = {"quant_method": "gptq", "bits": 3, "group_size": 16}
+def test_weights_of_five_bits_are_refused_with_the_bits_that_are_read(source: Path, tmp_path: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 5, "group_size": 16}
     quantized.save(source, tmp_path / "model", quantized.gptq(4, 16), settings)
-    with pytest.raises(ModelLoadError, match=r"_proj\.qweight.*weights have 3 bits; they must have 2, 4 or 8"):
+    with pytest.raises(
+        ModelLoadError, match=r"weights of 'gptq' are refused: .*bits is 5; it must be 2 or 3 or 4 or 8"
+    ):
         resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 

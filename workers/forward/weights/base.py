@@ -13,6 +13,10 @@ Take = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Allocates a tensor of a shape and a type, for packed weights. Its values are undefined or zeros."""
 
 
+class CutRefused(ValueError):
+    """A matrix cannot be divided between ranks where they would divide it."""
+
+
 class Kind(IntEnum):
     """How the CPU kernels read a packed matrix; as in native/numbers.h."""
 
@@ -125,7 +129,7 @@ class Storage(Protocol):
         ...
 
     def take_inputs(self, inputs: slice) -> Self:
-        """Some of the inputs: a rank's share. Raises `ValueError` if that cuts what has one scale into two."""
+        """Some of the inputs: a rank's share. Raises `CutRefused` if that cuts what has one scale into two."""
         ...
 
     def joined(self, others: Sequence[Storage]) -> Storage:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from workers.forward.weights.base import Offset, Storage
-from workers.forward.weights.groups import GroupStorage
+from workers.forward.weights.groups import GroupStorage, pairs
 from workers.forward.weights.plain import PlainStorage
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -48,18 +48,12 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
-def _pairs(values: torch.Tensor) -> torch.Tensor:
-    """Values of 4 bits `[out, …]` → bytes `[out, in / 2]`, neighbours in one byte."""
-    flat = values.flatten(1)
-    return flat[:, ::2] | flat[:, 1::2] << 4
-
-
 def _q4_0(blocks: _Blocks) -> Storage:
-    return GroupStorage(_pairs(_nibbles(blocks[..., 2:])), _halves(blocks, 0), 4, zero=8.0)
+    return GroupStorage(pairs(_nibbles(blocks[..., 2:])), _halves(blocks, 0), 4, zero=8.0)
 
 
 def _q4_1(blocks: _Blocks) -> Storage:
-    values = _pairs(_nibbles(blocks[..., 4:]))
+    values = pairs(_nibbles(blocks[..., 4:]))
     return GroupStorage(values, _halves(blocks, 0), 4, Offset.MINIMUM, _halves(blocks, 2))
 
 
@@ -102,7 +96,7 @@ def _k_groups(blocks: _Blocks) -> tuple[torch.Tensor, torch.Tensor]:
 def _q4_k(blocks: _Blocks) -> Storage:
     scale, minimum = _k_groups(blocks)
     values = _nibbles(_split(blocks[..., 16:], 4, 32))  # [out, blocks, 4, 64]
-    return GroupStorage(_pairs(values), scale, 4, Offset.MINIMUM, minimum)
+    return GroupStorage(pairs(values), scale, 4, Offset.MINIMUM, minimum)
 
 
 def _q5_k(blocks: _Blocks) -> Storage:

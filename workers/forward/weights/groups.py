@@ -12,6 +12,7 @@ import torch
 
 from workers.forward.weights.base import (
     Blocks,
+    CutRefused,
     Grouping,
     KernelLayout,
     Kind,
@@ -104,9 +105,9 @@ class GroupStorage:
     def take_inputs(self, inputs: slice) -> GroupStorage:
         first, last, _ = inputs.indices(self.inputs)
         if self.order is not None:
-            raise ValueError("weights in activation order cannot be cut along their inputs")
+            raise CutRefused("weights in activation order (g_idx) cannot be cut along their inputs")
         if first % self.group or last % self.group:
-            raise ValueError(f"inputs {first} to {last} cut groups of {self.group} inputs into parts")
+            raise CutRefused(f"inputs {first} to {last} cut groups of {self.group} inputs into parts")
         groups, each = slice(first // self.group, last // self.group), 2 if self.bits == 4 else 1
         offsets = None if self.offsets is None else self.offsets[:, groups]
         return replace(
@@ -176,6 +177,12 @@ class GroupKernel:
         if self.bias is not None:
             product = product + self.bias
         return product.view(*x.shape[:-1], -1)
+
+
+def pairs(values: torch.Tensor) -> torch.Tensor:
+    """Values of 4 bits uint8 `[out, …]` → bytes `[out, in / 2]`, neighbours in one byte."""
+    flat = values.flatten(1)
+    return flat[:, ::2] | flat[:, 1::2] << 4
 
 
 def _padded_group(storage: GroupStorage) -> int:

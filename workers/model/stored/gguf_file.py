@@ -13,6 +13,7 @@ import torch
 from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import Storage
 from workers.forward.weights.gguf import gguf_storage
+from workers.model.stored.parts import Region
 
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
@@ -67,8 +68,18 @@ class GgufFile:
     def __contains__(self, parameter: str) -> bool:
         return self._find(parameter) is not None
 
-    def matrix(self, parameter: str) -> Storage:
-        """The matrix of a parameter, as `model.layers.0.mlp.up_proj.weight`. Raises `ModelLoadError`."""
+    def matrix(self, parameter: str, shape: tuple[int, int] | None = None, region: Region | None = None) -> Storage:
+        """The matrix of a parameter, as `model.layers.0.mlp.up_proj.weight`, or a region of it.
+
+        `shape` is what it must have. Raises `ModelLoadError`, and `CutRefused` for a region that cuts a group.
+        """
+        storage = self._whole(parameter)
+        if shape is not None and (storage.outputs, storage.inputs) != tuple(shape):
+            found = [storage.outputs, storage.inputs]
+            raise ModelLoadError(f"GGUF file {str(self.path)!r}: {parameter!r} is {found}; it must be {[*shape]}")
+        return storage if region is None else storage.take_outputs(region.outputs).take_inputs(region.inputs)
+
+    def _whole(self, parameter: str) -> Storage:
         tensor = self._required(parameter)
         inputs, outputs = (int(size) for size in tensor.shape)  # the innermost first
         raw = torch.frombuffer(np.array(tensor.data), dtype=torch.uint8).view(outputs, -1)  # a copy of the mapped bytes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -12,66 +13,119 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from workers.forward.weights.base import Storage
+from workers.forward.weights.base import CutRefused, Storage
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.encoder_decoder.shard import Share
 from workers.model.stored.gguf_file import GgufFile
+from workers.model.stored.parts import Region
+from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 
 _SHARDED_HEAD = {"lm_head": "colwise"}
 
 
-def load_stored(make: Any, file: Path, dtype: torch.dtype, share: Share) -> PreTrainedModel:
-    """A model from a GGUF file; `make()` makes it without weights. Each rank keeps its share of every matrix.
+class StoredCheckpoint(Protocol):
+    """Tensors by the names that `transformers` gives to parameters."""
 
-    Raises `ModelLoadError`, `ConfigurationError`.
+    path: Path
+
+    def __contains__(self, parameter: str) -> bool: ...
+
+    def matrix(self, parameter: str, shape: tuple[int, int] | None = None, region: Region | None = None) -> Storage:
+        """The matrix of a parameter, or a region of it. `shape` is what it must have.
+
+        Raises `ModelLoadError`, and `CutRefused` for a region that cannot be cut out.
+        """
+        ...
+
+    def vector(self, parameter: str) -> torch.Tensor:
+        """A parameter that no linear layer multiplies with. Raises `ModelLoadError`."""
+        ...
+
+
+def load_stored(make: Any, source: Path, dtype: torch.dtype, share: Share) -> PreTrainedModel:
+    """A model from a GGUF file or from a directory of quantized safetensors; `make()` makes it without weights.
+
+    Each rank keeps its share of every matrix. Raises `ModelLoadError`, `ConfigurationError`.
     """
-    checkpoint = GgufFile(file, dtype)
+    checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
     with init_empty_weights(include_buffers=False):
         module: PreTrainedModel = make()
     plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}
     names = {id(owner): name for name, owner in module.named_modules()}
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    is_tied = f"{names[id(head)]}.weight" not in checkpoint
-    table = checkpoint.matrix(f"{names[id(embedding)]}.weight")
+    is_tied = module.config.get_text_config().tie_word_embeddings and f"{names[id(head)]}.weight" not in checkpoint
+    table = checkpoint.matrix(f"{names[id(embedding)]}.weight", _shape(embedding))
     for path, parent in list(module.named_modules()):
         for name, child in list(parent.named_children()):
             own = f"{path}.{name}".removeprefix(".")
             if child is embedding and type(child) is nn.Embedding:
                 setattr(parent, name, StoredEmbedding(table, dtype))
             elif type(child) is nn.Linear:
-                storage = table if child is head and is_tied else checkpoint.matrix(f"{own}.weight")
-                bias = None if child.bias is None else checkpoint.vector(f"{own}.bias").to(dtype)
                 style = plan.get(re.sub(r"\d+", "*", own)) if share.ranks > 1 else None
-                setattr(parent, name, _cut(storage, bias, style, share, own))
+                tied = table if child is head and is_tied else None
+                setattr(parent, name, _linear(child, own, checkpoint, dtype, _Cut(style, share), tied))
             else:
                 _fill(child, own, checkpoint, dtype)
     left = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if left:
-        raise ModelLoadError(f"GGUF file {str(file)!r}: it has no tensor for {', '.join(left[:5])}")
+        raise ModelLoadError(f"{str(source)!r} has no tensor for {', '.join(left[:5])}")
     module.eval().requires_grad_(False)
     return module
 
 
-def _cut(storage: Storage, bias: torch.Tensor | None, style: str | None, share: Share, name: str) -> StoredLinear:
-    """A rank's share of a linear layer; all of it without a style."""
-    if style is None:
-        return StoredLinear(storage, bias)
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a layer is divided between ranks."""
+
+    style: str | None
+    """The plan's word for it; `None`: every rank has all of it."""
+    share: Share
+
+    def region(self, shape: tuple[int, int], name: str) -> Region:
+        """A rank's part of a matrix. Raises `ConfigurationError`."""
+        whole = Region.whole(shape)
+        if self.style == "rowwise":
+            return Region(whole.outputs, self.share.of(shape[1], f"the inputs of {name}"))
+        if self.style == "colwise":
+            return Region(self.share.tokens(shape[0]), whole.inputs)
+        if self.style is None:
+            return whole
+        raise ConfigurationError(
+            f"target.tensor_parallel: {self.share.ranks} is refused: {name} is divided {self.style!r}, which stored "
+            "weights are not; it must be 1, or target.quantization must be none"
+        )
+
+
+def _linear(
+    layer: nn.Linear, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, cut: _Cut, tied: Storage | None
+) -> StoredLinear:
+    """A rank's share of a linear layer. `tied` is the whole matrix, if it is known."""
+    shape = layer.out_features, layer.in_features
+    bias = None if layer.bias is None else checkpoint.vector(f"{name}.bias").to(dtype)
+    region = cut.region(shape, name)
     try:
-        if style == "rowwise":
-            return StoredLinear(storage.take_inputs(share.of(storage.inputs, name)), bias, sums_ranks=True)
-        outputs = share.tokens(storage.outputs)
-        return StoredLinear(storage.take_outputs(outputs), None if bias is None else bias[outputs])
-    except ValueError as error:
-        raise ConfigurationError(f"target.tensor_parallel: {share.ranks} is refused: {name}: {error}") from error
+        if tied is not None:
+            storage = tied if cut.style is None else tied.take_outputs(region.outputs).take_inputs(region.inputs)
+        else:
+            storage = checkpoint.matrix(f"{name}.weight", shape, None if cut.style is None else region)
+    except CutRefused as error:
+        raise ConfigurationError(f"target.tensor_parallel: {cut.share.ranks} is refused: {name}: {error}") from error
+    if cut.style == "rowwise":
+        return StoredLinear(storage, bias, sums_ranks=True)
+    return StoredLinear(storage, None if bias is None else bias[region.outputs])
 
 
-def _fill(owner: nn.Module, path: str, checkpoint: GgufFile, dtype: torch.dtype) -> None:
+def _shape(embedding: nn.Embedding) -> tuple[int, int]:
+    return embedding.num_embeddings, embedding.embedding_dim
+
+
+def _fill(owner: nn.Module, path: str, checkpoint: StoredCheckpoint, dtype: torch.dtype) -> None:
     """Read a module's own parameters, as vectors of norms."""
     for name, parameter in list(owner.named_parameters(recurse=False)):
         full = f"{path}.{name}"
         values = checkpoint.vector(full) if parameter.dim() < 2 else checkpoint.matrix(full).dequantized()
         if values.shape != parameter.shape:
             raise ModelLoadError(
-                f"GGUF file {str(checkpoint.path)!r}: {full!r} is {[*values.shape]}; it must be {[*parameter.shape]}"
+                f"{str(checkpoint.path)!r}: {full!r} is {[*values.shape]}; it must be {[*parameter.shape]}"
             )
         setattr(owner, name, nn.Parameter(values.to(dtype), requires_grad=False))

@@ -1,0 +1,335 @@
+"""A checkpoint with quantized weights is served as it is stored: its answers are those of its de-quantized weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from cluster.core.config.model_section import ModelSection, PoolSection
+from cluster.core.errors import ConfigurationError, ModelLoadError
+from tests.support.engines.graph_replay import gemma3
+from tests.support.models import quantized, tiny
+from workers.forward.attention import register
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.forward.weights.modules import StoredEmbedding, StoredLinear
+from workers.kv.pool import KvPool
+from workers.model.encoder_decoder.shard import Share
+from workers.model.loading import load_model
+from workers.model.model_files import resolve_model_directory
+from workers.model.stored.loading import load_stored
+
+TEXT = tuple((7 * index) % 90 + 3 for index in range(48))
+BOUND = 1e-3
+"""Largest difference of a logit, as a share of the range of the logits."""
+SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": tiny.llama(**SIZES, head_dim=32),
+    "qwen2": tiny.qwen2(**SIZES),
+    "qwen3": tiny.qwen3(**SIZES, head_dim=32),
+    "gemma3": gemma3(),
+}
+
+
+def gptq(bits: int, **values: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32} | values
+
+
+def compressed(bits: int, form: str = "pack-quantized") -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "strategy": "group"}}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
+    "awq": (quantized.awq(32), AWQ),
+    "gptq 4 bits": (quantized.gptq(4, 32), gptq(4)),
+    "gptq 4 bits symmetric": (quantized.gptq(4, 32, symmetric=True), gptq(4, sym=True)),
+    "gptq 4 bits v2": (quantized.gptq(4, 32, version=2), gptq(4, checkpoint_format="gptq_v2")),
+    "gptq 8 bits": (quantized.gptq(8, 32), gptq(8)),
+    "gptq 3 bits": (quantized.gptq(3, 32), gptq(3)),
+    "gptq 2 bits": (quantized.gptq(2, 32), gptq(2)),
+    "gptq in activation order": (quantized.gptq(4, 32, shuffled=True), gptq(4, desc_act=True)),
+    "compressed-tensors 4 bits": (quantized.compressed_packed(4, 32), compressed(4)),
+    "compressed-tensors 4 bits symmetric": (quantized.compressed_packed(4, 32, symmetric=True), compressed(4)),
+    "compressed-tensors 8 bits": (quantized.compressed_packed(8, 32, symmetric=True), compressed(8)),
+    "compressed-tensors 8 bits plain zeros": (quantized.compressed_packed(8, 32, plain_zeros=True), compressed(8)),
+    "compressed-tensors in activation order": (quantized.compressed_packed(4, 32, shuffled=True), compressed(4)),
+    "compressed-tensors int8": (quantized.compressed_int8, compressed(8, "int-quantized")),
+}
+ORDERED = [name for name in CHECKPOINTS if "activation order" not in name]
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of compiled kernels, for all tests of this file."""
+    return str(tmp_path_factory.mktemp("code"))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The plain model of each family, which is made once."""
+    directory = tmp_path_factory.mktemp("plain")
+
+    def source(family: str) -> Path:
+        path = directory / family
+        return path if path.is_dir() else tiny.save(path, FAMILIES[family], sharpness=2.0)
+
+    return source
+
+
+def written(source: Path, path: Path, name: str) -> torch.Tensor:
+    """Write a quantized checkpoint to `path`. Returns the logits of `TEXT` by its de-quantized weights in float32."""
+    plain = quantized.save(source, path, *CHECKPOINTS[name])
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    reference.load_state_dict(plain, strict=False)
+    with torch.inference_mode():
+        found: torch.Tensor = reference(torch.tensor([TEXT])).logits[0]
+    return found
+
+
+def load(path: Path, code: str, **values: Any) -> LoadedModel:
+    section = {"path": str(path), "device": "cpu", "compile": "off", "compile_directory": code}
+    return load_model(ModelSection.model_validate(section | {"quantization": "stored"} | values))
+
+
+def logits(model: LoadedModel, *texts: tuple[int, ...]) -> torch.Tensor:
+    """The logits of the first text, `[tokens, vocabulary]`."""
+    pool = KvPool(model.kv_spec, PoolSection(block_size=4), 128)
+    rows = []
+    for text in texts:
+        table = pool.new_table()
+        pool.reserve(table, len(text))
+        rows.append(ForwardRow(table, text, select=tuple(range(len(text)))))
+    return ModelRunner(model, pool).forward(rows)[: len(texts[0])].float().clone()
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    bound = BOUND * float(expected.max() - expected.min())
+    assert float((found - expected).abs().max()) <= bound
+    best = expected.topk(2).values
+    decided = best[:, 0] - best[:, 1] > bound
+    assert torch.equal(found.argmax(1)[decided], expected.argmax(1)[decided])
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_are_those_of_the_dequantized_weights_and_no_neighbour_changes_a_bit(
+    name: str, native: str, code: str, sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    expected = written(sources("llama"), tmp_path / "model", name)
+    model = load(tmp_path / "model", code, native=native)
+    assert (model.native is not None) is (native == "auto" and shutil.which("cc") is not None)
+    found = logits(model, TEXT)
+    check_close(found, expected)
+    assert torch.equal(logits(model, TEXT, TEXT[:1], TEXT[:7], TEXT), found)
+    for width in (1, 2, 7, 8):
+        assert torch.equal(logits(model, TEXT[:width]), found[:width])
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq 4 bits", "compressed-tensors 4 bits"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+def test_families_with_biases_norms_and_tied_heads_are_read(
+    family: str, name: str, code: str, sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    if family == "gemma3":  # its layers have 48 inputs
+        bits = CHECKPOINTS[name][1]
+        quantize = {"awq": quantized.awq(16), "gptq 4 bits": quantized.gptq(4, 16)}.get(
+            name, quantized.compressed_packed(4, 16)
+        )
+        plain = quantized.save(sources(family), tmp_path / "model", quantize, {**bits, "group_size": 16})
+        reference = AutoModelForCausalLM.from_pretrained(sources(family), dtype=torch.float32).eval()
+        reference.load_state_dict(plain, strict=False)
+        with torch.inference_mode():
+            expected = reference(torch.tensor([TEXT])).logits[0]
+    else:
+        expected = written(sources(family), tmp_path / "model", name)
+    check_close(logits(load(tmp_path / "model", code), TEXT), expected)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_matrices_take_the_bytes_of_their_integers(name: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
+    written(sources("llama"), tmp_path / "model", name)
+    bits = 8 if "8 bits" in name or "int8" in name else 4
+    for layer in held(tmp_path / "model", Share(0, 1)).values():
+        if isinstance(layer, StoredEmbedding) or layer.out_features == tiny.VOCABULARY:
+            continue
+        numbers = layer.in_features * layer.out_features
+        of_groups = numbers // 32 * 4  # a scale and a zero of 16 bits each
+        assert layer.storage.nbytes <= numbers * bits // 8 + of_groups
+
+
+def held(path: Path, share: Share) -> dict[str, StoredLinear]:
+    """The linear layers of one rank."""
+    register()
+    config = AutoConfig.from_pretrained(path)
+
+    def make() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    model = load_stored(make, path, torch.float32, share)
+    return {name: part for name, part in model.named_modules() if isinstance(part, StoredLinear)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ORDERED)
+def test_ranks_hold_the_whole_together(name: str, ranks: int, sources: Callable[[str], Path], tmp_path: Path) -> None:
+    written(sources("llama"), tmp_path / "model", name)
+    whole = held(tmp_path / "model", Share(0, 1))
+    parts = [held(tmp_path / "model", Share(rank, ranks)) for rank in range(ranks)]
+    assert sum(layer.sums_ranks for layer in parts[0].values()) == 4
+    for key, layer in whole.items():
+        own = [part[key].storage.dequantized() for part in parts]
+        assert torch.equal(torch.cat(own, dim=1 if parts[0][key].sums_ranks else 0), layer.storage.dequantized()), key
+
+
+@pytest.mark.parametrize("name", ["gptq in activation order", "compressed-tensors in activation order"])
+def test_activation_order_is_refused_for_ranks_that_cut_inputs(
+    name: str, sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    written(sources("llama"), tmp_path / "model", name)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"tensor_parallel: 3 is refused: model\.layers\.0\.self_attn\.o_proj: weights in activation order",
+    ):
+        held(tmp_path / "model", Share(0, 3))
+
+
+def test_ranks_that_cut_a_group_are_refused(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    written(sources("llama"), tmp_path / "model", "awq")
+    with pytest.raises(ConfigurationError, match=r"o_proj: inputs 0 to 48 cut groups of 32 inputs into parts"):
+        held(tmp_path / "model", Share(0, 4))
+
+
+def test_layers_that_were_not_converted_stay_plain(code: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
+    source = sources("llama")
+    written(source, tmp_path / "model", "awq")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors, plain = load_file(file), load_file(source / "model.safetensors")
+    kept = [key for key in plain if "layers.0.mlp" in key or "layers.1.self_attn.v_proj" in key]
+    for key in kept:
+        module = key.removesuffix(".weight")
+        for part in ("qweight", "qzeros", "scales"):
+            del tensors[f"{module}.{part}"]
+        tensors[key] = plain[key]
+    save_file(tensors, file)
+    directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")  # de-quantized
+    assert {key for key in kept if torch.equal(load_file(directory / "model.safetensors")[key], plain[key])} == {*kept}
+    check_close(logits(load(tmp_path / "model", code), TEXT), logits(load(directory, code, quantization="none"), TEXT))
+
+
+def test_the_directory_itself_is_served(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    written(sources("llama"), tmp_path / "model", "awq")
+    found = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache", stored=True)
+    assert found == tmp_path / "model"
+    assert not (tmp_path / "cache").exists()
+
+
+UP = "model.layers.1.mlp.up_proj"
+POISONED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "words of another size": (
+        "awq",
+        lambda tensors: tensors.update({f"{UP}.qzeros": tensors[f"{UP}.qzeros"][:, :-1].contiguous()}),
+        r"up_proj': qzeros is \[3, 23\]; it must be \[3, 24\]",
+    ),
+    "floats for words": (
+        "gptq 4 bits",
+        lambda tensors: tensors.update({f"{UP}.qweight": tensors[f"{UP}.qweight"].float()}),
+        r"up_proj': qweight is float32; it must be int32",
+    ),
+    "integers for scales": (
+        "awq",
+        lambda tensors: tensors.update({f"{UP}.scales": tensors[f"{UP}.scales"].int()}),
+        r"up_proj': scales is int32; it must be float16 or bfloat16 or float32",
+    ),
+    "a missing part": (
+        "gptq 4 bits",
+        lambda tensors: tensors.pop(f"{UP}.scales"),
+        r"up_proj': scales is missing",
+    ),
+    "a group that does not exist": (
+        "gptq in activation order",
+        lambda tensors: tensors[f"{UP}.g_idx"].__setitem__(5, 3),
+        r"up_proj': g_idx has 0 to 3; it must have 0 to 2",
+    ),
+    "another matrix's shape": (
+        "compressed-tensors 4 bits",
+        lambda tensors: tensors[f"{UP}.weight_shape"].__setitem__(0, 64),
+        r"up_proj\.weight' is \[64, 96\]; it must be \[192, 96\]",
+    ),
+    "packed for other bits": (
+        "compressed-tensors 4 bits",
+        lambda tensors: tensors.update({f"{UP}.weight_packed": tensors[f"{UP}.weight_packed"].repeat(1, 2)}),
+        r"up_proj': weight_packed is \[192, 24\] for 192 outputs of 96 inputs; it must be \[192, 12\] in 4 bits",
+    ),
+    "a plain matrix of integers": (
+        "awq",
+        lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}),
+        r"'lm_head\.weight' is torch\.int8 and has no scale; it must be float32, bfloat16 or float16",
+    ),
+    "no head": ("awq", lambda tensors: tensors.pop("lm_head.weight"), r"there is no tensor for 'lm_head\.weight'"),
+}
+
+
+@pytest.mark.parametrize("what", POISONED)
+def test_a_poisoned_tensor_is_named_with_its_bound(
+    what: str, code: str, sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name, poison, message = POISONED[what]
+    written(sources("llama"), tmp_path / "model", name)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    poison(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path / "model", code)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "hqq"}, r"quant_method is 'hqq'; weights are kept as they are stored for awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quant_method is 'bitsandbytes'"),
+        (AWQ | {"version": "gemv"}, r"weights of 'awq' are refused: .*version is 'gemv'; it must be gemm"),
+        (AWQ | {"bits": 8}, r"bits is 8; it must be 4"),
+        (AWQ | {"zero_point": False}, r"zero_point is false; it must be true"),
+        (AWQ | {"group_size": 0}, r"group_size is 0; it must be -1 or at least 1"),
+        (gptq(5), r"bits is 5; it must be 2 or 3 or 4 or 8"),
+        (gptq(4, checkpoint_format="marlin"), r"checkpoint_format is 'marlin'; it must be gptq or gptq_v2"),
+        (gptq(4, dynamic={"+:(": {"bits": 8}}), r"dynamic has '\+:\(', which is no pattern"),
+        (compressed(4, "marlin-24"), r"format is 'marlin-24'; it must be pack-quantized or int-quantized"),
+        (compressed(4) | {"transform_config": {"R1": {}}}, r"transform_config is set; it must be empty"),
+        (compressed(3), r"config_groups\.group_0\.weights has 3 bits of type 'int'; it must have 2 or 4 or 8 of int"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused_before_any_weight_is(
+    settings: dict[str, Any], message: str, code: str, sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantized.save(sources("llama"), tmp_path / "model", quantized.awq(32), settings)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"none")  # it would be refused, too
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path / "model", code)
+
+
+def test_layers_may_have_bits_of_their_own(code: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
+    source = sources("llama")
+    expected = written(source, tmp_path / "model", "gptq 4 bits")
+    plain = load_file(source / "model.safetensors")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    parts, weight = quantized.gptq(8, 32)(plain[f"{UP}.weight"])
+    tensors |= {f"{UP}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, file)
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.quantization_config = gptq(4, dynamic={r"+:.*layers\.1\.mlp\.up_proj": {"bits": 8}})
+    config.save_pretrained(tmp_path / "model")
+    assert torch.equal(held(tmp_path / "model", Share(0, 1))[UP].storage.dequantized(), weight)
+    error = (logits(load(tmp_path / "model", code), TEXT) - expected).norm() / expected.norm()
+    assert 0.0 < float(error) < 0.2

@@ -1,0 +1,79 @@
+"""AWQ checkpoints: 4 bits with zero points, packed along the outputs in an interleaved order.
+
+`qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]`, `scales` `[groups, out]`, as AutoAWQ writes them in
+its version `gemm`. A weight is scale * (integer - zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from workers.forward.weights.base import Storage
+from workers.forward.weights.integers import groups_in_order, groups_of_integers, unpacked
+from workers.model.stored.parts import FLOATS, Parts, Region, check_cut, group_size, groups, integer
+
+_BITS, _EACH = 4, 8
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which four bits of a word, counted from the lowest, each of its eight outputs lies."""
+
+
+class Awq:
+    """The format of one checkpoint."""
+
+    parts = frozenset({"qweight", "qzeros", "scales"})
+    scale = "scales"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for settings that are not read."""
+        integer(settings, "bits", (_BITS,))
+        self._size = group_size(settings)
+        version = str(settings.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ValueError(f"version is {version!r}; it must be gemm")
+        if settings.get("zero_point", True) is not True:
+            raise ValueError("zero_point is false; it must be true")
+
+    def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
+        """Whether a layer has packed weights."""
+        return "qweight" in names
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        """Outputs and inputs of the matrix."""
+        inputs, words = _two(parts, "qweight")
+        return words * _EACH, inputs
+
+    def storage(self, parts: Parts, region: Region) -> Storage:
+        """A region of a matrix."""
+        outputs, inputs = self.shape(parts)
+        count = groups(inputs, self._size)
+        size = -(-inputs // count)
+        check_cut(region.inputs, inputs, size)
+        weights = parts.checked("qweight", (torch.int32,), (inputs, outputs // _EACH))
+        zeros = parts.checked("qzeros", (torch.int32,), (count, outputs // _EACH))
+        scales = parts.checked("scales", FLOATS, (count, outputs))
+        own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
+        return groups_of_integers(
+            _outputs(weights[region.inputs], region.outputs),
+            _BITS,
+            scales[own, region.outputs].t(),
+            _outputs(zeros[own], region.outputs),
+            groups_in_order(inputs, count)[region.inputs] - own.start,
+        )
+
+
+def _outputs(words: torch.Tensor, outputs: slice) -> torch.Tensor:
+    """Words `[n, out / 8]` → integers of some outputs, uint8 `[outputs, n]`."""
+    first, last = outputs.start // _EACH, -(-outputs.stop // _EACH)
+    integers = unpacked(words[:, first:last], _BITS).view(len(words), -1, _EACH)[..., _PLACES].flatten(1)
+    return integers[:, outputs.start - first * _EACH : outputs.stop - first * _EACH].t().contiguous()
+
+
+def _two(parts: Parts, part: str) -> tuple[int, int]:
+    """The two sizes of a matrix. Raises `ValueError`."""
+    shape = parts.get(part).shape
+    if len(shape) != 2:
+        raise ValueError(f"{part} is {[*shape]}; it must have two dimensions")
+    return int(shape[0]), int(shape[1])

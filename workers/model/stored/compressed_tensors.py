@@ -1,0 +1,165 @@
+"""compressed-tensors checkpoints: integers of 2, 4 or 8 bits in groups or per channel, packed or as int8.
+
+`pack-quantized`: `weight_packed` int32 `[out, in * bits / 32]`, `weight_shape` `[2]`. `int-quantized`: `weight`
+int8 `[out, in]`. Both have `weight_scale` `[out, groups]` (or `[out]`, or one for all), and perhaps `weight_g_idx`
+`[in]` and `weight_zero_point` (int8 of the scales' shape, or int32 words packed along the outputs). A weight is
+scale * (integer - zero); packed integers have half of their range added. Quantization of activations, which a
+checkpoint may ask for, is not applied: the logits are those of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.int8 import Int8Storage
+from workers.forward.weights.integers import group_storage, groups_in_order, groups_of_integers, unpacked
+from workers.model.stored.parts import FLOATS, Parts, Region, check_cut, words
+
+_BITS = (2, 4, 8)
+_FORMATS = ("pack-quantized", "int-quantized")
+
+
+class CompressedTensors:
+    """The format of one checkpoint."""
+
+    parts = frozenset(
+        {"weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"}
+    ) | frozenset({"weight", "input_scale", "input_zero_point", "input_global_scale"})
+    scale = "weight_scale"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for settings that are not read."""
+        stored = settings.get("format")
+        if stored not in _FORMATS:
+            raise ValueError(f"format is {stored!r}; it must be {' or '.join(_FORMATS)}")
+        for field in ("transform_config", "sparsity_config"):
+            given = settings.get(field)
+            if given and given.get("format") != "dense":
+                raise ValueError(f"{field} is set; it must be empty")
+        schemes = settings.get("config_groups")
+        if not isinstance(schemes, dict) or not schemes:
+            raise ValueError("config_groups is empty; it must have the bits of the weights")
+        self._bits = {self._bits_of(name, scheme) for name, scheme in schemes.items()}
+
+    @staticmethod
+    def _bits_of(name: str, scheme: Any) -> int:
+        weights = scheme.get("weights") if isinstance(scheme, dict) else None
+        bits, kind = (
+            (weights.get("num_bits"), weights.get("type", "int")) if isinstance(weights, dict) else (None, None)
+        )
+        if kind != "int" or bits not in _BITS:
+            allowed = " or ".join(map(str, _BITS))
+            raise ValueError(
+                f"config_groups.{name}.weights has {bits!r} bits of type {kind!r}; it must have {allowed} of int"
+            )
+        return int(bits)
+
+    def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
+        """Whether a layer has a scale."""
+        return "weight_packed" in names or {"weight", "weight_scale"} <= names
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        """Outputs and inputs of the matrix."""
+        if "weight_packed" not in parts:
+            given = [*parts.get("weight").shape]
+        else:
+            given = parts.checked("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
+        if len(given) != 2 or min(given) < 1:
+            raise ValueError(f"the weight's shape is {given}; it must have two sizes of at least 1")
+        return int(given[0]), int(given[1])
+
+    def storage(self, parts: Parts, region: Region) -> Storage:
+        """A region of a matrix."""
+        shape = self.shape(parts)
+        inputs = shape[1]
+        scales = self._scales(parts, shape)
+        size = -(-inputs // scales.shape[1])
+        group_of, own = groups_in_order(inputs, scales.shape[1]), slice(0, scales.shape[1])
+        is_cut = (region.inputs.start, region.inputs.stop) != (0, inputs)
+        if "weight_g_idx" in parts:
+            given = parts.checked("weight_g_idx", (torch.int32, torch.int64), (inputs,)).long()
+            group_of = self._activation_order(given, group_of, is_cut)
+        if is_cut and scales.shape[1] > 1:
+            check_cut(region.inputs, inputs, size)
+            own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
+        group_of = group_of[region.inputs] - own.start
+        mine = scales[region.outputs, own]
+        bits = self._packed_bits(parts, shape)
+        zeros = self._zeros(parts, scales, bits, region.outputs)
+        zeros = None if zeros is None else zeros[:, own]
+        if "weight_packed" in parts:
+            columns, of_word = words(region.inputs, bits)
+            packed = parts.get("weight_packed")[region.outputs, columns].contiguous()
+            if of_word.start:
+                integers = unpacked(packed, bits)[:, of_word].contiguous()
+                return groups_of_integers(integers, bits, mine, zeros, group_of)
+            return group_storage(packed.clone(), bits, mine, zeros, group_of)
+        integers = parts.checked("weight", (torch.int8,), shape)[region.outputs, region.inputs]
+        if zeros is None and mine.shape[1] == 1:
+            return Int8Storage(integers.clone(), mine.flatten().clone())
+        return groups_of_integers(integers.view(torch.uint8) ^ 128, 8, mine, zeros, group_of)
+
+    @staticmethod
+    def _activation_order(given: torch.Tensor, in_order: torch.Tensor, is_cut: bool) -> torch.Tensor:
+        """The group of each input. Without an order, all are −1."""
+        if bool((given == -1).all()):
+            return in_order
+        most = int(in_order[-1])
+        if int(given.min()) < 0 or int(given.max()) > most:
+            raise ValueError(f"weight_g_idx has {int(given.min())} to {int(given.max())}; it must have 0 to {most}")
+        if is_cut and not torch.equal(given, in_order):
+            raise CutRefused("weights in activation order (weight_g_idx) cannot be cut along their inputs")
+        return given
+
+    @staticmethod
+    def _scales(parts: Parts, shape: tuple[int, int]) -> torch.Tensor:
+        """The scales `[out, groups]`."""
+        scales = parts.get("weight_scale")
+        outputs, inputs = shape
+        if scales.numel() == 1:
+            return parts.checked("weight_scale", FLOATS, scales.shape).reshape(1, 1).expand(outputs, 1)
+        if scales.dim() == 1:
+            return parts.checked("weight_scale", FLOATS, (outputs,))[:, None]
+        count = int(scales.shape[-1])
+        if not 1 <= count <= inputs:
+            raise ValueError(f"weight_scale has {count} groups of {inputs} inputs; it must have 1 to {inputs}")
+        return parts.checked("weight_scale", FLOATS, (outputs, count))
+
+    def _packed_bits(self, parts: Parts, shape: tuple[int, int]) -> int:
+        """Bits of the layer's integers: those of the settings that fit the size of its words."""
+        if "weight_packed" not in parts:
+            return 8
+        outputs, inputs = shape
+        sizes = {bits: (outputs, -(-inputs * bits // 32)) for bits in sorted(self._bits)}
+        packed = parts.get("weight_packed")
+        fitting = [bits for bits, own in sizes.items() if tuple(packed.shape) == own]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"weight_packed is {[*packed.shape]} for {outputs} outputs of {inputs} inputs; it must be "
+                + " or ".join(f"{[*own]} in {bits} bits" for bits, own in sizes.items())
+            )
+        parts.checked("weight_packed", (torch.int32,), packed.shape)
+        return fitting[0]
+
+    @staticmethod
+    def _zeros(parts: Parts, scales: torch.Tensor, bits: int, outputs: slice) -> torch.Tensor | None:
+        """The unsigned zeros `[out, groups]` of some outputs; `None` where weights are symmetric."""
+        if "weight_zero_point" not in parts:
+            return None
+        zeros = parts.get("weight_zero_point")
+        count = scales.shape[1]
+        if zeros.dtype is torch.int32 and "weight_packed" in parts:
+            packed = parts.checked("weight_zero_point", (torch.int32,), (-(-len(scales) * bits // 32), count))
+            rows, of_word = words(outputs, bits)
+            return unpacked(packed[rows].t(), bits)[:, of_word].t()
+        if zeros.numel() == 1:
+            zeros = parts.checked("weight_zero_point", (torch.int8,), zeros.shape).reshape(1, 1).expand(scales.shape)
+        elif zeros.dim() == 1:
+            zeros = parts.checked("weight_zero_point", (torch.int8,), (len(scales),))[:, None]
+        else:
+            zeros = parts.checked("weight_zero_point", (torch.int8,), scales.shape)
+        return zeros[outputs].to(torch.int16) + (1 << (bits - 1))

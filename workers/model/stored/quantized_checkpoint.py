@@ -1,0 +1,154 @@
+"""Reads matrices of a directory of safetensors as they are stored: quantized in a known format, or plain numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cluster.core.errors import ModelLoadError
+from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.plain import PlainStorage
+from workers.model.stored.awq import Awq
+from workers.model.stored.compressed_tensors import CompressedTensors
+from workers.model.stored.gptq import Gptq
+from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
+
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "gptq": Gptq,
+}
+"""What reads a checkpoint, by its `quantization_config.quant_method`."""
+
+
+def quantization_of(directory: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a model directory, or `None` for plain weights or an unreadable configuration."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _stated_dtype(directory: Path) -> str:
+    """The type of numbers that a model's configuration states; empty if it states none."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(config.get("dtype") or config.get("torch_dtype") or "") if isinstance(config, dict) else ""
+
+
+class QuantizedCheckpoint:
+    """The tensors of a directory. Files are mapped, and matrices are read one by one; none is de-quantized."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of plain matrices, the checkpoint's own by default. Only headers are read.
+
+        Raises `ModelLoadError` for a method or for settings that are not read, and for files that are broken.
+        """
+        self.path = directory
+        self._dtype = dtype
+        settings = quantization_of(directory) or {}
+        self._stated = _stated_dtype(directory)
+        method = settings.get("quant_method")
+        if method not in FORMATS:
+            raise ModelLoadError(
+                f"model directory {str(directory)!r}: quantization_config.quant_method is {method!r}; "
+                f"weights are kept as they are stored for {', '.join(FORMATS)}"
+            )
+        try:
+            self.format = FORMATS[method](settings)
+            self.files: dict[Path, list[str]] = {}
+            self._opened: dict[str, Any] = {}
+            for file in sorted(directory.glob("*.safetensors")):
+                opened = safe_open(file, framework="pt")
+                self.files[file] = list(opened.keys())
+                self._opened |= dict.fromkeys(self.files[file], opened)
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"model directory {str(directory)!r} cannot be read: {error}") from error
+        except ValueError as error:
+            raise ModelLoadError(
+                f"model directory {str(directory)!r}: weights of {method!r} are refused: quantization_config: {error}"
+            ) from error
+        self._words: dict[str, set[str]] = {}
+        for name in self._opened:
+            module, _, word = name.rpartition(".")
+            self._words.setdefault(module, set()).add(word)
+
+    def __contains__(self, parameter: str) -> bool:
+        return parameter in self._opened or self.is_quantized(parameter)
+
+    def is_quantized(self, parameter: str) -> bool:
+        """Whether a parameter is the weight of a layer whose matrix is stored quantized."""
+        module, _, word = parameter.rpartition(".")
+        return word == "weight" and self.format.is_quantized(module, frozenset(self._words.get(module, ())))
+
+    def matrix_of(self, name: str) -> str | None:
+        """The parameter of whose quantized matrix a tensor is a part; `None` for any other tensor."""
+        module, _, word = name.rpartition(".")
+        weight = f"{module}.weight"
+        return weight if word in self.format.parts and self.is_quantized(weight) else None
+
+    def plain_dtype(self, parameter: str) -> torch.dtype:
+        """The type of a de-quantized matrix: that of its scales if it has 16 bits, else that of the model."""
+        module = parameter.rpartition(".")[0]
+        scale = self._opened[f"{module}.{self.format.scale}"].get_tensor(f"{module}.{self.format.scale}").dtype
+        if scale.itemsize == 2:
+            return cast("torch.dtype", scale)
+        own = getattr(torch, str(self._stated), torch.float32)
+        return own if own in FLOATS else torch.float32
+
+    def matrix(self, parameter: str, shape: tuple[int, int] | None = None, region: Region | None = None) -> Storage:
+        """A parameter's matrix, or a region of it. `shape` is what it must have.
+
+        Raises `ModelLoadError`, which names the tensor, and `CutRefused`.
+        """
+        module = parameter.rpartition(".")[0]
+        if not self.is_quantized(parameter):
+            tensor = self.vector(parameter)
+            if tensor.dtype not in FLOATS:
+                raise ModelLoadError(
+                    f"quantized model {str(self.path)!r}: {parameter!r} is {tensor.dtype} and has no scale; "
+                    "it must be float32, bfloat16 or float16"
+                )
+            self._check(parameter, tuple(tensor.shape), shape)
+            kept = tensor if region is None else tensor[region.outputs, region.inputs]
+            kept = kept.to(self._dtype or kept.dtype, copy=True, memory_format=torch.contiguous_format)
+            return PlainStorage(kept)
+        try:
+            parts = Parts(
+                module,
+                {
+                    word: self._opened[f"{module}.{word}"].get_tensor(f"{module}.{word}")
+                    for word in self._words[module] & self.format.parts
+                },
+            )
+            found = self.format.shape(parts)
+            self._check(parameter, found, shape)
+            return self.format.storage(parts, Region.whole(found) if region is None else region)
+        except CutRefused:
+            raise
+        except (ValueError, RuntimeError, IndexError, SafetensorError) as error:
+            raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
+
+    def vector(self, parameter: str) -> torch.Tensor:
+        """A plain tensor, in its own type. Raises `ModelLoadError`."""
+        if parameter not in self._opened:
+            raise ModelLoadError(f"quantized model {str(self.path)!r}: there is no tensor for {parameter!r}")
+        try:
+            tensor: torch.Tensor = self._opened[parameter].get_tensor(parameter)
+        except SafetensorError as error:
+            raise ModelLoadError(f"quantized model {str(self.path)!r}: {parameter!r}: {error}") from error
+        return tensor
+
+    def _check(self, parameter: str, found: tuple[int, ...], shape: tuple[int, int] | None) -> None:
+        if shape is not None and tuple(found) != tuple(shape):
+            raise ModelLoadError(
+                f"quantized model {str(self.path)!r}: {parameter!r} is {[*found]}; it must be {[*shape]}"
+            )
