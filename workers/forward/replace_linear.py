@@ -11,6 +11,7 @@ from torch import nn
 from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
 from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
+from workers.forward.weights.experts import StoredExperts
 from workers.forward.weights.modules import LINEAR_TYPES, StoredLinear
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", di
     # The list holds only parents: a reference to a linear layer would keep its old weights in memory.
     parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
     for path, parent in parents:
+        if isinstance(parent, StoredExperts):
+            parent.use(lambda storage, bias: make_linear_kernel(storage, bias, directory))
         for names in _SIBLINGS:
             _merge(parent, path, names, plan, (quantization, directory))
         for name, child in list(parent.named_children()):

@@ -25,7 +25,7 @@ from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
 from workers.model.packaged.zip_entries import extract_entries
 from workers.model.quantized import dequantize
-from workers.model.stored.quantized_checkpoint import FORMATS, quantization_of
+from workers.model.stored.quantized_checkpoint import DEQUANTIZED, quantization_of
 from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
@@ -94,7 +94,7 @@ def _checked(directory: Path) -> Path:
 def _plain_weights(directory: Path, cache_directory: Path) -> Path:
     """The directory itself, or its de-quantized copy if its weights are quantized in a known format."""
     settings = quantization_of(directory)
-    if settings is None or settings.get("quant_method") not in FORMATS:
+    if settings is None or settings.get("quant_method") not in DEQUANTIZED:
         return directory
     files = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".json"))
     destination = cache_directory / f"{directory.name}-{_identity(files)}"

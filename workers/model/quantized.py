@@ -1,4 +1,4 @@
-"""Writes checkpoints with quantized weights (GPTQ, AWQ, compressed-tensors) as plain ones.
+"""Writes checkpoints with quantized weights as plain ones.
 
 The weights are de-quantized once, so no library of the format is needed, every device serves the model, and it may be
 quantized again with `quantization: int8`.
@@ -17,7 +17,7 @@ from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 
 
 def dequantize(directory: Path, destination: Path) -> None:
-    """Write the model in `directory` to `destination` with plain weights, in the type of the scales.
+    """Write the model in `directory` to `destination` with plain weights, in the type that its configuration states.
 
     Raises `ModelLoadError`, which names the tensor, where the checkpoint is not what its configuration says.
     """

@@ -89,6 +89,65 @@ def compressed_int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torc
     return {"weight": integers, "weight_scale": scale}, integers * scale
 
 
+def fp8(rows: int, columns: int, scale: str = "weight_scale_inv") -> Quantize:
+    """8-bit floats with a float32 scale for each block of this size, 0 for all outputs or all inputs."""
+
+    def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        outputs, inputs = weight.shape
+        row, column = torch.arange(outputs) // (rows or outputs), torch.arange(inputs) // (columns or inputs)
+        largest = torch.zeros(int(row[-1]) + 1, int(column[-1]) + 1)
+        for number in range(outputs):
+            own = torch.zeros(largest.shape[1]).scatter_reduce(0, column, weight[number].abs(), "amax")
+            largest[row[number]] = largest[row[number]].maximum(own)
+        scales = largest / 448
+        whole = scales[row][:, column]
+        small = (weight / whole).to(torch.float8_e4m3fn)
+        return {"weight": small, scale: scales.view(-1)[:1] if rows == columns == 0 else scales}, small.float() * whole
+
+    return quantize
+
+
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+def nf4(block: int, *, nested: bool = False) -> Quantize:
+    """bitsandbytes: 4 bits that choose one of 16 numbers, in blocks of the flattened matrix. `nested`: 8-bit scales."""
+
+    def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        blocks, table = weight.reshape(-1, block), torch.tensor(_NF4)
+        scales = blocks.abs().amax(dim=1)
+        state: dict[str, Any] = {"blocksize": block, "shape": [*weight.shape], "dtype": "float32", "quant_type": "nf4"}
+        parts = {"weight.quant_map": table, "weight.absmax": scales}
+        if nested:
+            offset, numbers = float(scales.mean()), torch.linspace(-1, 1, 256)
+            own = (scales - offset).view(-1).split(256)
+            largest = torch.stack([part.abs().max() for part in own])
+            shares = torch.cat([part / part.abs().max() for part in own])
+            steps = (shares[:, None] - numbers).abs().argmin(dim=1)
+            scales = numbers[steps] * largest[torch.arange(len(steps)) // 256] + offset
+            parts |= {"weight.absmax": steps.to(torch.uint8), "weight.nested_absmax": largest}
+            parts["weight.nested_quant_map"] = numbers
+            state |= {"nested_blocksize": 256, "nested_offset": offset}
+        codes = (blocks[..., None] / scales[:, None, None] - table).abs().argmin(dim=2).flatten()
+        parts["weight"] = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None]
+        stated = json.dumps(state).encode()
+        parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*stated], dtype=torch.uint8)
+        return parts, (table[codes].view(-1, block) * scales[:, None]).view(weight.shape)
+
+    return quantize
+
+
+def bitsandbytes_int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """bitsandbytes' 8 bits: the largest number of each output stands for 127."""
+    largest = weight.abs().amax(dim=1)
+    integers = (weight / largest[:, None] * 127).round().to(torch.int8)
+    return {"weight": integers, "SCB": largest}, integers * (largest / 127)[:, None]
+
+
 def compressed_packed(
     bits: int, group_size: int, *, symmetric: bool = False, shuffled: bool = False, plain_zeros: bool = False
 ) -> Quantize:

@@ -43,6 +43,8 @@ CHECKPOINTS = {
     "awq": (quantized.awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
     "compressed-tensors int8": (quantized.compressed_int8, compressed("int-quantized", 8)),
     "compressed-tensors packed": (quantized.compressed_packed(4, 16), compressed("pack-quantized", 4)),
+    "fp8": (quantized.fp8(32, 32), {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "bitsandbytes": (quantized.nf4(16), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
 
 
@@ -134,11 +136,10 @@ def test_a_missing_library_is_named_with_the_format_and_the_model(
     assert str(tmp_path / "model") in str(caught.value)
 
 
-def test_bitsandbytes_is_refused_with_a_model_load_error(source: Path, tmp_path: Path) -> None:
-    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    quantized.save(source, tmp_path / "model", quantized.compressed_int8, settings)
+def test_a_method_that_is_not_read_is_refused_with_its_name(source: Path, tmp_path: Path) -> None:
+    quantized.save(source, tmp_path / "model", quantized.compressed_int8, {"quant_method": "quanto", "weights": "int8"})
     directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")
-    with pytest.raises(ModelLoadError, match="bitsandbytes"):
+    with pytest.raises(ModelLoadError, match="quanto"):
         load_model(ModelSection(path=str(directory), device="cpu"))
 
 

@@ -1,11 +1,13 @@
-/* Products of activations with weights of 4 or 8 bits in groups: some neighbouring inputs of an output share a scale.
+/* Products of activations with weights of 4 or 8 bits in groups: neighbouring inputs of an output share a scale.
 
-   A weight is scale * (value - zero) or scale * value + minimum. Weights stay packed in memory; their values are widened in
-   registers. The values of a group are summed with their inputs first, and scale, zero or minimum are applied to that sum
-   and to the sum of the inputs. All sums are in single precision.
+   A weight is scale * (value - zero) or scale * value + minimum. A value is an integer, a float of 8 bits (E4M3: a sign, 4 bits
+   of exponent, 3 of mantissa, no infinities), or 4 bits that choose a number from a table. Weights stay packed in memory; their
+   values are widened in registers. The values of a group are summed with their inputs first, and scale, zero or minimum are
+   applied to that sum and to the sum of the inputs. All sums are in single precision.
 
-   Eight values of 4 bits are a word. A mask takes one of them without a shift, so it is 16^j too large; the input that it is
-   multiplied with is divided by 16^j before, which is exact. With many rows, a slice of a block is widened once for all of
+   Eight values of 4 bits are a word. A mask takes an integer of them without a shift, so it is 16^j too large; the input that it
+   is multiplied with is divided by 16^j before, which is exact. E4M3 is half precision with other bounds: widened like it, it
+   is 256 times too small, and its inputs are multiplied by 256. With many rows, a slice of a block is widened once for all of
    them, to the same numbers. Every output is summed in one fixed order, whatever the number of rows and threads, and all
    sums are written with `fused`, so that they have the same bits in every copy of the code. */
 
@@ -46,7 +48,12 @@
 /* --- the packed form -------------------------------------------------------------------------- */
 
 /* A block is its groups, one after another. Each has COLUMNS scales, COLUMNS zeros or minima unless the matrix has neither,
-   and the values: [group / WORD, COLUMNS] words for GROUPS4, [group, COLUMNS] int8 for GROUPS8. */
+   and the values: [group / WORD, COLUMNS] words for 4 bits, [group, COLUMNS] bytes for 8. */
+
+INLINE int has_words(const int64_t kind)
+{
+    return kind == GROUPS4 || kind == GROUPS_TABLE;
+}
 
 INLINE int64_t number_bytes(const Matrix *matrix)
 {
@@ -60,7 +67,7 @@ INLINE int64_t head_bytes(const Matrix *matrix)
 
 INLINE int64_t group_bytes(const Matrix *matrix)
 {
-    return head_bytes(matrix) + matrix->group * COLUMNS / (matrix->kind == GROUPS4 ? 2 : 1);
+    return head_bytes(matrix) + matrix->group * COLUMNS / (has_words(matrix->kind) ? 2 : 1);
 }
 
 INLINE int64_t groups_of(const Matrix *matrix)
@@ -124,7 +131,7 @@ INLINE Vector floats(Words integers)
 #endif
 }
 
-INLINE Vector widen_bytes(const int8_t *from)
+INLINE Vector widen_integers(const uint8_t *from)
 {
 #if defined(IS_AVX512)
     return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
@@ -132,23 +139,72 @@ INLINE Vector widen_bytes(const int8_t *from)
     return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #else
     Vector wide;
-    for (int l = 0; l < LANES; l++) wide[l] = (float)from[l];
+    for (int l = 0; l < LANES; l++) wide[l] = (float)(int8_t)from[l];
     return wide;
 #endif
 }
 
-/* The j-th value of each word, times 16^j; the last one times 1, since it would be negative. */
-INLINE Vector value_of(Words words, const int j)
+static inline float widen_e4m3(uint8_t value)
 {
-    if (j == WORD - 1) return floats(words >> (4 * j));
-    return floats(words & (0xfu << (4 * j)));
+    return widen_float16((uint16_t)((value & 0x80) << 8 | (value & 0x7f) << 7));
+}
+
+/* LANES values of 8 bits; those of E4M3 divided by 256. */
+INLINE Vector widen_bytes(const uint8_t *from, const int64_t kind)
+{
+    if (kind == GROUPS8) return widen_integers(from);
+#if defined(IS_AVX512)
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from));
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
+    return (Vector)_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7)));
+#elif defined(IS_AVX2) && defined(__F16C__)
+    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from));
+    const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
+    return (Vector)_mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7)));
+#else
+    Vector wide;
+    for (int l = 0; l < LANES; l++) wide[l] = widen_e4m3(from[l]);
+    return wide;
+#endif
+}
+
+/* 16 numbers in registers. */
+typedef struct {
+    Vector parts[16 / LANES];
+} Table;
+
+INLINE Table table_of(const Matrix *matrix, const int64_t kind)
+{
+    Table table = {{{0}}};
+    if (kind == GROUPS_TABLE)
+        for (int part = 0; part < 16 / LANES; part++) table.parts[part] = *(const Vector *)(matrix->table + part * LANES);
+    return table;
+}
+
+/* The j-th value of each word. Integers are times 16^j; the last one times 1, since it would be negative. */
+INLINE Vector value_of(Words words, const int j, const Table *table, const int64_t kind)
+{
+    if (kind == GROUPS4 && j == WORD - 1) return floats(words >> (4 * j));
+    if (kind == GROUPS4) return floats(words & (0xfu << (4 * j)));
+    const Words index = words >> (4 * j);
+#if defined(IS_AVX512)
+    return (Vector)_mm512_permutexvar_ps((__m512i)index, (__m512)table->parts[0]);
+#elif defined(IS_AVX2)
+    const __m256 low = _mm256_permutevar8x32_ps((__m256)table->parts[0], (__m256i)index);
+    const __m256 high = _mm256_permutevar8x32_ps((__m256)table->parts[1], (__m256i)index);
+    return (Vector)_mm256_blendv_ps(low, high, (__m256)(words << (28 - 4 * j))); /* by bit 3 of the index */
+#else
+    Vector chosen;
+    for (int l = 0; l < LANES; l++) chosen[l] = table->parts[(index[l] & 0xf) / LANES][(index[l] & 0xf) % LANES];
+    return chosen;
+#endif
 }
 
 /* --- the inputs ------------------------------------------------------------------------------- */
 
 /* Rows of inputs as they are multiplied, and the sums of each group's inputs. */
 typedef struct {
-    const float *values; /* [rows, groups * group] divided by what the values of 4 bits are too large */
+    const float *values; /* [rows, groups * group] divided by what the values of the weights are too large */
     const float *sums;   /* [rows, groups] */
 } Inputs;
 
@@ -168,9 +224,11 @@ static void prepare(const Matrix *matrix, const float *x, int64_t rows, float *v
             for (int l = 0; l < WORD; l++) sum += lanes[l];
             for (; i < group; i++) sum += values[i];
             *sums++ = sum;
-            if (matrix->kind != GROUPS4) continue;
-            for (i = 0; i < group; i += WORD)
-                for (int l = 0; l < WORD; l++) values[i + l] *= factor[l];
+            if (matrix->kind == GROUPS_E4M3)
+                for (i = 0; i < group; i++) values[i] *= 256.0f;
+            else if (matrix->kind == GROUPS4)
+                for (i = 0; i < group; i += WORD)
+                    for (int l = 0; l < WORD; l++) values[i + l] *= factor[l];
         }
     }
 }
@@ -215,6 +273,7 @@ INLINE void multiply_few(const Matrix *matrix, const Inputs *inputs, const Outpu
     const int64_t group = matrix->group, groups = groups_of(matrix), stride = groups * group;
     const int64_t of_block = groups * group_bytes(matrix), head = head_bytes(matrix);
     const char *at = group_at(matrix, block, 0);
+    const Table table = table_of(matrix, kind);
     Vector total[MOST_SUMS][2];
     for (int s = 0; s < rows * blocks; s++) total[s][0] = total[s][1] = (Vector){0};
     for (int64_t g = 0; g < groups; g++, at += group_bytes(matrix)) {
@@ -222,7 +281,7 @@ INLINE void multiply_few(const Matrix *matrix, const Inputs *inputs, const Outpu
         Vector sum[MOST_SUMS][2];
 UNROLL
         for (int s = 0; s < rows * blocks; s++) sum[s][0] = sum[s][1] = (Vector){0};
-        if (kind == GROUPS4) {
+        if (has_words(kind)) {
             const char *from = at + head;
             for (int64_t i = 0; i < group; i += WORD, from += COLUMNS * sizeof(uint32_t), x += WORD) {
                 Words words[MOST_BLOCKS][2];
@@ -237,16 +296,17 @@ UNROLL
                 for (int j = 0; j < WORD; j++)
 UNROLL
                     for (int b = 0; b < blocks; b++)
-                        add_values(x + j, stride, rows, value_of(words[b][0], j), value_of(words[b][1], j), sum + b * rows);
+                        add_values(x + j, stride, rows, value_of(words[b][0], j, &table, kind),
+                                   value_of(words[b][1], j, &table, kind), sum + b * rows);
             }
         } else {
-            const int8_t *from = (const int8_t *)at + head;
+            const uint8_t *from = (const uint8_t *)at + head;
             for (int64_t i = 0; i < group; i++, from += COLUMNS, x++)
 UNROLL
                 for (int b = 0; b < blocks; b++) {
                     __builtin_prefetch(from + b * of_block + AHEAD, 0, 3);
-                    add_values(x, stride, rows, widen_bytes(from + b * of_block), widen_bytes(from + b * of_block + LANES),
-                               sum + b * rows);
+                    add_values(x, stride, rows, widen_bytes(from + b * of_block, kind),
+                               widen_bytes(from + b * of_block + LANES, kind), sum + b * rows);
                 }
         }
 UNROLL
@@ -265,20 +325,27 @@ typedef void FewFunction(const Matrix *matrix, const Inputs *inputs, const Outpu
     {                                                                                                                  \
         multiply_few(matrix, inputs, output, block, row, KIND, ROWS, BLOCKS);                                          \
     }
-#define DEFINE_FEW(ROWS) DEFINE(few, GROUPS4, ROWS, 1) DEFINE(few, GROUPS8, ROWS, 1)
-#define DEFINE_SEVERAL(ROWS, BLOCKS) DEFINE(several, GROUPS4, ROWS, BLOCKS) DEFINE(several, GROUPS8, ROWS, BLOCKS)
+#define DEFINE_KINDS(NAME, ROWS, BLOCKS)                                                                               \
+    DEFINE(NAME, GROUPS4, ROWS, BLOCKS)                                                                                \
+    DEFINE(NAME, GROUPS8, ROWS, BLOCKS)                                                                                \
+    DEFINE(NAME, GROUPS_E4M3, ROWS, BLOCKS)                                                                            \
+    DEFINE(NAME, GROUPS_TABLE, ROWS, BLOCKS)
+#define DEFINE_FEW(ROWS) DEFINE_KINDS(few, ROWS, 1)
+#define DEFINE_SEVERAL(ROWS, BLOCKS) DEFINE_KINDS(several, ROWS, BLOCKS)
 EACH_FEW(DEFINE_FEW)
 EACH_SEVERAL(DEFINE_SEVERAL)
 
-#define FEW_FUNCTIONS(ROWS) {few_GROUPS4_##ROWS, few_GROUPS8_##ROWS},
-static FewFunction *const few_functions[][2] = {EACH_FEW(FEW_FUNCTIONS)};
+#define KINDS (GROUPS_TABLE - GROUPS4 + 1)
+#define OF_KINDS(NAME, ROWS) {NAME##_GROUPS4_##ROWS, NAME##_GROUPS8_##ROWS, NAME##_GROUPS_E4M3_##ROWS, NAME##_GROUPS_TABLE_##ROWS}
+#define FEW_FUNCTIONS(ROWS) OF_KINDS(few, ROWS),
+static FewFunction *const few_functions[][KINDS] = {EACH_FEW(FEW_FUNCTIONS)};
 
 typedef struct {
-    FewFunction *functions[2]; /* GROUPS4, GROUPS8 */
+    FewFunction *functions[KINDS];
     int64_t blocks;
 } Several;
 
-#define SEVERAL_FUNCTIONS(ROWS, BLOCKS) {{several_GROUPS4_##ROWS, several_GROUPS8_##ROWS}, BLOCKS},
+#define SEVERAL_FUNCTIONS(ROWS, BLOCKS) {OF_KINDS(several, ROWS), BLOCKS},
 static const Several several[] = {EACH_SEVERAL(SEVERAL_FUNCTIONS)};
 #define MOST_TOGETHER (int64_t)(sizeof several / sizeof *several) /* rows that read several blocks */
 
@@ -288,17 +355,22 @@ static const Several several[] = {EACH_SEVERAL(SEVERAL_FUNCTIONS)};
 static void widen_slice(const Matrix *matrix, const char *group, int64_t first, int64_t count, float *wide)
 {
     const char *values = group + head_bytes(matrix);
-    if (matrix->kind == GROUPS8) {
-        const int8_t *from = (const int8_t *)values + first * COLUMNS;
-        for (int64_t i = 0; i < 2 * count; i++) *(Vector *)(wide + i * LANES) = widen_bytes(from + i * LANES);
+    if (!has_words(matrix->kind)) {
+        const uint8_t *from = (const uint8_t *)values + first * COLUMNS;
+        if (matrix->kind == GROUPS8)
+            for (int64_t i = 0; i < 2 * count; i++) *(Vector *)(wide + i * LANES) = widen_bytes(from + i * LANES, GROUPS8);
+        else
+            for (int64_t i = 0; i < 2 * count; i++) *(Vector *)(wide + i * LANES) = widen_bytes(from + i * LANES, GROUPS_E4M3);
         return;
     }
+    const Table table = table_of(matrix, matrix->kind);
     const uint32_t *words = (const uint32_t *)values + first / WORD * COLUMNS;
     for (int64_t i = 0; i < count; i += WORD, words += COLUMNS)
         for (int half = 0; half < 2; half++) {
             const Words eight = *(const Words *)(words + half * LANES);
 UNROLL
-            for (int j = 0; j < WORD; j++) *(Vector *)(wide + (i + j) * COLUMNS + half * LANES) = value_of(eight, j);
+            for (int j = 0; j < WORD; j++)
+                *(Vector *)(wide + (i + j) * COLUMNS + half * LANES) = value_of(eight, j, &table, matrix->kind);
         }
 }
 
@@ -366,7 +438,7 @@ void pilotfish_multiply_groups(const Matrix *matrix, const float *input, const O
     const int64_t fitting = CHUNK / row_bytes, bounded = fitting < MOST_ROWS ? fitting : MOST_ROWS, most = bounded > FEW ? bounded : FEW;
     const int64_t chunks = (rows + most - 1) / most, size = (rows + chunks - 1) / chunks;
     const int64_t items = chunks * matrix->blocks, thread = omp_get_thread_num(), end = items * (thread + 1) / team;
-    const int64_t bits = matrix->kind - GROUPS4;
+    const int64_t kind = matrix->kind - GROUPS4;
     float values[size * width], sums[size * groups];
     const Inputs inputs = {values, sums};
     for (int64_t item = items * thread / team, known = -1, blocks = 1; item < end; item += blocks) {
@@ -381,7 +453,7 @@ void pilotfish_multiply_groups(const Matrix *matrix, const float *input, const O
         const int64_t left = end - item < matrix->blocks - block ? end - item : matrix->blocks - block;
         const Several *together = some <= MOST_TOGETHER && several[some - 1].blocks <= left ? several + some - 1 : NULL;
         if (together) blocks = together->blocks;
-        (together ? together->functions : few_functions[some - 1])[bits](matrix, &inputs, output, block, row);
+        (together ? together->functions : few_functions[some - 1])[kind](matrix, &inputs, output, block, row);
     }
 }
 
@@ -395,8 +467,13 @@ void pilotfish_row_of_groups(const Matrix *matrix, int64_t id, float *to)
         const char *group = group_at(matrix, block, i / matrix->group), *values = group + head_bytes(matrix);
         const int64_t place = matrix->order ? matrix->order[i] : i;
         float value;
-        if (matrix->kind == GROUPS4) value = (float)(((const uint32_t *)values)[at / WORD * COLUMNS + column] >> (4 * (at % WORD)) & 0xf);
-        else value = (float)((const int8_t *)values)[at * COLUMNS + column];
+        if (has_words(matrix->kind)) {
+            const uint32_t word = ((const uint32_t *)values)[at / WORD * COLUMNS + column] >> (4 * (at % WORD)) & 0xf;
+            value = matrix->kind == GROUPS4 ? (float)word : matrix->table[word];
+        } else {
+            const uint8_t byte = ((const uint8_t *)values)[at * COLUMNS + column];
+            value = matrix->kind == GROUPS8 ? (float)(int8_t)byte : 256.0f * widen_e4m3(byte);
+        }
         const float scale = number(group, kind, column);
         if (matrix->offset == MINIMUM) {
             volatile float product = scale * value; /* rounded by itself, as the reference does */

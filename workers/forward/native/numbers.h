@@ -33,9 +33,10 @@ typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-/* Kinds of numbers. INT8_TILES is INT8 in the order of tile registers and VNNI; GROUPS4 and GROUPS8 have 4 or 8 bits and a
-   scale for each group of inputs, see groups.c. FLOAT16 is a kind of scales alone. */
-enum { FLOAT32, BFLOAT16, INT8, INT8_TILES, GROUPS4, GROUPS8, FLOAT16 };
+/* Kinds of numbers. INT8_TILES is INT8 in the order of tile registers and VNNI. Those from GROUPS4 to GROUPS_TABLE have a scale
+   for each group of inputs, see groups.c: integers of 4 or 8 bits, floats of 8 bits (E4M3), or 4 bits that choose one of 16
+   numbers. FLOAT16 is a kind of scales alone. */
+enum { FLOAT32, BFLOAT16, INT8, INT8_TILES, GROUPS4, GROUPS8, GROUPS_E4M3, GROUPS_TABLE, FLOAT16 };
 
 /* e^x for x <= 0, within two units in the last place; very small results become 0. */
 static inline float exponential(float x)

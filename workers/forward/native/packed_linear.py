@@ -170,12 +170,15 @@ class PackedMatrix:
             self._set_groups(blocks.grouping)
 
     def _set_groups(self, grouping: Grouping) -> None:
-        matrix, order = self.matrix, grouping.order
+        matrix, order, table = self.matrix, grouping.order, grouping.table
         matrix.group, matrix.scale_kind = grouping.group, grouping.scale_kind
         matrix.offset, matrix.zero = grouping.offset, grouping.zero
         if order is not None:
             self.vectors.append(order)
             matrix.order = order.data_ptr()
+        if table is not None:
+            self.vectors.append(table)
+            matrix.table = table.data_ptr()
 
 
 def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

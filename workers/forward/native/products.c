@@ -308,7 +308,7 @@ static void multiply_split(const Matrix *matrix, const float *input, const Outpu
 
 void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier)
 {
-    if (matrix->kind == GROUPS4 || matrix->kind == GROUPS8) {
+    if (has_groups(matrix)) {
         if (rows) pilotfish_multiply_groups(matrix, input, output, rows, barrier->team);
         pilotfish_wait_for_all(barrier);
         return;
@@ -366,7 +366,7 @@ void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Ou
 
 void pilotfish_row(const Matrix *matrix, int64_t id, float *to)
 {
-    if (matrix->kind == GROUPS4 || matrix->kind == GROUPS8) {
+    if (has_groups(matrix)) {
         pilotfish_row_of_groups(matrix, id, to);
         return;
     }

@@ -17,18 +17,24 @@
 #define COLUMNS (2 * LANES) /* outputs of a block: two vectors */
 
 /* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (BFLOAT16: [inputs / 2, COLUMNS, 2], INT8_TILES:
-   [inputs / 4, COLUMNS, 4]; GROUPS4 and GROUPS8: see groups.c). */
+   [inputs / 4, COLUMNS, 4]; with groups: see groups.c). */
 typedef struct {
     int64_t kind, inputs, outputs, blocks; /* the last block is padded with zeros */
     const void *weights;
     const float *scale; /* [blocks * COLUMNS] for INT8 and INT8_TILES */
     const float *bias;  /* [blocks * COLUMNS], or none */
-    int64_t group;      /* GROUPS4, GROUPS8: inputs of a group; a multiple of 8 for GROUPS4 */
+    int64_t group;      /* inputs of a group; a multiple of 8 for GROUPS4 and GROUPS_TABLE */
     int64_t scale_kind; /* FLOAT16, BFLOAT16 or FLOAT32: the kind of scales, zeros and minima */
     int64_t offset;
     float zero;             /* NO_OFFSET: that of all groups */
     const int32_t *order;   /* [inputs] which input of a row belongs to each weight, or none if they are in order */
+    const float *table;     /* [16] GROUPS_TABLE: the numbers that the values choose from */
 } Matrix;
+
+static inline int has_groups(const Matrix *matrix)
+{
+    return matrix->kind >= GROUPS4 && matrix->kind <= GROUPS_TABLE;
+}
 
 /* What a group has beside its scale. A weight is scale * (value - zero), or scale * value + minimum. */
 enum { NO_OFFSET, ZERO, MINIMUM };
@@ -65,7 +71,7 @@ void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *o
 void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Output *output, int64_t rows,
                                const int32_t *blocks, int64_t count, Barrier *barrier);
 
-/* Write row `id` of a packed FLOAT32, BFLOAT16, GROUPS4 or GROUPS8 matrix to `to` [inputs]. */
+/* Write row `id` of a packed matrix, no INT8 or INT8_TILES one, to `to` [inputs]. */
 void pilotfish_row(const Matrix *matrix, int64_t id, float *to);
 
 #endif

@@ -22,7 +22,7 @@ class Matrix(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
         *((name, ctypes.c_int64) for name in ("group", "scale_kind", "offset")),
         ("zero", ctypes.c_float),
-        ("order", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("order", "table")),
     ]
 
 

@@ -26,10 +26,14 @@ class Kind(IntEnum):
     INT8_TILES = 3
     """INT8 in the order of tile registers and VNNI: rows are split into integers, too."""
     GROUPS4 = 4
-    """4 bits, with a scale for each group of inputs."""
+    """Integers of 4 bits, with a scale for each group of inputs."""
     GROUPS8 = 5
-    """8 bits, with a scale for each group of inputs."""
-    FLOAT16 = 6
+    """Integers of 8 bits, with a scale for each group of inputs."""
+    GROUPS_E4M3 = 6
+    """Floats of 8 bits, with a scale for each group of inputs."""
+    GROUPS_TABLE = 7
+    """4 bits that choose a number from a table, with a scale for each group of inputs."""
+    FLOAT16 = 8
     """A kind of scales alone."""
 
 
@@ -56,6 +60,8 @@ class Grouping:
     """The zero of all groups, for `Offset.NONE`."""
     order: torch.Tensor | None
     """int32 `[in]`: which input of a row belongs to each weight; `None` if they are in order."""
+    table: torch.Tensor | None = None
+    """float32 `[16]`: what values choose from, for `Kind.GROUPS_TABLE`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Weights of 4 or 8 bits in groups: neighbouring inputs of an output share a scale, and perhaps a zero or a minimum.
 
-GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, GPTQ, AWQ and compressed-tensors are such weights.
+GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, GPTQ, AWQ and compressed-tensors are such weights, with integers for values. FP8
+has floats, MXFP4 and NF4 have values that choose a number from a table.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ _WORD = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupStorage:
-    """A matrix of small integers. The groups of an output are neighbouring inputs, all of one size."""
+    """A matrix of small values. The groups of an output are neighbouring inputs, all of one size."""
 
     values: torch.Tensor
-    """`[out, in]` int8, or for 4 bits `[out, in / 2]` uint8: input 2 i is in the low half of byte i."""
+    """`[out, in]` int8, or for 4 bits `[out, in / 2]` uint8: input 2 i is in the low half of byte i.
+
+    Floats of 8 bits are uint8 `[out, in]`, since torch does little with their own type.
+    """
     scale: torch.Tensor
     """float16, bfloat16 or float32 `[out, groups]`."""
     bits: int
@@ -47,6 +51,8 @@ class GroupStorage:
     """The zero of all groups, for `Offset.NONE`."""
     order: torch.Tensor | None = None
     """int64 `[in]`: the input to which each stored column belongs; `None` if they are in order."""
+    table: torch.Tensor | None = None
+    """float32 `[16]`: the numbers that values of 4 bits choose from; `None` if values are numbers themselves."""
 
     @property
     def outputs(self) -> int:
@@ -74,14 +80,27 @@ class GroupStorage:
     def is_widened(self) -> bool:
         return True
 
+    @property
+    def kind(self) -> Kind:
+        """What the values are."""
+        if self.bits == 8:
+            return Kind.GROUPS8 if self.values.dtype is torch.int8 else Kind.GROUPS_E4M3
+        return Kind.GROUPS4 if self.table is None else Kind.GROUPS_TABLE
+
     def integers(self) -> torch.Tensor:
         """The values, int8 `[out, in]`."""
         if self.bits == 8:
             return self.values
         return torch.stack([self.values & 15, self.values >> 4], dim=2).flatten(1).view(torch.int8)
 
+    def numbers(self) -> torch.Tensor:
+        """What the values are without their scales, float32 `[out, in]`."""
+        if self.kind is Kind.GROUPS_E4M3:
+            return self.values.contiguous().view(torch.float8_e4m3fn).float()
+        return self.integers().float() if self.table is None else self.table[self.integers().int()]
+
     def dequantized(self) -> torch.Tensor:
-        values = self.integers().float().view(self.outputs, -1, self.group)
+        values = self.numbers().view(self.outputs, -1, self.group)
         scale = self.scale.float()[..., None]
         if self.offsets is None:
             weight = (values - self.zero) * scale
@@ -129,10 +148,8 @@ class GroupStorage:
 
     def _is_like(self, other: GroupStorage) -> bool:
         """Whether both can be rows of one matrix as they are."""
-        own, others = ((one.bits, one.scale.dtype, one.offset, one.zero, one.group) for one in (self, other))
-        orders = (self.order, other.order)
-        same_order = orders == (None, None) or (None not in orders and torch.equal(*orders))  # type: ignore[arg-type]
-        return own == others and same_order
+        own, others = ((one.kind, one.scale.dtype, one.offset, one.zero, one.group) for one in (self, other))
+        return own == others and _are_equal(self.order, other.order) and _are_equal(self.table, other.table)
 
     def kernel(self, bias: torch.Tensor | None) -> GroupKernel:
         return GroupKernel(self, bias)
@@ -156,9 +173,8 @@ class GroupStorage:
         packed = take((len(blocks), groups, sum(piece.shape[2] for piece in pieces)), torch.uint8)
         torch.cat(pieces, dim=2, out=packed)
         order = None if self.order is None else self.order.to(torch.int32).contiguous()
-        kind = Kind.GROUPS4 if self.bits == 4 else Kind.GROUPS8
-        grouping = Grouping(size, _SCALES[self.scale.dtype], self.offset, self.zero, order)
-        return Blocks(kind, packed, None, grouping)
+        grouping = Grouping(size, _SCALES[self.scale.dtype], self.offset, self.zero, order, self.table)
+        return Blocks(self.kind, packed, None, grouping)
 
 
 @dataclass(slots=True)
@@ -177,6 +193,10 @@ class GroupKernel:
         if self.bias is not None:
             product = product + self.bias
         return product.view(*x.shape[:-1], -1)
+
+
+def _are_equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
 def pairs(values: torch.Tensor) -> torch.Tensor:
@@ -221,7 +241,8 @@ def _plain(first: GroupStorage, others: Sequence[Storage]) -> PlainStorage:
 def _has_exact_minima(storage: GroupStorage) -> bool:
     """Whether the weights are the same with minima instead of zeros: products of float32 scales may be rounded."""
     is_exact = storage.offset is Offset.MINIMUM or storage.scale.dtype is not torch.float32
-    return storage.order is None and (is_exact or (storage.offsets is None and storage.zero == 0.0))
+    has_integers = storage.kind in (Kind.GROUPS4, Kind.GROUPS8)
+    return has_integers and storage.order is None and (is_exact or (storage.offsets is None and storage.zero == 0.0))
 
 
 def _widest(storage: GroupStorage, group: int) -> GroupStorage:

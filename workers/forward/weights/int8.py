@@ -9,7 +9,8 @@ import torch
 from torch import distributed
 
 from workers.forward.weights.base import Blocks, KernelLayout, Kind, Storage, Take, pack_blocks, pad_rows, taken_rows
-from workers.forward.weights.plain import DenseKernel, PlainStorage
+from workers.forward.weights.groups import GroupStorage
+from workers.forward.weights.plain import DenseKernel
 
 _SLICE_OUTPUTS = 256  # weights are converted for so many outputs at a time, which the caches hold
 
@@ -60,11 +61,15 @@ class Int8Storage:
     def joined(self, others: Sequence[Storage]) -> Storage:
         same = [one for one in others if isinstance(one, Int8Storage)]
         if len(same) < len(others):
-            return PlainStorage(self.dequantized()).joined(others)
+            return self._grouped().joined([one._grouped() if isinstance(one, Int8Storage) else one for one in others])
         everything = (self, *same)
         return Int8Storage(
             torch.cat([one.integers for one in everything]), torch.cat([one.scale for one in everything])
         )
+
+    def _grouped(self) -> GroupStorage:
+        """The same matrix with one group for each output."""
+        return GroupStorage(self.integers, self.scale[:, None], 8)
 
     def kernel(self, bias: torch.Tensor | None) -> Int8Kernel:
         return Int8Kernel(self.integers, self.scale, bias)
@@ -92,7 +97,7 @@ class Int8Kernel:
         flat = x.flatten(0, -2)
         slices = torch.split(self.weight, _SLICE_OUTPUTS)
         product = torch.cat([DenseKernel(part.to(x.dtype), None).multiply(flat) for part in slices], dim=-1)
-        product = product * self.scale
+        product = (product * self.scale).to(x.dtype)
         if self.bias is not None:
             product = product + self.bias
         return product.view(*x.shape[:-1], -1)

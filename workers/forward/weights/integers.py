@@ -79,6 +79,21 @@ def groups_in_order(inputs: int, groups: int) -> torch.Tensor:
     return torch.arange(inputs) // -(-inputs // groups)
 
 
+def equal_groups(group_of: torch.Tensor, groups: int, bits: int) -> torch.Tensor | None:
+    """Into how many groups of one size each group must be divided, int64 `[groups]`; `None` if they have one size.
+
+    Raises `ValueError` for sizes that the kernels do not read.
+    """
+    counts = torch.bincount(group_of, minlength=groups)
+    size = gcd(*counts.tolist())
+    if bits < 8 and size % _WORD and size < len(group_of):
+        raise ValueError(
+            f"groups of {sorted(set(counts.tolist()))[:4]} inputs in {bits} bits are refused; "
+            f"their sizes must be multiples of {_WORD}"
+        )
+    return None if bool((counts == size).all()) else counts // size
+
+
 def _held(integers: torch.Tensor, bits: int) -> torch.Tensor:
     """Integers uint8 `[out, in]` as `GroupStorage` holds them: those of 8 bits less 128."""
     return (integers ^ 128).view(torch.int8) if bits == 8 else pairs(integers)
@@ -88,15 +103,8 @@ def _grouped(
     values: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group_of: torch.Tensor
 ) -> GroupStorage:
     """Groups of one size, in activation order if inputs of a group are not neighbours. `values`: see `_held`."""
-    counts = torch.bincount(group_of, minlength=scales.shape[1])
-    size = gcd(*counts.tolist())
-    if bits < 8 and size % _WORD and size < len(group_of):
-        raise ValueError(
-            f"groups of {sorted(set(counts.tolist()))[:4]} inputs in {bits} bits are refused; "
-            f"their sizes must be multiples of {_WORD}"
-        )
+    repeats = equal_groups(group_of, scales.shape[1], bits)
     order = None if bool((group_of.diff() >= 0).all()) else group_of.argsort(stable=True)
-    repeats = None if bool((counts == size).all()) else counts // size
     held, middle = (4, 0.0) if bits < 8 else (8, 128.0)
     if order is not None:
         whole = GroupStorage(values, scales[:, :1], held).integers().view(torch.uint8)[:, order]

@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MATRICES = ("qkv", "out", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "query_norm", "key_norm")
 _MATRIX_NUMBERS = ("kind", "inputs", "outputs", "blocks", "group", "scale_kind", "offset", "zero")
-_MATRIX_ADDRESSES = ("weights", "scale", "bias", "order")
+_MATRIX_ADDRESSES = ("weights", "scale", "bias", "order", "table")
 _COMPARED_POSITIONS = 4096
 """Positions whose angles are compared at a time."""
 

@@ -24,7 +24,7 @@ class Awq:
     """The format of one checkpoint."""
 
     parts = frozenset({"qweight", "qzeros", "scales"})
-    scale = "scales"
+    scales = ("scales",)
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raises `ValueError` for settings that are not read."""

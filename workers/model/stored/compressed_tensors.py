@@ -1,10 +1,10 @@
-"""compressed-tensors checkpoints: integers of 2, 4 or 8 bits in groups or per channel, packed or as int8.
+"""compressed-tensors checkpoints: integers of 2, 4 or 8 bits in groups or per channel, packed or as int8, or FP8.
 
 `pack-quantized`: `weight_packed` int32 `[out, in * bits / 32]`, `weight_shape` `[2]`. `int-quantized`: `weight`
 int8 `[out, in]`. Both have `weight_scale` `[out, groups]` (or `[out]`, or one for all), and perhaps `weight_g_idx`
 `[in]` and `weight_zero_point` (int8 of the scales' shape, or int32 words packed along the outputs). A weight is
-scale * (integer - zero); packed integers have half of their range added. Quantization of activations, which a
-checkpoint may ask for, is not applied: the logits are those of the weights.
+scale * (integer - zero); packed integers have half of their range added. `float-quantized` is FP8 as in `fp8.py`.
+Quantization of activations, which a checkpoint may ask for, is not applied: the logits are those of the weights.
 """
 
 from __future__ import annotations
@@ -17,46 +17,61 @@ import torch
 from workers.forward.weights.base import CutRefused, Storage
 from workers.forward.weights.int8 import Int8Storage
 from workers.forward.weights.integers import group_storage, groups_in_order, groups_of_integers, unpacked
-from workers.model.stored.parts import FLOATS, Parts, Region, check_cut, words
+from workers.model.stored.fp8 import Fp8
+from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region, check_cut, words
 
 _BITS = (2, 4, 8)
-_FORMATS = ("pack-quantized", "int-quantized")
+_FORMATS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
+"""The type of a format's numbers."""
+
+
+def compressed_tensors(settings: Mapping[str, Any]) -> QuantizedFormat:
+    """The format of one checkpoint. Raises `ValueError` for settings that are not read."""
+    stored = settings.get("format")
+    if stored not in _FORMATS:
+        raise ValueError(f"format is {stored!r}; it must be {' or '.join(_FORMATS)}")
+    for field in ("transform_config", "sparsity_config"):
+        given = settings.get(field)
+        if given and given.get("format") != "dense":
+            raise ValueError(f"{field} is set; it must be empty")
+    schemes = settings.get("config_groups")
+    if not isinstance(schemes, dict) or not schemes:
+        raise ValueError("config_groups is empty; it must have the bits of the weights")
+    kind = _FORMATS[stored]
+    found = [_weights(name, scheme, kind) for name, scheme in schemes.items()]
+    if kind == "int":
+        return CompressedTensors({int(weights["num_bits"]) for weights in found})
+    blocks = [weights.get("block_structure") for weights in found]
+    if any(block != blocks[0] for block in blocks):
+        raise ValueError(f"config_groups have block_structure {blocks}; they must all have the same")
+    return Fp8({"weight_block_size": blocks[0]})
+
+
+def _weights(name: str, scheme: Any, kind: str) -> Mapping[str, Any]:
+    """What a group of layers says about its weights."""
+    weights = scheme.get("weights") if isinstance(scheme, dict) else None
+    own: Mapping[str, Any] = weights if isinstance(weights, dict) else {}
+    bits, found = own.get("num_bits"), own.get("type", "int")
+    allowed = _BITS if kind == "int" else (8,)
+    if found != kind or bits not in allowed:
+        raise ValueError(
+            f"config_groups.{name}.weights has {bits!r} bits of type {found!r}; "
+            f"it must have {' or '.join(map(str, allowed))} of {kind}"
+        )
+    return own
 
 
 class CompressedTensors:
-    """The format of one checkpoint."""
+    """Integers, packed or as int8."""
 
     parts = frozenset(
         {"weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"}
     ) | frozenset({"weight", "input_scale", "input_zero_point", "input_global_scale"})
-    scale = "weight_scale"
+    scales = ("weight_scale",)
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for settings that are not read."""
-        stored = settings.get("format")
-        if stored not in _FORMATS:
-            raise ValueError(f"format is {stored!r}; it must be {' or '.join(_FORMATS)}")
-        for field in ("transform_config", "sparsity_config"):
-            given = settings.get(field)
-            if given and given.get("format") != "dense":
-                raise ValueError(f"{field} is set; it must be empty")
-        schemes = settings.get("config_groups")
-        if not isinstance(schemes, dict) or not schemes:
-            raise ValueError("config_groups is empty; it must have the bits of the weights")
-        self._bits = {self._bits_of(name, scheme) for name, scheme in schemes.items()}
-
-    @staticmethod
-    def _bits_of(name: str, scheme: Any) -> int:
-        weights = scheme.get("weights") if isinstance(scheme, dict) else None
-        bits, kind = (
-            (weights.get("num_bits"), weights.get("type", "int")) if isinstance(weights, dict) else (None, None)
-        )
-        if kind != "int" or bits not in _BITS:
-            allowed = " or ".join(map(str, _BITS))
-            raise ValueError(
-                f"config_groups.{name}.weights has {bits!r} bits of type {kind!r}; it must have {allowed} of int"
-            )
-        return int(bits)
+    def __init__(self, bits: set[int]) -> None:
+        """`bits` are those of the groups of layers."""
+        self._bits = bits
 
     def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
         """Whether a layer has a scale."""

@@ -34,7 +34,7 @@ class Gptq:
     """The format of one checkpoint."""
 
     parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
-    scale = "scales"
+    scales = ("scales",)
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raises `ValueError` for settings that are not read."""
@@ -47,11 +47,13 @@ class Gptq:
             raise ValueError("is_marlin_format is true; it must be false")
         self._less_one = stored == "gptq"
         for pattern, given in (("", {}), *self._dynamic.items()):
+            if not isinstance(given or {}, dict):
+                raise ValueError(f"dynamic.{pattern} is {given!r}; it must have fields")  # noqa: TRY004 - of a file
             own = {**settings, **(given or {})}
             integer(own, "bits", BITS)
             group_size(own)
             try:
-                re.compile(pattern)
+                re.compile(_pattern(pattern))
             except re.error as error:
                 raise ValueError(f"dynamic has {pattern!r}, which is no pattern: {error}") from error
 
@@ -104,10 +106,15 @@ class Gptq:
     def _of(self, module: str) -> tuple[int, int]:
         """Bits and group size of a layer: the checkpoint's own, or those of the first pattern that fits its name."""
         for pattern, given in self._dynamic.items():
-            if isinstance(given, dict) and given and re.match(pattern.removeprefix("+:"), module):
+            if given and not pattern.startswith("-:") and re.match(_pattern(pattern), module):
                 settings = {**self._settings, **given}
                 return int(settings["bits"]), group_size(settings)
         return int(self._settings["bits"]), group_size(self._settings)
+
+
+def _pattern(given: str) -> str:
+    """A regular expression without the sign that says whether its layers are quantized."""
+    return given.removeprefix("+:").removeprefix("-:")
 
 
 def _shifted(held: torch.Tensor, first: int, bits: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.experts import Expert, StoredExperts, gate_of
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.encoder_decoder.shard import Share
 from workers.model.stored.gguf_file import GgufFile
@@ -52,9 +53,10 @@ def load_stored(make: Any, source: Path, dtype: torch.dtype, share: Share) -> Pr
         module: PreTrainedModel = make()
     plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}
     names = {id(owner): name for name, owner in module.named_modules()}
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    embedding: Any = module.get_input_embeddings()
+    head = module.get_output_embeddings()
     is_tied = module.config.get_text_config().tie_word_embeddings and f"{names[id(head)]}.weight" not in checkpoint
-    table = checkpoint.matrix(f"{names[id(embedding)]}.weight", _shape(embedding))
+    table = checkpoint.matrix(f"{names[id(embedding)]}.weight", tuple(embedding.weight.shape))
     for path, parent in list(module.named_modules()):
         for name, child in list(parent.named_children()):
             own = f"{path}.{name}".removeprefix(".")
@@ -64,6 +66,8 @@ def load_stored(make: Any, source: Path, dtype: torch.dtype, share: Share) -> Pr
                 style = plan.get(re.sub(r"\d+", "*", own)) if share.ranks > 1 else None
                 tied = table if child is head and is_tied else None
                 setattr(parent, name, _linear(child, own, checkpoint, dtype, _Cut(style, share), tied))
+            elif (experts := _experts(child, own, checkpoint, dtype, share)) is not None:
+                setattr(parent, name, experts)
             else:
                 _fill(child, own, checkpoint, dtype)
     left = [name for name, parameter in module.named_parameters() if parameter.is_meta]
@@ -115,8 +119,27 @@ def _linear(
     return StoredLinear(storage, None if bias is None else bias[region.outputs])
 
 
-def _shape(embedding: nn.Embedding) -> tuple[int, int]:
-    return embedding.num_embeddings, embedding.embedding_dim
+def _experts(
+    layer: Any, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, share: Share
+) -> StoredExperts | None:
+    """The experts of a mixture, all on every rank; `None` for a layer that has none that are stored quantized."""
+    if not isinstance(checkpoint, QuantizedCheckpoint) or not hasattr(layer, "gate_up_proj"):
+        return None
+    found: list[list[Storage]] = []
+    for word in ("gate_up_proj", "down_proj"):
+        experts, inputs, outputs = getattr(layer, word).shape
+        own = checkpoint.experts(f"{name}.{word}", (experts, outputs, inputs))
+        if own is None:
+            return None
+        found.append(own)
+    if share.ranks > 1:
+        raise ConfigurationError(
+            f"target.tensor_parallel: {share.ranks} is refused: {name}: stored experts are not divided between ranks; "
+            "it must be 1, or target.quantization must be none"
+        )
+    biases = [checkpoint.vector(f"{name}.{word}_bias").to(dtype) for word in ("gate_up_proj", "down_proj")]
+    rows = zip(found[0], biases[0], found[1], biases[1], strict=True)
+    return StoredExperts([Expert(*row) for row in rows], gate_of(layer))
 
 
 def _fill(owner: nn.Module, path: str, checkpoint: StoredCheckpoint, dtype: torch.dtype) -> None:

@@ -61,10 +61,15 @@ class Parts:
 class QuantizedFormat(Protocol):
     """How the checkpoints of one method store matrices. One is made from the settings of a checkpoint."""
 
-    parts: frozenset[str]
-    """The last words of the names of a matrix's tensors."""
-    scale: str
-    """The one of these that has the scales."""
+    @property
+    def parts(self) -> frozenset[str]:
+        """The last words of the names of a matrix's tensors."""
+        ...
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Those of these that have the scales; a matrix has one of them."""
+        ...
 
     def is_quantized(self, module: str, names: frozenset[str]) -> bool:
         """Whether a layer's matrix is stored quantized: `names` are the last words of its tensors' names."""

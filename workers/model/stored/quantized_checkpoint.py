@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,16 +14,25 @@ from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import CutRefused, Storage
 from workers.forward.weights.plain import PlainStorage
 from workers.model.stored.awq import Awq
-from workers.model.stored.compressed_tensors import CompressedTensors
+from workers.model.stored.bitsandbytes import BitsAndBytes
+from workers.model.stored.compressed_tensors import compressed_tensors
+from workers.model.stored.fp8 import Fp8
 from workers.model.stored.gptq import Gptq
+from workers.model.stored.mxfp4 import Mxfp4, expert_storages
 from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "awq": Awq,
-    "compressed-tensors": CompressedTensors,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": compressed_tensors,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
     "gptq": Gptq,
+    "mxfp4": Mxfp4,
 }
 """What reads a checkpoint, by its `quantization_config.quant_method`."""
+DEQUANTIZED = FORMATS.keys() - {"mxfp4"}
+"""The methods whose checkpoints are written de-quantized for other quantizations; `transformers` reads the others."""
 
 
 def quantization_of(directory: Path) -> dict[str, Any] | None:
@@ -33,6 +42,15 @@ def quantization_of(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, AttributeError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A tensor's layer, and its own name within it: its last word, or `weight.absmax` and the like."""
+    module, is_of_weight, rest = name.partition(".weight.")
+    if is_of_weight:
+        return module, f"weight.{rest}"
+    module, _, word = name.rpartition(".")
+    return module, word
 
 
 def _stated_dtype(directory: Path) -> str:
@@ -56,7 +74,7 @@ class QuantizedCheckpoint:
         self._dtype = dtype
         settings = quantization_of(directory) or {}
         self._stated = _stated_dtype(directory)
-        method = settings.get("quant_method")
+        method = str(settings.get("quant_method"))
         if method not in FORMATS:
             raise ModelLoadError(
                 f"model directory {str(directory)!r}: quantization_config.quant_method is {method!r}; "
@@ -68,7 +86,7 @@ class QuantizedCheckpoint:
             self._opened: dict[str, Any] = {}
             for file in sorted(directory.glob("*.safetensors")):
                 opened = safe_open(file, framework="pt")
-                self.files[file] = list(opened.keys())
+                self.files[file] = list(opened.keys())  # type: ignore[no-untyped-call]
                 self._opened |= dict.fromkeys(self.files[file], opened)
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"model directory {str(directory)!r} cannot be read: {error}") from error
@@ -78,7 +96,7 @@ class QuantizedCheckpoint:
             ) from error
         self._words: dict[str, set[str]] = {}
         for name in self._opened:
-            module, _, word = name.rpartition(".")
+            module, word = _split(name)
             self._words.setdefault(module, set()).add(word)
 
     def __contains__(self, parameter: str) -> bool:
@@ -91,18 +109,19 @@ class QuantizedCheckpoint:
 
     def matrix_of(self, name: str) -> str | None:
         """The parameter of whose quantized matrix a tensor is a part; `None` for any other tensor."""
-        module, _, word = name.rpartition(".")
+        module, word = _split(name)
         weight = f"{module}.weight"
         return weight if word in self.format.parts and self.is_quantized(weight) else None
 
     def plain_dtype(self, parameter: str) -> torch.dtype:
-        """The type of a de-quantized matrix: that of its scales if it has 16 bits, else that of the model."""
+        """The type of a de-quantized matrix: that of the model's configuration, else that of the scales."""
+        stated = getattr(torch, self._stated, None)
+        if stated in FLOATS:
+            return cast("torch.dtype", stated)
         module = parameter.rpartition(".")[0]
-        scale = self._opened[f"{module}.{self.format.scale}"].get_tensor(f"{module}.{self.format.scale}").dtype
-        if scale.itemsize == 2:
-            return cast("torch.dtype", scale)
-        own = getattr(torch, str(self._stated), torch.float32)
-        return own if own in FLOATS else torch.float32
+        name = next(f"{module}.{part}" for part in self.format.scales if part in self._words[module])
+        scale = self._opened[name].get_tensor(name).dtype
+        return scale if scale in FLOATS else torch.float32
 
     def matrix(self, parameter: str, shape: tuple[int, int] | None = None, region: Region | None = None) -> Storage:
         """A parameter's matrix, or a region of it. `shape` is what it must have.
@@ -122,13 +141,7 @@ class QuantizedCheckpoint:
             kept = kept.to(self._dtype or kept.dtype, copy=True, memory_format=torch.contiguous_format)
             return PlainStorage(kept)
         try:
-            parts = Parts(
-                module,
-                {
-                    word: self._opened[f"{module}.{word}"].get_tensor(f"{module}.{word}")
-                    for word in self._words[module] & self.format.parts
-                },
-            )
+            parts = self._parts(module, self._words[module] & self.format.parts)
             found = self.format.shape(parts)
             self._check(parameter, found, shape)
             return self.format.storage(parts, Region.whole(found) if region is None else region)
@@ -136,6 +149,23 @@ class QuantizedCheckpoint:
             raise
         except (ValueError, RuntimeError, IndexError, SafetensorError) as error:
             raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
+
+    def experts(self, parameter: str, shape: Sequence[int]) -> list[Storage] | None:
+        """The matrices of all experts as they are stored, `None` if they are plain. `shape`: see `expert_storages`.
+
+        Raises `ModelLoadError`.
+        """
+        module, _, name = parameter.rpartition(".")
+        if f"{parameter}_blocks" not in self:
+            return None
+        try:
+            return expert_storages(self._parts(module, self._words[module]), name, shape)
+        except (ValueError, RuntimeError, SafetensorError) as error:
+            raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
+
+    def _parts(self, module: str, words: Iterable[str]) -> Parts:
+        names = {word: f"{module}.{word}" for word in words}
+        return Parts(module, {word: self._opened[name].get_tensor(name) for word, name in names.items()})
 
     def vector(self, parameter: str) -> torch.Tensor:
         """A plain tensor, in its own type. Raises `ModelLoadError`."""

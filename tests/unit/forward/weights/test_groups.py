@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def stored(
     return GroupStorage(packed, scales, bits, offset, offsets, 8.0 if offset is Offset.NONE else 0.0, order)
 
 
+def floats(shape: tuple[int, int, int, bool], bits: int, scale: torch.dtype) -> GroupStorage:
+    """Random groups of 8-bit floats, subnormal ones among them, or of 4 bits that choose from a table."""
+    like = stored(shape, bits, Offset.NONE, scale)
+    draw = torch.Generator().manual_seed(bits)
+    if bits == 4:
+        return replace(like, table=torch.randn(16, generator=draw), zero=0.0)
+    values = torch.randint(0, 0x7F, (shape[0], shape[1]), generator=draw, dtype=torch.uint8)
+    signs = torch.randint(0, 2, values.shape, generator=draw, dtype=torch.uint8) << 7
+    return replace(like, values=values | signs, zero=0.0)
+
+
 def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -63,7 +75,7 @@ def numbers(*shape: int) -> torch.Tensor:
 def bound(storage: GroupStorage, x: torch.Tensor) -> torch.Tensor:
     """Roundings of float32 sums of what is added: values, and zeros or minima, by themselves."""
     scale = storage.scale.double().repeat_interleave(storage.group, 1)
-    parts = storage.integers().double().abs() * scale
+    parts = storage.numbers().double().abs() * scale
     if storage.offsets is None:
         parts += storage.zero * scale
     else:
@@ -104,6 +116,37 @@ def test_products_are_those_of_the_dequantized_weights_at_any_number_of_rows(
 
 
 @CPU_CODE
+@pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_floats_are_those_of_the_dequantized_weights(bits: int, scale: torch.dtype, code: Path) -> None:
+    library = load_library(str(code))
+    assert library is not None
+    for shape in SHAPES:
+        storage, bias = floats(shape, bits, scale), numbers(shape[0])
+        check(storage, PackedProduct(storage, library, bias), bias)
+
+
+def test_all_bytes_are_the_floats_that_they_name() -> None:
+    """A sign, four bits of exponent with a bias of 7, three of mantissa."""
+    values = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)[None]
+    storage = GroupStorage(values, torch.ones(1, 1), 8)
+    for byte, found in zip(values[0].tolist(), storage.dequantized()[0].tolist(), strict=True):
+        exponent, mantissa = byte >> 3 & 15, byte & 7
+        size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+        assert found == (-size if byte & 0x80 else size)
+
+
+def test_floats_are_joined_and_cut_as_integers_are() -> None:
+    for storage in (floats((99, 96, 32, False), bits, torch.float32) for bits in (4, 8)):
+        parts = [storage.take_outputs(slice(33 * rank, 33 * rank + 33)) for rank in range(3)]
+        joined = parts[0].joined(parts[1:])
+        assert torch.equal(joined.dequantized(), storage.dequantized())
+        assert joined.nbytes == storage.nbytes
+        inputs = [storage.take_inputs(slice(32 * rank, 32 * rank + 32)).dequantized() for rank in range(3)]
+        assert torch.equal(torch.cat(inputs, dim=1), storage.dequantized())
+
+
+@CPU_CODE
 @pytest.mark.parametrize("width", [NARROW, WIDE], ids=str)
 def test_every_width_computes_the_same(width: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Portable C covers widths that this processor lacks."""
@@ -111,8 +154,9 @@ def test_every_width_computes_the_same(width: tuple[str, ...], tmp_path: Path, m
     library = load_library(str(tmp_path))
     assert library is not None
     for bits in (4, 8):
-        storage, bias = stored(SHAPES[0], bits), numbers(SHAPES[0][0])
-        check(storage, PackedProduct(storage, library, bias), bias)
+        for storage in (stored(SHAPES[0], bits), floats(SHAPES[0], bits, torch.float32)):
+            bias = numbers(SHAPES[0][0])
+            check(storage, PackedProduct(storage, library, bias), bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -47,6 +47,14 @@ def compressed(bits: int, form: str = "pack-quantized") -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+def compressed_fp8(**values: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"} | values
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [64, 32]}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
     "awq": (quantized.awq(32), AWQ),
@@ -63,6 +71,17 @@ CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
     "compressed-tensors 8 bits plain zeros": (quantized.compressed_packed(8, 32, plain_zeros=True), compressed(8)),
     "compressed-tensors in activation order": (quantized.compressed_packed(4, 32, shuffled=True), compressed(4)),
     "compressed-tensors int8": (quantized.compressed_int8, compressed(8, "int-quantized")),
+    "bitsandbytes nf4": (quantized.nf4(32), NF4),
+    "bitsandbytes nf4 nested": (quantized.nf4(32, nested=True), NF4),
+    "bitsandbytes 8 bits": (quantized.bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "fp8 in blocks": (quantized.fp8(64, 32), FP8),
+    "fp8 per tensor": (quantized.fp8(0, 0), FP8 | {"weight_block_size": None}),
+    "fbgemm fp8 per channel": (quantized.fp8(1, 0, "weight_scale"), {"quant_method": "fbgemm_fp8"}),
+    "compressed-tensors fp8 per channel": (quantized.fp8(1, 0, "weight_scale"), compressed_fp8()),
+    "compressed-tensors fp8 in blocks": (
+        quantized.fp8(64, 32, "weight_scale"),
+        compressed_fp8(strategy="block", block_structure=[64, 32]),
+    ),
 }
 ORDERED = [name for name in CHECKPOINTS if "activation order" not in name]
 
@@ -157,7 +176,7 @@ def test_families_with_biases_norms_and_tied_heads_are_read(
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_matrices_take_the_bytes_of_their_integers(name: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
     written(sources("llama"), tmp_path / "model", name)
-    bits = 8 if "8 bits" in name or "int8" in name else 4
+    bits = 8 if "8 bits" in name or "int8" in name or "fp8" in name else 4
     for layer in held(tmp_path / "model", Share(0, 1)).values():
         if isinstance(layer, StoredEmbedding) or layer.out_features == tiny.VOCABULARY:
             continue
@@ -274,6 +293,26 @@ POISONED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}),
         r"'lm_head\.weight' is torch\.int8 and has no scale; it must be float32, bfloat16 or float16",
     ),
+    "a float that is no number": (
+        "fp8 in blocks",
+        lambda tensors: tensors[f"{UP}.weight"].view(torch.uint8)[7].fill_(0xFF),
+        r"up_proj': weight has values that are not numbers",
+    ),
+    "blocks of another size": (
+        "fp8 in blocks",
+        lambda tensors: tensors.update({f"{UP}.weight_scale_inv": torch.ones(1, 1)}),
+        r"up_proj': weight_scale_inv is \[1, 1\]; it must be \[3, 3\]",
+    ),
+    "a table of another size": (
+        "bitsandbytes nf4",
+        lambda tensors: tensors.update({f"{UP}.weight.quant_map": torch.ones(15)}),
+        r"up_proj': weight\.quant_map is \[15\]; it must be \[16\]",
+    ),
+    "a state that is no JSON": (
+        "bitsandbytes nf4",
+        lambda tensors: tensors[f"{UP}.weight.quant_state.bitsandbytes__nf4"].fill_(7),
+        r"up_proj': Expecting value",
+    ),
     "no head": ("awq", lambda tensors: tensors.pop("lm_head.weight"), r"there is no tensor for 'lm_head\.weight'"),
 }
 
@@ -296,7 +335,8 @@ def test_a_poisoned_tensor_is_named_with_its_bound(
     ("settings", "message"),
     [
         ({"quant_method": "hqq"}, r"quant_method is 'hqq'; weights are kept as they are stored for awq"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quant_method is 'bitsandbytes'"),
+        ({"quant_method": "bitsandbytes"}, r"load_in_4bit and load_in_8bit are false; one must be true"),
+        (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, r"bnb_4bit_quant_storage is 'bfloat16'; it must be uint8"),
         (AWQ | {"version": "gemv"}, r"weights of 'awq' are refused: .*version is 'gemv'; it must be gemm"),
         (AWQ | {"bits": 8}, r"bits is 8; it must be 4"),
         (AWQ | {"zero_point": False}, r"zero_point is false; it must be true"),
@@ -304,7 +344,10 @@ def test_a_poisoned_tensor_is_named_with_its_bound(
         (gptq(5), r"bits is 5; it must be 2 or 3 or 4 or 8"),
         (gptq(4, checkpoint_format="marlin"), r"checkpoint_format is 'marlin'; it must be gptq or gptq_v2"),
         (gptq(4, dynamic={"+:(": {"bits": 8}}), r"dynamic has '\+:\(', which is no pattern"),
-        (compressed(4, "marlin-24"), r"format is 'marlin-24'; it must be pack-quantized or int-quantized"),
+        (compressed(4, "marlin-24"), r"format is 'marlin-24'; it must be pack-quantized or int-quantized or float"),
+        (compressed_fp8(type="int"), r"weights has 8 bits of type 'int'; it must have 8 of float"),
+        (FP8 | {"fmt": "e5m2"}, r"fmt is 'e5m2'; it must be e4m3"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]; it must have two sizes of at least 1"),
         (compressed(4) | {"transform_config": {"R1": {}}}, r"transform_config is set; it must be empty"),
         (compressed(3), r"config_groups\.group_0\.weights has 3 bits of type 'int'; it must have 2 or 4 or 8 of int"),
     ],

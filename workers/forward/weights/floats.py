@@ -1,0 +1,40 @@
+"""Builds groups of 8-bit floats (E4M3), as FP8 checkpoints store them, and of 4-bit floats (MXFP4)."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.forward.weights.groups import GroupStorage
+from workers.forward.weights.integers import equal_groups
+
+_NOT_A_NUMBER = 0x7F
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NO_EXPONENT = 255
+_BIAS = 127
+
+
+def e4m3_storage(weight: torch.Tensor, scales: torch.Tensor, group_of: torch.Tensor) -> GroupStorage:
+    """Groups from float8_e4m3fn `[out, in]`, scales `[out, groups]`, and the group of each input `[in]`, ascending.
+
+    Raises `ValueError` for a weight that is not a number.
+    """
+    values = weight.contiguous().view(torch.uint8).clone()
+    if bool(((values & _NOT_A_NUMBER) == _NOT_A_NUMBER).any()):
+        raise ValueError("weight has values that are not numbers")
+    repeats = equal_groups(group_of, scales.shape[1], 8)
+    own = scales if repeats is None else scales.repeat_interleave(repeats, dim=1)
+    own = own.float() if own.dtype is torch.float16 else own
+    return GroupStorage(values, own.contiguous().clone(), 8)
+
+
+def mxfp4_storage(blocks: torch.Tensor, exponents: torch.Tensor) -> GroupStorage:
+    """Groups from blocks uint8 `[out, groups, 16]` of 32 values of 4 bits (E2M1) and exponents uint8 `[out, groups]`.
+
+    The first value of a byte is in its low half. A block's scale is 2 to its exponent less 127. Raises `ValueError` for
+    a scale that is not a number.
+    """
+    if bool((exponents == _NO_EXPONENT).any()):
+        raise ValueError("scales are not numbers")
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS).bfloat16()
+    table = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
+    return GroupStorage(blocks.flatten(1).clone(), scales, 4, table=table)
