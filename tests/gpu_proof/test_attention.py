@@ -19,6 +19,7 @@ from workers.forward.backends import choice
 from workers.forward.backends.base import AttentionSetting, StepKind, all_backends
 from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.backends.triton import TritonBackend
+from workers.forward.graph_buffers import GraphBuffers, GraphSize
 from workers.forward.layout import RowShape
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
@@ -41,9 +42,9 @@ class Shape:
     size: int
 
 
-def setting_of(shape: Shape, dtype: torch.dtype, blocks: int = POOL) -> AttentionSetting:
+def setting_of(shape: Shape, dtype: torch.dtype, blocks: int = POOL, soft_cap: float | None = None) -> AttentionSetting:
     """Layers with each window over one pool of random numbers."""
-    layer = LayerShape(shape.kv_heads, shape.dim, heads_per_kv=shape.heads // shape.kv_heads)
+    layer = LayerShape(shape.kv_heads, shape.dim, heads_per_kv=shape.heads // shape.kv_heads, soft_cap=soft_cap)
     placements = tuple(LayerPlacement(0, 0, window) for window in WINDOWS)
     store = KvStore(KvCacheGroups(KvLayout(shape.size), placements, (layer,)), [], [])
     generator = torch.Generator().manual_seed(0)
@@ -118,10 +119,54 @@ def test_half_precision_is_close(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 
-def test_the_trial_of_the_choice_passes() -> None:
+@pytest.mark.parametrize("kind", [StepKind.RAGGED, StepKind.PADDED])
+@pytest.mark.parametrize("layer", [
+    LayerShape(2, 32, heads_per_kv=4),
+    LayerShape(2, 32, heads_per_kv=4, soft_cap=5.0),
+    LayerShape(2, 32, heads_per_kv=4, has_learned_sinks=True),
+])  # fmt: skip
+def test_the_trial_of_the_choice_passes(kind: StepKind, layer: LayerShape) -> None:
     plugins = {plugin.name: plugin for plugin in all_backends()}
-    setting = choice._trial_setting(setting_of(Shape(8, 2, 32, 16), torch.float32), LayerShape(2, 32, heads_per_kv=4))
-    assert choice._agrees(plugins["triton"], plugins["sdpa"], setting, StepKind.RAGGED)
+    setting = choice._trial_setting(setting_of(Shape(8, 2, 32, 16), torch.float32), layer)
+    assert choice._agrees(plugins["triton"], plugins["sdpa"], setting, kind)
+
+
+@pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(4, 4, 32, 64)])
+def test_soft_caps_and_learned_sinks_equal_the_reference(shape: Shape) -> None:
+    setting = setting_of(shape, torch.float32, soft_cap=2.0)
+    shapes = [*MIXED[:3], (1100 if shape.size == 64 else 90, 1, TREE)]  # with keys in several splits
+    rows = rows_of(shapes, shape.size)
+    queries = 3 * queries_of(rows, shape, torch.float32)
+    sinks = torch.linspace(-4, 6, shape.heads)
+    reference, ours = SdpaBackend(setting), TritonBackend(setting)
+    plans = reference.plan(rows), ours.plan(rows)
+    for layer in range(len(WINDOWS)):
+        capped = ours.attend(layer, queries, plans[1], 0.3)
+        torch.testing.assert_close(capped, reference.attend(layer, queries, plans[0], 0.3), atol=4e-6, rtol=4e-6)
+        sunk = ours.attend_with_sinks(layer, queries, plans[1], 0.3, sinks)
+        expected = reference.attend_with_sinks(layer, queries, plans[0], 0.3, sinks)
+        torch.testing.assert_close(sunk, expected, atol=4e-6, rtol=4e-6)
+        assert (sunk - capped).abs().max() > 0.05, "the sinks took a share"
+
+
+@pytest.mark.parametrize("size", [GraphSize(4, 16, 32, 20, 32), GraphSize(4, 64, 64, 20, 64)])
+def test_a_row_has_the_same_bits_in_a_cuda_graph(size: GraphSize) -> None:
+    shape = Shape(4, 2, 32, 64)  # the longest row has several splits
+    setting = setting_of(shape, torch.float32)
+    rows = rows_of([(37, 1, TREE), (1100, 1, TokenTree.chain(range(5))), (0, 3, EMPTY_TREE)], 64)
+    queries = queries_of(rows, shape, torch.float32)
+    backend = TritonBackend(setting)
+    expected = attended(backend, rows, queries)
+    poison(setting, rows)
+    for stored in (*setting.store.keys, *setting.store.values):
+        stored[POOL] = 0  # the scratch block, which padding rows read
+    buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
+    tokens = range(len(queries))
+    buffers.fill(rows, tokens, [position for row in rows for position in row.positions()], tokens)
+    plan = backend.plan_padded(buffers.step())
+    padded = torch.cat((queries, torch.ones(size.tokens - len(queries), shape.heads, shape.dim)))
+    for layer, right in enumerate(expected):
+        assert torch.equal(backend.attend(layer, padded, plan, None)[: len(queries)], right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -20,25 +20,35 @@ MOST_REGISTERS, MOST_SHARED = 255, 160 * 1024
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (8, 128), (4, 80), (2, 256)])
 @pytest.mark.parametrize("is_wide", [False, True])
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize(("kind", "extra"), [("bf16", False), ("bf16", True), ("fp16", False)])
 def test_attention_multiplies_on_tensor_cores_without_spills(
-    capability: int, group: int, dim: int, is_wide: bool, kind: str
+    capability: int, group: int, dim: int, is_wide: bool, kind: str, extra: bool
 ) -> None:
     from workers.forward.triton.attention import attend_tiles, key_tile
     from workers.forward.triton.tiles import SPLIT_KEYS, wide_tile
 
-    tile, splits = (wide_tile(group, dim), 1) if is_wide else (4, 8)
+    tile = wide_tile(group, dim) if is_wide else 4
     pointers = dict.fromkeys(("queries", "keys", "values", "output"), f"*{kind}")
-    pointers |= dict.fromkeys(("sums", "stats"), "*fp32")
+    pointers |= dict.fromkeys(("sums", "stats"), "*fp32") | {"sink_logits": f"*{kind}"}
     pointers |= dict.fromkeys(("items", "tokens", "lasts", "positions"), "*i32") | {"words": "*i64"}
-    pointers |= dict.fromkeys(("starts", "blocks", "order", "counts"), "*i32") | {"scale": "fp32"}
-    numbers = ("window", "sinks", "query_count", "most_blocks", "query_token", "query_head", "key_slot", "key_head")
+    pointers |= dict.fromkeys(("starts", "blocks", "order", "counts"), "*i32") | {"scale": "fp32", "soft_cap": "fp32"}
+    numbers = (
+        "window",
+        "sinks",
+        "query_count",
+        "most_blocks",
+        "splits",
+        "query_token",
+        "query_head",
+        "key_slot",
+        "key_head",
+    )
     numbers += ("value_slot", "value_head", "output_token", "output_head")
     width = triton.next_power_of_2(dim)
     constants = {
         "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": group, "TILE": max(tile, 16 // group),
         "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": key_tile(dim),
-        "SPLIT": SPLIT_KEYS, "SPLITS": splits, "EXACT": False,
+        "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra, "EXACT": False,
     }  # fmt: skip
     found = assembled(
         attend_tiles,
@@ -76,7 +86,8 @@ def test_keys_and_values_are_stored_without_spills(capability: int, heads: int, 
 def test_splits_are_joined_without_spills(capability: int, splits: int) -> None:
     from workers.forward.triton.attention import join_splits
 
-    arguments = {"sums": "*fp32", "stats": "*fp32", "output": "*bf16", "tokens": "*i32"}
-    arguments |= dict.fromkeys(("query_count", "output_token", "output_head"), "i32")
-    constants = {"HEADS": 32, "DIM": 128, "WIDTH": 128, "SPLITS": splits, "SPLITS_TILE": splits}
+    arguments = {"sums": "*fp32", "stats": "*fp32", "output": "*bf16", "sink_logits": "*bf16"}
+    arguments |= {"tokens": "*i32", "lasts": "*i32"}
+    arguments |= dict.fromkeys(("query_count", "splits", "output_token", "output_head"), "i32")
+    constants = {"HEADS": 32, "DIM": 128, "WIDTH": 128, "SPLITS_TILE": splits, "HAS_SINKS": True}
     assert assembled(join_splits, arguments, constants, capability).spilled_bytes == 0

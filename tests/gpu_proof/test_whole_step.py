@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deploy.simulation.device.fake_device import DEVICE, fake_device
+from cluster.core.ids import BlockId
+from cluster.core.kv import KvLayout
+from deploy.simulation.device.fake_device import DEVICE, KernelCounter, fake_device
 from deploy.simulation.device.models import RankModel
 from deploy.simulation.device.prediction import predict
 from deploy.simulation.device.step import Rows, count_step
+from workers.forward.backends.triton import TritonBackend
+from workers.forward.graph_buffers import GraphBuffers, GraphSize
+from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
+from workers.kv.spec import LayerShape
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +37,21 @@ def test_an_operation_on_two_devices_raises() -> None:
         assert device.type == DEVICE
         with pytest.raises(RuntimeError, match="device"):
             torch.ones(2, device=device) + torch.ones(2)
+
+
+def test_a_cuda_graphs_plan_is_computed_on_the_device_without_a_wait() -> None:
+    placements = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, AttentionWindow(100, sinks=4)))
+    groups = KvCacheGroups(KvLayout(16), placements, (LayerShape(8, 128, heads_per_kv=4),))
+    with fake_device() as device, KernelCounter() as counter:
+        buffers = GraphBuffers(GraphSize(64, 8, 512, 2048, 512), groups, BlockId(9), device)
+        planning = TritonBackend.__new__(TritonBackend)  # to plan needs neither the pool nor the package triton
+        plan = planning.plan_padded(buffers.step())
+    assert counter.operations
+    assert counter.copies == 0
+    for (queries,) in plan.queries.values():
+        assert queries.items.shape == (64 * 2, 3)
+        assert queries.words.shape == (512, 1)
+    assert [queries.splits for (queries,) in plan.queries.values()] == [64, 1]
 
 
 @pytest.mark.parametrize(("rows", "launches"), [

@@ -121,7 +121,7 @@ class _CountedAttention(TritonBackend):
 def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
     """Run a step of one rank on the fake device, decisions included, and count what it does.
 
-    Every step attends by the Triton kernels, also one of a size that a CUDA graph holds, which uses another backend.
+    Every step attends by the Triton kernels.
     Raises what PyTorch raises where a tensor is on the wrong device or the host would wait.
     """
     with fake_device() as device:

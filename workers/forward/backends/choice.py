@@ -157,5 +157,10 @@ def _trial_step(backend: AttentionBackend[Any], setting: AttentionSetting, kind:
     found = []
     for layer in range(len(setting.layers)):
         backend.write(layer, keys, values, metadata)
-        found.append(backend.attend(layer, queries, metadata, None)[:tokens].float())
+        if shape.has_learned_sinks:
+            sinks = torch.linspace(-1, 1, heads[0]).to(setting.device, setting.dtype)
+            attended = backend.attend_with_sinks(layer, queries, metadata, None, sinks)
+        else:
+            attended = backend.attend(layer, queries, metadata, None)
+        found.append(attended[:tokens].float())
     return found

@@ -1,7 +1,8 @@
-"""Attention over the pool's blocks by Triton kernels (`workers.forward.triton.attention`), for steps of any size.
+"""Attention over the pool's blocks by Triton kernels (`workers.forward.triton.attention`), in and out of CUDA graphs.
 
 Rows of up to 64 tokens (decoding, chains, trees) have small tiles of queries, and keys in splits. Wider rows (prompt
-chunks) have larger tiles and no splits. A row's computation depends on the row alone.
+chunks) have larger tiles and no splits. A row's computation depends on the row alone: it has the same bits in a graph,
+outside of one, and beside any others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from workers.forward.backends.base import (
     register_backend,
 )
 from workers.forward.layout import RowShape, blocks_read, slots_of
-from workers.forward.triton.tiles import SPLIT_KEYS, Blocks, Queries, wide_tile
+from workers.forward.padded_step import PaddedStep, RowPadding, WindowBlocks
+from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries, wide_tile
 from workers.kv.groups import AttentionWindow
 from workers.transfer import IntegerArray, to_device_together
 
@@ -34,14 +36,17 @@ _NARROW_TILE = 4
 """Queries of a tile of rows of up to 64 tokens."""
 
 CAPABILITIES = Capabilities(
-    steps=frozenset({StepKind.RAGGED}),
-    features=frozenset({Feature.WINDOWS, Feature.SINKS, Feature.TREES}),
+    steps=frozenset({StepKind.RAGGED, StepKind.PADDED}),
+    features=frozenset(
+        {Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOFT_CAP, Feature.LEARNED_SINKS},
+    ),
     devices=frozenset({"cuda"}),
     kv_types=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     head_sizes=range(16, 257),
     most_heads_per_kv=32,
     block_sizes=frozenset(1 << exponent for exponent in range(4, 9)),
     is_batch_invariant=True,
+    skips_unused_blocks=True,
 )
 
 
@@ -57,7 +62,7 @@ class TritonStep:
     """By block table and window."""
 
 
-@register_backend("triton", CAPABILITIES, preference=5)
+@register_backend("triton", CAPABILITIES, preference=15)
 class TritonBackend(AttentionBackend[TritonStep]):
     """The kernels over the pool of one model. Opening it raises `BackendUnavailable` without the package `triton`."""
 
@@ -69,6 +74,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         self._attention, self._kv_write = attention, kv_write
         self._store = setting.store
         self._device = setting.device
+        self._caps = [shape.soft_cap for shape in setting.layers]
         self._wide_tile = min(wide_tile(shape.heads_per_kv, shape.head_dim) for shape in setting.layers)
 
     def plan(self, rows: Sequence[RowShape]) -> TritonStep:
@@ -101,6 +107,32 @@ class TritonBackend(AttentionBackend[TritonStep]):
                 found.append(Queries(items, tokens, last, positions, words, starts, part.tile, splits))
         return TritonStep(slot_tensor, queries, {key: self._received(sent) for key in read})
 
+    def plan_padded(self, step: PaddedStep) -> TritonStep:
+        """Tiles and blocks of rows of one width, of which each has so many tiles and splits as the longest may need."""
+        width = step.padding.gather.shape[1]
+        tokens = torch.arange(len(step.padding.scatter), dtype=torch.int32, device=step.slots.device)
+        is_padding = (step.padding.scatter == 0) & (tokens > 0)
+        queries: dict[AttentionWindow, list[Queries]] = {}
+        blocks: dict[tuple[int, AttentionWindow], Blocks] = {}
+        for window, read in step.windows.items():
+            last, positions, words = (part.flatten()[step.padding.scatter] for part in _seen(read))
+            last = last.masked_fill(is_padding, NO_QUERY)
+            queries[window] = [
+                Queries(
+                    items=_tiles(step.padding, min(width, _NARROW_TILE)),
+                    tokens=tokens,
+                    last=last.int(),
+                    positions=positions.int(),
+                    words=words[:, None],
+                    starts=read.sees.stored.int(),
+                    tile=_NARROW_TILE,
+                    splits=-(-read.order.shape[1] * step.block_size // SPLIT_KEYS),
+                )
+            ]
+            order, counts = read.order.int(), read.counts.int()
+            blocks |= {(table, window): Blocks(held.int(), order, counts) for table, held in read.blocks.items()}
+        return TritonStep(step.slots, queries, blocks)
+
     def _received(self, sent: Iterator[torch.Tensor]) -> Blocks:
         return Blocks(*(next(sent).int() for _ in range(3)))
 
@@ -111,6 +143,22 @@ class TritonBackend(AttentionBackend[TritonStep]):
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: TritonStep, scaling: float | None) -> torch.Tensor:
         """Attend to the blocks of each row: one launch for narrow rows, one for wide ones."""
+        return self._attend(layer, queries, metadata, scaling, None)
+
+    def attend_with_sinks(
+        self, layer: int, queries: torch.Tensor, metadata: TritonStep, scaling: float | None, sinks: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend with a learned logit of each head in the softmax."""
+        return self._attend(layer, queries, metadata, scaling, sinks)
+
+    def _attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        metadata: TritonStep,
+        scaling: float | None,
+        learned_sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         placement = self._store.kv_groups.placements[layer]
         queries = _with_whole_heads(queries)
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
@@ -124,8 +172,30 @@ class TritonBackend(AttentionBackend[TritonStep]):
                 scale=queries.shape[2] ** -0.5 if scaling is None else scaling,
                 window=placement.window.size or 0,
                 sinks=placement.window.sinks,
+                soft_cap=self._caps[layer],
+                learned_sinks=learned_sinks,
             )
         return output
+
+
+def _tiles(padding: RowPadding, tile: int) -> torch.Tensor:
+    """The tiles of all rows, int32 `[tiles, 3]`: row, first query, number of queries.
+
+    The number is 0 behind a row's end and in padding rows, which nothing is computed for.
+    """
+    rows, width = padding.gather.shape
+    first, last = padding.gather[:, :1], padding.gather[:, -1:]  # a row's last token is repeated behind its end
+    row = torch.arange(rows, device=first.device)[:, None]
+    is_real = padding.scatter[first] == row * width  # padding rows name the token of another row
+    begin = torch.arange(0, width, tile, device=first.device)
+    counts = torch.where(is_real, last - first + 1 - begin, 0).clamp(0, tile)  # [rows, tiles of a row]
+    return torch.stack((row.expand_as(counts), first + begin, counts), -1).view(-1, 3).int()
+
+
+def _seen(read: WindowBlocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last stored position that each query sees, its own position, and its word, `[rows, queries]` each."""
+    sees = read.sees
+    return (sees.stored[:, None] - 1).expand_as(sees.position), sees.position, sees.seen
 
 
 def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.forward.triton.tiles import SPLIT_KEYS, Blocks, Queries
+from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries
 
 _KEY_NUMBERS = 4096
 """Numbers of the keys of one iteration: 32 keys of 128 numbers, 16 of 256. More would not fit registers."""
-_WORD = tl.constexpr(64)
+_WORD, _NO_QUERY = tl.constexpr(64), tl.constexpr(NO_QUERY)
 
 
 def key_tile(dim: int) -> int:
@@ -37,10 +37,14 @@ def paged_attention(
     scale: float,
     window: int = 0,
     sinks: int = 0,
+    soft_cap: float | None = None,
+    learned_sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the attention of the plan's queries, of `queries` `[tokens, heads, dim]`, into `output` of that shape.
 
     `stored` are keys and values, `[blocks, block size, KV heads, dim]` each, with contiguous heads. `window` 0 is none.
+    `soft_cap` bounds the products by tanh (Gemma 2, section 2). `learned_sinks` `[heads]` are logits of a key without
+    a value (gpt-oss).
     """
     keys, values = stored
     heads, dim = queries.shape[1:]
@@ -51,36 +55,41 @@ def paged_attention(
     shape = (plan.splits, len(plan.tokens), heads)
     sums = torch.empty((*shape, width) if partial else (1,), dtype=torch.float32, device=queries.device)
     stats = torch.empty((2, *shape) if partial else (1,), dtype=torch.float32, device=queries.device)
+    sink_logits = stats if learned_sinks is None else learned_sinks
     attend_tiles[(len(plan.items), kv_heads, plan.splits)](
-        queries, keys, values, output, sums, stats,
+        queries, keys, values, output, sums, stats, sink_logits,
         plan.items, plan.tokens, plan.last, plan.positions, plan.words, plan.starts,
         read.blocks, read.order, read.counts,
-        scale, window, sinks, len(plan.tokens), read.blocks.shape[1],
+        scale, soft_cap or 0.0, window, sinks, len(plan.tokens), read.blocks.shape[1], plan.splits,
         queries.stride(0), queries.stride(1), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
         output.stride(0), output.stride(1),
         HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
         TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
         WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(dim),
-        SPLIT=SPLIT_KEYS, SPLITS=plan.splits,
+        SPLIT=SPLIT_KEYS, IS_SPLIT=partial,
+        HAS_CAP=soft_cap is not None, HAS_SINKS=learned_sinks is not None,
         num_warps=8 if plan.tile * triton.next_power_of_2(group) >= 64 else 4,
         EXACT=queries.dtype == torch.float32 or not queries.is_cuda,  # the interpreter has no products of bfloat16
     )  # fmt: skip
     if partial:
         join_splits[(len(plan.tokens), heads)](
-            sums, stats, output, plan.tokens, len(plan.tokens), output.stride(0), output.stride(1),
-            HEADS=heads, DIM=dim, WIDTH=width, SPLITS=plan.splits, SPLITS_TILE=triton.next_power_of_2(plan.splits),
+            sums, stats, output, sink_logits, plan.tokens, plan.last,
+            len(plan.tokens), plan.splits, output.stride(0), output.stride(1),
+            HEADS=heads, DIM=dim, WIDTH=width, SPLITS_TILE=triton.next_power_of_2(plan.splits),
+            HAS_SINKS=learned_sinks is not None,
         )  # fmt: skip
 
 
-@triton.jit
+# Sizes that change from step to step are not specialized on: they would be compiled while serving.
+@triton.jit(do_not_specialize=["window", "sinks", "query_count", "most_blocks", "splits"])
 def attend_tiles(
-    queries, keys, values, output, sums, stats,
+    queries, keys, values, output, sums, stats, sink_logits,
     items, tokens, lasts, positions, words, starts, blocks, order, counts,
-    scale, window, sinks, query_count, most_blocks,
+    scale, soft_cap, window, sinks, query_count, most_blocks, splits,
     query_token, query_head, key_slot, key_head, value_slot, value_head, output_token, output_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr,
     WORDS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr,
+    SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, one KV head and one split of the keys: an online softmax over the row's blocks."""
     item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -110,7 +119,7 @@ def attend_tiles(
     reach = tl.max(tl.where(last == start - 1, start + _WORD * WORDS - 1, last), axis=0)
     begin = split * SPLIT
     end = used * SIZE
-    if SPLITS > 1:
+    if IS_SPLIT:
         end = tl.minimum(end, begin + SPLIT)
     for key_first in range(begin, end, KEY_TILE):
         flat = key_first + tl.arange(0, KEY_TILE)
@@ -127,8 +136,10 @@ def attend_tiles(
                 mask=is_seen[:, None] & is_dim[None, :],
                 other=0.0,
             )
-            products = product(query_tile, tl.trans(key_tile), EXACT)
-            scores = tl.where(sees, products * scale, float("-inf"))
+            products = product(query_tile, tl.trans(key_tile), EXACT) * scale
+            if HAS_CAP:
+                products = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 / soft_cap * products) + 1.0))  # tanh
+            scores = tl.where(sees, products, float("-inf"))
             highest = tl.maximum(most, tl.max(scores, axis=1))
             base = tl.where(highest == float("-inf"), 0.0, highest)
             weights = tl.exp(scores - base[:, None])
@@ -141,7 +152,13 @@ def attend_tiles(
             )
             result = result * shrink[:, None] + product(weights, value_tile, EXACT)
             most = highest
-    if SPLITS == 1:
+    if not IS_SPLIT:
+        if HAS_SINKS:
+            sink = tl.load(sink_logits + head, mask=is_query, other=0.0).to(tl.float32)
+            highest = tl.maximum(most, sink)
+            shrink = tl.exp(most - highest)
+            total = total * shrink + tl.exp(sink - highest)
+            result = result * shrink[:, None]
         result = result / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(
             output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :],
@@ -150,9 +167,10 @@ def attend_tiles(
         )
     else:
         entry = (split * query_count + query) * HEADS + head
-        tl.store(sums + entry[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
+        if begin < end:  # the join reads no sums of a split without keys
+            tl.store(sums + entry[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
         tl.store(stats + entry, most, mask=is_query)
-        tl.store(stats + SPLITS * query_count * HEADS + entry, total, mask=is_query)
+        tl.store(stats + splits * query_count * HEADS + entry, total, mask=is_query)
 
 
 @triton.jit
@@ -179,22 +197,28 @@ def product(left, right, EXACT: tl.constexpr):
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_count", "splits"])
 def join_splits(
-    sums, stats, output, tokens, query_count, output_token, output_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLITS_TILE: tl.constexpr,
+    sums, stats, output, sink_logits, tokens, lasts, query_count, splits, output_token, output_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS_TILE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over all splits of one query and head, in the order of the splits."""
+    """The softmax over all splits of one query and head, in the order of the splits. Padding becomes 0."""
     query, head = tl.program_id(0), tl.program_id(1)
     split = tl.arange(0, SPLITS_TILE)
+    is_split = split < tl.where(tl.load(lasts + query) == _NO_QUERY, 0, splits)
     entry = (split * query_count + query) * HEADS + head
-    most = tl.load(stats + entry, mask=split < SPLITS, other=float("-inf"))
-    total = tl.load(stats + SPLITS * query_count * HEADS + entry, mask=split < SPLITS, other=0.0)
+    most = tl.load(stats + entry, mask=is_split, other=float("-inf"))
+    total = tl.load(stats + splits * query_count * HEADS + entry, mask=is_split, other=0.0)
     highest = tl.max(most, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sink_logits + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
     weights = tl.exp(most - tl.where(highest == float("-inf"), 0.0, highest))
     dims = tl.arange(0, WIDTH)
-    parts = tl.load(sums + entry[:, None] * WIDTH + dims[None, :], mask=(split < SPLITS)[:, None], other=0.0)
+    parts = tl.load(sums + entry[:, None] * WIDTH + dims[None, :], mask=(total > 0.0)[:, None], other=0.0)
     whole = tl.sum(total * weights, axis=0)
+    if HAS_SINKS:
+        whole += tl.exp(sink - highest)
     result = tl.sum(parts * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
     token = tl.load(tokens + query).to(tl.int64)
     place = output + token * output_token + head * output_head + dims

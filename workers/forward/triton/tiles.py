@@ -11,6 +11,8 @@ import torch
 
 SPLIT_KEYS = 512
 """Keys of one split. It depends on nothing, so the number of splits depends on a row's length alone."""
+NO_QUERY = -2
+"""The last position of a query that is padding. A query that sees no stored token has -1."""
 _WIDE_ROWS, _MOST_NUMBERS = 64, 8192
 """Rows of the products of wide tiles, queries times the heads that share a KV head, and most numbers of their results:
 64 rows of 128 numbers, 32 of 256. More would not fit registers."""
@@ -27,11 +29,11 @@ class Queries:
     """Tiles of queries of rows that are computed alike, and what each query sees. int32 unless said otherwise."""
 
     items: torch.Tensor
-    """`[tiles, 3]`: row, first query, number of queries."""
+    """`[tiles, 3]`: row, first query, number of queries, which may be 0."""
     tokens: torch.Tensor
     """`[queries]`: the token of the step that a query is."""
     last: torch.Tensor
-    """`[queries]`: the last position that a query sees, tree nodes apart."""
+    """`[queries]`: the last position that a query sees, those of its words apart; -2 for padding."""
     positions: torch.Tensor
     """`[queries]`: position of a query, for its window."""
     words: torch.Tensor
