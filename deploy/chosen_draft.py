@@ -21,13 +21,14 @@ _METHODS = {
     "dflash": "block",
     "dspark": "block",
     "medusa": "heads",
+    "mtp": "mtp",
     "draft_model": "model",
     "ngram": "ngram",
     "suffix": "suffix",
 }
 """vLLM's names of methods, and those of the methods here."""
 _NGRAM = {"prompt_lookup_max": "draft.ngram.max", "prompt_lookup_min": "draft.ngram.min"}
-_WITHOUT_MODEL = ("ngram", "suffix")
+_WITHOUT_MODEL = ("mtp", "ngram", "suffix")
 
 
 def chosen_draft(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

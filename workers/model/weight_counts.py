@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection
@@ -21,6 +22,8 @@ _OF_SOURCE = re.compile(r"(^|\.)encoder\.|\.(encoder_attn\.[kv]_proj|EncDecAtten
 _MATRICES = ("weight", "weights")
 """The ends of the names of matrices, unlike those of biases, norms and other parameters."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|block)\.(\d+)\.")
+_NUMBERED = re.compile(r"model\.layers\.(\d+)\.")
+"""Begins the names of a decoder-only model's layers, and of those for multi-token prediction after them."""
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
@@ -42,7 +45,7 @@ def count_weights(directory: Path) -> WeightCounts:
 
     Raises `ModelLoadError` if a file cannot be read.
     """
-    shapes = tensor_shapes(directory)
+    shapes = _computed(directory)
     matrices = {
         name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and not name.endswith("bias")
     }
@@ -59,9 +62,21 @@ def count_weights(directory: Path) -> WeightCounts:
 
 
 def count_matrices(directory: Path) -> dict[str, int]:
-    """The number of weights of each stored matrix. Raises `ModelLoadError`."""
-    shapes = tensor_shapes(directory)
+    """The number of weights of each matrix that the model computes with. Raises `ModelLoadError`."""
+    shapes = _computed(directory)
     return {name: math.prod(shape) for name, shape in shapes.items() if name.endswith(_MATRICES) and len(shape) == 2}
+
+
+def count_mtp_layer(directory: Path) -> int:
+    """Multiply-adds of a pass of the layer for multi-token prediction in a model's own files, with the head.
+
+    Raises `ModelLoadError`.
+    """
+    shapes, of_model = tensor_shapes(directory), _computed(directory)
+    copies = (*_TOKEN_EMBEDDINGS, "shared_head.head.weight")
+    used = [shape for name, shape in shapes.items() if name not in of_model and not name.endswith(copies)]
+    head = next((shape for name, shape in shapes.items() if name.endswith((*_HEADS, *_TOKEN_EMBEDDINGS))), ())
+    return sum(math.prod(shape) for shape in (*used, head) if len(shape) == 2)
 
 
 def count_layers(directory: Path) -> int:
@@ -98,3 +113,19 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"weights {str(file)!r} cannot be read: {error}") from error
     return shapes
+
+
+def _computed(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors that a model computes with: not those of layers that are numbered after its last decoder layer.
+
+    They predict several tokens for drafts. Raises `ModelLoadError`.
+    """
+    shapes = tensor_shapes(directory)
+    try:
+        layers = json.loads((directory / "config.json").read_text("utf-8")).get("num_hidden_layers")
+    except (OSError, ValueError, AttributeError):
+        return shapes
+    if not isinstance(layers, int):
+        return shapes
+    own = {name: match for name in shapes if (match := _NUMBERED.match(name)) is not None}
+    return {name: shape for name, shape in shapes.items() if name not in own or int(own[name][1]) < layers}

@@ -14,9 +14,9 @@ from workers.model.draft_card import DraftDescription
 from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
 from workers.model.formats.registry import read_draft
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape, MedusaShape, Sizes
-from workers.model.weight_counts import count_layers, count_matrices, count_part, count_weights
+from workers.model.weight_counts import count_layers, count_matrices, count_mtp_layer, count_part, count_weights
 
-_EXIT = "early_exit"
+_EXIT, _MTP = "early_exit", "mtp"
 _OF_CONTEXT = ("fusion.", "contexts.")
 """Weights of a block drafter that compute once for each committed token."""
 _PER_DEPTH = ("layers.", "selector.")
@@ -37,14 +37,7 @@ class DraftFlops:
 
 def count_draft_flops(configuration: Configuration) -> DraftFlops:
     """The operations of all selected methods. Raises `ModelLoadError`, and `ConfigurationError` for a wrong module."""
-    proposed = step = committed = 0
-    if (weights := configuration.draft.weights) is not None:
-        proposed += count_weights(Path(weights.path)).multiply_adds
-    if _EXIT in configuration.draft.selected("method"):
-        target = Path(configuration.target.path)
-        part = part_of(configuration.draft.settings(_EXIT, EarlyExitSettings), configuration.target)
-        part = part or default_part(count_layers(target))
-        proposed += count_part(target, part.layers, part.skip_attention, part.skip_mlp)
+    proposed, step, committed = _without_modules(configuration), 0, 0
     for name, section in configuration.draft.modules.items():
         directory = Path(section.path)
         card = read_draft(directory, section.taps if isinstance(section, DraftModuleSection) else ())
@@ -73,6 +66,20 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
             case _ if name != _EXIT:
                 proposed += count_weights(directory).multiply_adds
     return DraftFlops(2.0 * proposed, 2.0 * step, 2.0 * committed)
+
+
+def _without_modules(configuration: Configuration) -> int:
+    """Multiply-adds for each proposed token of a draft model, and of methods that draft with parts of the target."""
+    found, target = 0, Path(configuration.target.path)
+    if (weights := configuration.draft.weights) is not None:
+        found += count_weights(Path(weights.path)).multiply_adds
+    if _EXIT in configuration.draft.selected("method"):
+        part = part_of(configuration.draft.settings(_EXIT, EarlyExitSettings), configuration.target)
+        part = part or default_part(count_layers(target))
+        found += count_part(target, part.layers, part.skip_attention, part.skip_mlp)
+    if _MTP in configuration.draft.selected("method"):
+        found += count_mtp_layer(target)
+    return found
 
 
 def _one_pass(directory: Path, card: DraftDescription, depths: int) -> int:

@@ -110,13 +110,20 @@ class TestOptionOfVllm:
         settings = draft.model_dump()["ngram"]
         assert (settings["max"], settings["min"]) == (5, 3)
 
+    def test_the_targets_own_layer(self) -> None:
+        given = from_speculative_config('{"method": "mtp", "num_speculative_tokens": 2}')
+
+        draft = load_settings("cpu", (), {}, below=given).configuration.draft
+
+        assert (draft.name, draft.max_depth, draft.max_nodes) == ("mtp", 2, 2)
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
             ("{", "--speculative-config: needed a JSON object"),
             ("[1]", r"--speculative-config: \[1\] is refused; it must be a JSON object"),
             ('{"method": "mlp_speculator", "model": "a/b"}', "method 'mlp_speculator' is refused; it must be one of"),
-            ('{"method": "eagle3"}', "model must be set, unless method is ngram or suffix"),
+            ('{"method": "eagle3"}', "model must be set, unless method is mtp or ngram or suffix"),
             ('{"model": "a/b", "disable_padded_drafter_batch": true}', "disable_padded_drafter_batch is refused"),
             ('{"model": "a/b", "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size must be 1"),
         ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from workers.model.weight_counts import count_weights
+from workers.model.weight_counts import count_layers, count_mtp_layer, count_weights
 
 
 def save(directory: Path, **shapes: tuple[int, ...]) -> Path:
@@ -36,3 +36,19 @@ def test_an_encoder_computes_once_for_a_source(tmp_path: Path) -> None:
     counts = count_weights(save(tmp_path, **shapes))
     assert counts.multiply_adds == 16 + 40  # the query projection and the tied head
     assert counts.source_parameters == 32 + 24 + 16
+
+
+def test_a_layer_for_multi_token_prediction_computes_for_drafts_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1}')
+    shapes = {
+        "model__embed_tokens__weight": (10, 4),
+        "model__layers__0__up__weight": (8, 4),
+        "model__layers__1__up__weight": (8, 4),
+        "model__layers__1__eh_proj__weight": (4, 8),
+        "model__layers__1__embed_tokens__weight": (10, 4),
+        "lm_head__weight": (10, 4),
+    }
+    directory = save(tmp_path, **shapes)
+    assert count_weights(directory).multiply_adds == 32 + 40
+    assert count_layers(directory) == 1
+    assert count_mtp_layer(directory) == 32 + 32 + 40

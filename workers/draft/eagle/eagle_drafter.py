@@ -12,7 +12,7 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from workers.draft.common.modules.context_store import ContextStore
+from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.ranked_paths import TreeForm
@@ -31,7 +31,7 @@ from workers.draft.eagle.parallel_drafter import ParallelTreeDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.public import PublicModule
 
-_LEAST_SCRATCH = 64
+LEAST_SCRATCH = 64
 """Least number of committed tokens of one sequence that go through the head in one pass."""
 
 
@@ -48,7 +48,7 @@ class EagleTreeDrafter:
         shortlist: Shortlist,
         taps: TapReader,
         draft: DraftSection,
-        settings: ContextModuleSettings,
+        memory: ContextMemory,
         limits: GrowthLimits,
     ) -> None:
         self._head = head
@@ -57,11 +57,11 @@ class EagleTreeDrafter:
         self._shortlist = shortlist
         self._calibration = Calibration()
         self._cost = PassCost()
-        shape, store = head.context_shape, ContextStore(settings.store_tokens, computed_type(settings.weights))
+        shape, store = head.context_shape, memory.store
         sessions = Sessions(
             lambda start: EagleSession(start, shape, store, head.device),
             vocabulary_size=head.vocabulary_size,
-            most=settings.sequences,
+            most=memory.sequences,
         )
         self._context = HeadContext(head, taps, sessions)
 
@@ -141,13 +141,14 @@ def load_eagle_drafter(
     """
     expected: tuple[type[EagleHead | PublicModule], ...] = (EagleHead, PublicModule)
     loaded = load_served_module(settings, target, "eagle", expected)
-    scratch = max(_LEAST_SCRATCH, limits.width * draft.max_depth)
+    scratch = max(LEAST_SCRATCH, limits.width * draft.max_depth)
     taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size)
+    memory = ContextMemory(ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.sequences)
     if isinstance(loaded.module, EagleHead):
         own = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
-        return EagleTreeDrafter(own, loaded.shortlist, taps, draft, settings, limits)
+        return EagleTreeDrafter(own, loaded.shortlist, taps, draft, memory, limits)
     head = FeaturePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
     if not head.depths:
-        return EagleTreeDrafter(head, loaded.shortlist, taps, draft, settings, limits)
+        return EagleTreeDrafter(head, loaded.shortlist, taps, draft, memory, limits)
     ranker = PathRanker(loaded.ends, None, lambda _: head.logits, loaded.shortlist)
-    return ParallelTreeDrafter(head, ranker, taps, draft, settings, TreeForm(limits.siblings))
+    return ParallelTreeDrafter(head, ranker, taps, draft, memory, TreeForm(limits.siblings))

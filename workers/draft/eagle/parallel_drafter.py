@@ -16,13 +16,11 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
-from workers.draft.common.modules.context_store import ContextStore
+from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.context_window import ContextShape
-from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
 from workers.draft.common.modules.ranked_paths import TreeForm
-from workers.draft.common.modules.served_module import computed_type
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import Sessions
 from workers.draft.eagle.eagle_pass import committed_piece
@@ -58,7 +56,7 @@ class ParallelTreeDrafter:
         ranker: PathRanker,
         taps: TapReader,
         draft: DraftSection,
-        settings: ContextModuleSettings,
+        memory: ContextMemory,
         form: TreeForm,
     ) -> None:
         """`ranker` ranks the head's outputs."""
@@ -66,11 +64,11 @@ class ParallelTreeDrafter:
         self._ranker = ranker
         self._siblings = form.siblings
         self._trees = PathTrees(draft, head.depths, form)
-        shape, store = head.context_shape, ContextStore(settings.store_tokens, computed_type(settings.weights))
+        shape, store = head.context_shape, memory.store
         sessions = Sessions(
             lambda start: ParallelSession(start, shape, store, head.device),
             vocabulary_size=head.vocabulary_size,
-            most=settings.sequences,
+            most=memory.sequences,
         )
         self._context = HeadContext(head, taps, sessions)
 

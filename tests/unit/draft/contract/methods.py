@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.support.models import drafting_modules, public_drafts, tiny, tiny_tokenizer
+from tests.support.models import drafting_modules, mtp_targets, public_drafts, tiny, tiny_tokenizer
 from tests.support.models.public_drafts import DSPARK, LLAMA, speculators_config
 from workers.draft.registry import METHODS
 
@@ -196,4 +196,7 @@ def make_directories(root: Path, family: str = "llama", **changes: Any) -> Direc
     config = (tiny.FAMILIES | tiny.ENCODER_DECODER_FAMILIES)[family](vocab_size=VOCABULARY, **changes)
     target = tiny.save(tiny_tokenizer.byte_level(root / "target"), config)
     (root / "others").mkdir()
-    return Directories(target, tiny.blur(target, root / "draft", noise=0.05), root / "others")
+    draft = tiny.blur(target, root / "draft", noise=0.05)
+    if family == "llama":
+        mtp_targets.add_layer(target)
+    return Directories(target, draft, root / "others")

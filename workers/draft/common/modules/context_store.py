@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -42,6 +43,16 @@ class ContextStore:
         while len(self._segments) >= self._most:
             self._segments.popitem(last=False)
         self._segments[key] = window.stored(first, first + SEGMENT).copied(self._dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMemory:
+    """The memory of a drafter that keeps keys and values of positions."""
+
+    store: ContextStore
+    """What later sequences with the same beginning find."""
+    sequences: int
+    """Most sequences whose keys and values are kept."""
 
 
 class SegmentKeys:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from cluster.core.config.base import PluginSettings
 from cluster.core.config.draft_section import DraftModuleSection, DraftSection
 from cluster.core.drafting import EvidenceNeeds, Tap
 from workers.draft.common.modules.ranked_paths import TreeForm
@@ -29,13 +30,17 @@ class ModuleSettings(DraftModuleSection):
     bfloat16. A GPU stores int8 as bfloat16, too."""
 
 
-class ContextModuleSettings(ModuleSettings):
-    """A module that keeps keys and values made from the target's hidden states, and the memory for them."""
+class ContextSettings(PluginSettings):
+    """The memory for keys and values that are made from the target's hidden states."""
 
     sequences: Annotated[int, Field(ge=1, le=4096)] = 256
     """Most sequences whose keys and values are kept. Beyond it, the least recently used one is sent again."""
     store_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1 << 15
     """Most tokens whose keys and values are kept for later sequences with the same beginning; 0 keeps none."""
+
+
+class ContextModuleSettings(ModuleSettings, ContextSettings):
+    """A module that keeps keys and values made from the target's hidden states, and the memory for them."""
 
 
 class TreeSettings(DraftModuleSection):

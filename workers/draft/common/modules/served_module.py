@@ -56,11 +56,16 @@ def load_served_module(
     )
     if not isinstance(loaded.module, expected):
         raise TypeError(f"{type(loaded.module).__name__} is no module of the kind {kind}")
-    largest = load_largest(device, target.compile_directory)
     return ServedModule(
         loaded.module,
         loaded.card,
         loaded.ends,
         partial(make_product, weights=weights, directory=target.compile_directory),
-        Shortlist(loaded.ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest),
+        make_shortlist(loaded.ends, target, device),
     )
+
+
+def make_shortlist(ends: TargetEnds, target: TargetSection, device: torch.device) -> Shortlist:
+    """The ranking of the candidates of rows of logits, which are those of the head of `ends`."""
+    largest = load_largest(device, target.compile_directory)
+    return Shortlist(ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)

@@ -1,0 +1,77 @@
+"""Targets with a layer for multi-token prediction in a cluster: it drafts, and changes no token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.models import mtp_targets, tiny, tiny_tokenizer
+from tests.support.models.mtp_targets import FAMILIES, LAYERS
+from tests.unit.draft.contract.methods import HIDDEN, VOCABULARY
+from tests.unit.draft.contract.test_public_drafts import answers, configured
+
+DEPTH = 4
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp(request.param) / "target")
+    tiny.save(directory, mtp_targets.config(request.param, VOCABULARY))
+    mtp_targets.add_layer(directory, sureness=4.0)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> list[tuple[int, ...]]:
+    """The answers of the target alone."""
+    return [one.tokens for one in asyncio.run(answers(configured(target, "draft.method=none")))]
+
+
+@pytest.mark.parametrize("place", ["target", "drafter"])
+async def test_the_layer_of_the_target_changes_no_token(place: str, target: Path, plain: list[tuple[int, ...]]) -> None:
+    drafted = await answers(configured(target, "draft.method=mtp", f"draft.placement={place}"))
+
+    assert [one.tokens for one in drafted] == plain
+    assert all(one.drafted > 0 for one in drafted)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def successors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose layers add nothing, so that the token before decides alone, with a layer that does the same.
+
+    Its projection takes the embedding of the token and no hidden state.
+    """
+    directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp(request.param) / "target")
+    tiny.save(directory, mtp_targets.config(request.param, VOCABULARY))
+    mtp_targets.add_layer(directory, sureness=20.0)
+    weights, own = load_file(directory / "model.safetensors"), f"model.layers.{LAYERS}."
+    for name, value in weights.items():
+        if "down_proj" in name or name.endswith("o_proj.weight"):
+            value.zero_()
+    weights[f"{own}enorm.weight"].fill_(1.0)
+    weights[f"{own}eh_proj.weight"].copy_(torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1))
+    weights[f"{own}shared_head.norm.weight"].copy_(weights["model.norm.weight"])
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(("candidates", "nodes"), [(1, DEPTH), (3, 12)], ids=["chain", "tree"])
+async def test_a_layer_that_knows_the_target_is_right_to_the_last_depth(
+    candidates: int, nodes: int, successors: Path
+) -> None:
+    """Greedy and sampled: each depth is fed with the token drafted before it, with the noise of its own position."""
+    drawn = ["draft.method=mtp", "draft.mtp.weights=float32", f"draft.mtp.candidates={candidates}"]
+    plain = await answers(configured(successors, "draft.method=none"))
+
+    drafted = await answers(configured(successors, *drawn, f"draft.max_nodes={nodes}", f"draft.max_depth={DEPTH}"))
+
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    greedy, sampled = drafted[4], drafted[5]  # they have no penalties
+    for one in (greedy, sampled):
+        steps = len(one.tokens) - one.accepted
+        assert steps <= 2 + len(one.tokens) // (DEPTH + 1)
+    assert len(set(sampled.tokens)) > DEPTH

@@ -1,0 +1,52 @@
+"""Multi-token prediction: a layer of the target's own checkpoint drafts a tree, depth by depth (DeepSeek-AI 2024).
+
+Its input is the target's last hidden state and the embedding of the next token. Beyond the committed text, its own
+output takes the place of the hidden state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import EvidenceNeeds
+from workers.draft.common.modules.module_settings import ContextSettings
+from workers.draft.registry import ON_TARGET_FIRST, register
+
+if TYPE_CHECKING:
+    from workers.draft.eagle.eagle_drafter import EagleTreeDrafter
+
+LAST_TAP = -1
+"""The target's residual stream after its last layer."""
+
+
+class MtpSettings(ContextSettings):
+    """The form of the trees, and the type of the layer's weights."""
+
+    reads_target_files: ClassVar[bool] = True
+    weights: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type that the layer's weights are stored in."""
+    candidates: Annotated[int, Field(ge=1, le=16)] = 4
+    """Most candidates below one node."""
+    width: Annotated[int, Field(ge=1, le=32)] = 4
+    """Most nodes of one tree that one pass expands."""
+
+
+@register(
+    "mtp",
+    MtpSettings,
+    needs=lambda _: EvidenceNeeds(taps=(LAST_TAP,)),
+    places=ON_TARGET_FIRST,
+    for_encoder_decoder=False,
+)
+def create_mtp(settings: MtpSettings, draft: DraftSection, target: TargetSection) -> EagleTreeDrafter:
+    """Create the method `mtp`: load the layer.
+
+    Raises `ModelLoadError` for a target without a layer of a known layout.
+    """
+    from workers.draft.mtp.mtp_pass import load_mtp_drafter
+
+    return load_mtp_drafter(settings, draft, target)

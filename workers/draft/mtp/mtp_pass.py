@@ -1,0 +1,165 @@
+"""The passes of a target's own layer for multi-token prediction, by the layer's own module of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from cluster.core.errors import ModelLoadError
+from workers.draft.common.modules.context_store import ContextMemory, ContextStore
+from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextShape
+from workers.draft.common.modules.product import make_product
+from workers.draft.common.modules.served_module import computed_type, make_shortlist
+from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.eagle.eagle_drafter import LEAST_SCRATCH, EagleTreeDrafter
+from workers.draft.eagle.eagle_growth import GrowthLimits
+from workers.draft.eagle.eagle_pass import EaglePiece
+from workers.draft.mtp import LAST_TAP, MtpSettings
+from workers.forward.native.window_layers import WindowPiece
+from workers.model.devices import choose_device
+from workers.model.draft_card import DraftDescription
+from workers.model.drafting.ends import TargetEnds, rms_norm
+from workers.model.drafting.files import load_ends
+from workers.model.mtp_layers import MtpLayer, load_mtp_layer
+
+_ATTENTION = "pilotfish_windows"
+"""The name of `_attend` in `transformers`."""
+_UNREAD = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""Arguments of attention that change its result and are not read here."""
+
+
+class _Record:
+    """Takes the place of pieces in the first pass: it learns the sizes of keys and values."""
+
+    def __init__(self) -> None:
+        self.kv_heads, self.width = 0, 0
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - pieces have their own
+    pieces: Sequence[WindowPiece] | _Record = (),
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of all pieces' tokens, each over its own window, to which it writes their keys and values.
+
+    `query` is [1, heads, tokens, width], `key` and `value` [1, KV heads, tokens, width]; values may be narrower than
+    keys. Returns [1, tokens, heads, width of values].
+    """
+    wide, narrow = key.shape[-1], value.shape[-1]
+    if isinstance(pieces, _Record):
+        unread = [name for name in _UNREAD if others.get(name) is not None]
+        if unread or narrow > wide:
+            what = f"its attention reads {unread[0]}" if unread else "its values are wider than its keys"
+            raise ModelLoadError(f"draft.method=mtp: {type(module).__name__} is refused; {what}")
+        pieces.kv_heads, pieces.width = key.shape[1], wide
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2), None
+    found, first = [], 0
+    for piece in pieces:
+        part = slice(first, first + piece.count)
+        keys, values = piece.keys[0, :, : piece.end], piece.values[0, :, : piece.end]
+        keys[:, piece.slot :] = key[0, :, part]
+        values[:, piece.slot :, :narrow] = value[0, :, part]
+        mask = None if piece.is_seen is None else piece.is_seen.expand(1, 1, piece.count, -1)
+        attended = functional.scaled_dot_product_attention(
+            query[:, :, part].float(),
+            keys.unsqueeze(0),
+            values[..., :narrow].unsqueeze(0),
+            attn_mask=mask,
+            scale=others.get("scaling"),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        found.append(attended.to(query.dtype).transpose(1, 2))
+        first += piece.count
+    return torch.cat(found, dim=1), None
+
+
+class MtpPass:
+    """The layer, the target's embedding, and its head. It computes what `EaglePass` computes for EAGLE heads."""
+
+    def __init__(
+        self, layer: MtpLayer, ends: TargetEnds, settings: MtpSettings, scratch: int, target: TargetSection
+    ) -> None:
+        """`scratch` is the largest number of tokens of one sequence in a pass, and in a draft."""
+        self._layer, self.ends = layer, ends
+        self._dtype = layer.projection.dtype
+        self.vocabulary_size = len(ends.embedding)
+        self.device = ends.embedding.device
+        self._head = make_product(ends.head, settings.weights, target.compile_directory)
+        size = ends.hidden_size
+        record = _Record()
+        self._block(torch.zeros(1, size, dtype=self._dtype, device=self.device), [0], record)
+        self.context_shape = ContextShape(1, record.kv_heads, record.width, 0, WHOLE_TEXT, scratch)
+        """What is kept of each position; there is no feature."""
+
+    def features(self, taps: Tensor) -> Tensor:
+        """Features [tokens, hidden size] of taps [tokens, 1, hidden size]: the target's final norm of them."""
+        found, norm = taps[:, -1].to(self.device).float(), self.ends.norm
+        return found if norm is None else rms_norm(found, norm.float(), self.ends.epsilon)
+
+    def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
+        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
+
+        `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
+        """
+        following = [token for piece in pieces for token in piece.following]
+        tokens: Tensor = self._layer.embedding_norm(self.ends.embedding[following].to(self._dtype))
+        hidden: Tensor = self._layer.hidden_norm(features.to(self._dtype))
+        entered = functional.linear(torch.cat([tokens, hidden], dim=-1), self._layer.projection)
+        positions = [position for piece in pieces for position in piece.positions]
+        outputs = self._block(entered, positions, [piece.window for piece in pieces])
+        starts = accumulate((piece.window.count for piece in pieces), initial=0)
+        wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
+        found: Tensor = self._layer.output_norm(outputs[wanted])
+        return found.float()
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits [rows, vocabulary] of outputs [rows, hidden size]."""
+        return self._head(outputs)
+
+    def _block(self, rows: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece] | _Record) -> Tensor:
+        """The decoder layer's output [tokens, hidden size] of its input of this shape."""
+        places = torch.tensor([positions], device=rows.device)
+        rotations = self._layer.rotary(rows.unsqueeze(0), places)
+        found = self._layer.block(
+            rows.unsqueeze(0),
+            attention_mask=None,
+            position_ids=places,
+            past_key_values=None,
+            position_embeddings=rotations,
+            pieces=pieces,
+        )
+        output: Tensor = found[0] if isinstance(found, tuple) else found.squeeze(0)
+        return output
+
+
+def load_mtp_pass(settings: MtpSettings, target: TargetSection, scratch: int) -> MtpPass:
+    """Load the layer of a target; see `MtpPass`. Raises `ModelLoadError`."""
+    AttentionInterface.register(_ATTENTION, _attend)
+    directory, device, dtype = Path(target.path), choose_device(target.device, 0), computed_type(settings.weights)
+    layer = load_mtp_layer(directory, _ATTENTION, dtype, device)
+    sizes = int(layer.config.vocab_size), int(layer.config.hidden_size)
+    card = DraftDescription(directory.name, *sizes, (), None, kind="mtp", taps=(LAST_TAP,), source="config.json")
+    with torch.inference_mode():
+        return MtpPass(layer, load_ends(directory, card, None, dtype, device), settings, scratch, target)
+
+
+def load_mtp_drafter(settings: MtpSettings, draft: DraftSection, target: TargetSection) -> EagleTreeDrafter:
+    """Load the layer and make its drafter; see `EagleTreeDrafter`. Raises `ModelLoadError`."""
+    limits = GrowthLimits(settings.candidates, settings.width)
+    head = load_mtp_pass(settings, target, max(LEAST_SCRATCH, limits.width * draft.max_depth))
+    memory = ContextMemory(ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.sequences)
+    taps = TapReader((LAST_TAP,), target, head.ends.hidden_size)
+    return EagleTreeDrafter(head, make_shortlist(head.ends, target, head.device), taps, draft, memory, limits)
