@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
 from collections import Counter
@@ -28,6 +29,8 @@ from workers.model.quantized import dequantize
 from workers.model.stored.quantized_checkpoint import DEQUANTIZED, quantization_of
 from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
+
+logger = logging.getLogger(__name__)
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
 _HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja", "source.spm", "target.spm"]
@@ -100,6 +103,10 @@ def _plain_weights(directory: Path, cache_directory: Path) -> Path:
     destination = cache_directory / f"{directory.name}-{_identity(files)}"
 
     def convert(building: Path, _: Path) -> None:
+        logger.info(
+            "%s: its weights of %s are de-quantized into %s; quantization: stored would keep them as they are, on CPU",
+            *(directory, settings["quant_method"], destination),
+        )
         dequantize(directory, building)
         write_dequantized_from(building, str(settings["quant_method"]))
 

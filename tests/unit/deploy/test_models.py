@@ -38,6 +38,19 @@ def test_directories_are_written_into_the_configuration(tmp_path: Path) -> None:
     assert found.configuration.draft.weights.compile_directory == str(tmp_path / "compiled")
 
 
+def test_quantized_directories_are_served_as_they_are_stored(tmp_path: Path) -> None:
+    target, draft = model_directory(tmp_path / "target"), model_directory(tmp_path / "draft")
+    for directory in (target, draft):
+        (directory / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    overrides = {"target.path": str(target), "draft.method": "model", "draft.model.path": str(draft)}
+    stored = {"target.quantization": "stored", "draft.model.quantization": "stored"}
+
+    found = models.resolve_models(load_configuration({}, overrides | stored), tmp_path / "cache", lambda _: None)
+
+    assert (found.target, found.draft) == (target, draft)
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_packaged_draft_is_resolved_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged_drafts, "__file__", str(tmp_path / "packaged_drafts.py"))
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "drafts" / "smollm2-135m-draft")

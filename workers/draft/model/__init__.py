@@ -33,9 +33,9 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
     """Drafted tokens below each expanded node."""
     lookup: Choice[Literal["off", "on"]] = "on"
     """`on` adds tokens that followed the same tokens earlier in the sequence. They need no forward pass."""
-    quantization: Literal["auto", "none", "int8"] = "auto"  # type: ignore[assignment] # resolved before it is loaded
+    quantization: Literal["auto", "none", "int8", "stored"] = "auto"  # type: ignore[assignment] # resolved before loading
     """`int8` stores the weights of linear layers in 8 bits, which takes less time and changes no answer; `auto` does so
-    for a draft with the encoder of its target on a CPU."""
+    for a draft with the encoder of its target on a CPU; `stored` keeps a checkpoint's own bits, on CPU."""
     distributions: Choice[Literal["auto", "on", "off"]] = "auto"
     """`on` draws drafts at random in trees of a fixed shape, and sends the distributions that they were drawn from, for
     the acceptance rules `rejection` and `block`. `candidates` siblings are drawn at each depth (1 with `block`), and

@@ -26,8 +26,7 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     held = words.contiguous().view(torch.uint8)
     if bits == 8:
         return held
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return ((held[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+    return torch.stack([(held >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], dim=2).flatten(1)
 
 
 def _unpacked_across_words(words: torch.Tensor) -> torch.Tensor:
@@ -57,7 +56,7 @@ def group_storage(
     """
     inputs = len(group_of)
     if bits == 4 and not inputs % 2:
-        return _grouped(words.contiguous().view(torch.uint8)[:, : inputs // 2], bits, scales, zeros, group_of)
+        return groups_of_pairs(words.contiguous().view(torch.uint8)[:, : inputs // 2], scales, zeros, group_of)
     return groups_of_integers(unpacked(words, bits)[:, :inputs], bits, scales, zeros, group_of)
 
 
@@ -72,6 +71,13 @@ def groups_of_integers(
     if bits < 8 and integers.shape[1] % 2:
         raise ValueError(f"{integers.shape[1]} inputs in {bits} bits are refused; their number must be even")
     return _grouped(_held(integers, bits), bits, scales, zeros, group_of)
+
+
+def groups_of_pairs(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_of: torch.Tensor
+) -> GroupStorage:
+    """The same from integers of 4 bits uint8 `[out, in / 2]`: input 2 i is in the low half of byte i."""
+    return _grouped(values, 4, scales, zeros, group_of)
 
 
 def groups_in_order(inputs: int, groups: int) -> torch.Tensor:
@@ -117,5 +123,6 @@ def _grouped(
     if repeats is not None:
         scales = scales.repeat_interleave(repeats, dim=1)
         offsets = None if offsets is None else offsets.repeat_interleave(repeats, dim=1)
-    kind = Offset.NONE if offsets is None else Offset.ZERO
-    return GroupStorage(values, scales.contiguous(), held, kind, offsets, 0.0 if offsets is not None else zero, order)
+    kind, zero = (Offset.NONE, zero) if offsets is None else (Offset.ZERO, 0.0)
+    scales = scales.clone(memory_format=torch.contiguous_format)  # not a part of a mapped file
+    return GroupStorage(values, scales, held, kind, offsets, zero, order)

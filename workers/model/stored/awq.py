@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from workers.forward.weights.base import Storage
-from workers.forward.weights.integers import groups_in_order, groups_of_integers, unpacked
+from workers.forward.weights.integers import groups_in_order, groups_of_pairs, unpacked
 from workers.model.stored.parts import FLOATS, Parts, Region, check_cut, group_size, groups, integer
 
 _BITS, _EACH = 4, 8
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which four bits of a word, counted from the lowest, each of its eight outputs lies."""
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of a word's eight outputs lies in each of its four bits, from the lowest on."""
 
 
 class Awq:
@@ -50,25 +50,45 @@ class Awq:
         outputs, inputs = self.shape(parts)
         count = groups(inputs, self._size)
         size = -(-inputs // count)
+        if size % 2:
+            raise ValueError(f"groups of {size} inputs are refused; their size must be even")
         check_cut(region.inputs, inputs, size)
         weights = parts.checked("qweight", (torch.int32,), (inputs, outputs // _EACH))
         zeros = parts.checked("qzeros", (torch.int32,), (count, outputs // _EACH))
         scales = parts.checked("scales", FLOATS, (count, outputs))
         own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
-        return groups_of_integers(
-            _outputs(weights[region.inputs], region.outputs),
-            _BITS,
+        return groups_of_pairs(
+            _pairs(weights[region.inputs], region.outputs),
             scales[own, region.outputs].t(),
-            _outputs(zeros[own], region.outputs),
+            _integers(zeros[own], region.outputs),
             groups_in_order(inputs, count)[region.inputs] - own.start,
         )
 
 
-def _outputs(words: torch.Tensor, outputs: slice) -> torch.Tensor:
-    """Words `[n, out / 8]` → integers of some outputs, uint8 `[outputs, n]`."""
+def _words(outputs: slice) -> tuple[slice, slice]:
+    """The words of some outputs, and where these are among the outputs of the words."""
     first, last = outputs.start // _EACH, -(-outputs.stop // _EACH)
-    integers = unpacked(words[:, first:last], _BITS).view(len(words), -1, _EACH)[..., _PLACES].flatten(1)
-    return integers[:, outputs.start - first * _EACH : outputs.stop - first * _EACH].t().contiguous()
+    return slice(first, last), slice(outputs.start - first * _EACH, outputs.stop - first * _EACH)
+
+
+def _integers(words: torch.Tensor, outputs: slice) -> torch.Tensor:
+    """Words `[n, out / 8]` → integers of some outputs, uint8 `[outputs, n]`."""
+    held, of_words = _words(outputs)
+    order = torch.tensor(_ORDER).argsort()
+    integers = unpacked(words[:, held], _BITS).view(len(words), -1, _EACH)[..., order].flatten(1)
+    return integers[:, of_words].t()
+
+
+def _pairs(words: torch.Tensor, outputs: slice) -> torch.Tensor:
+    """Words `[in, out / 8]` → integers of some outputs, two neighbouring inputs in one byte, `[outputs, in / 2]`."""
+    held, of_words = _words(outputs)
+    values = words[:, held].contiguous().view(torch.uint8)  # [in, bytes of words]
+    first, second = values[::2], values[1::2]
+    pairs = torch.empty(values.shape[1] // 4, _EACH, len(first), dtype=torch.uint8)
+    halves = (first & 15) | second << 4, first >> 4 | (second & 0xF0)
+    for place, output in enumerate(_ORDER):
+        pairs[:, output] = halves[place % 2][:, place // 2 :: 4].t()
+    return pairs.view(-1, len(first))[of_words]
 
 
 def _two(parts: Parts, part: str) -> tuple[int, int]:

@@ -106,4 +106,4 @@ def _scales(parts: Parts, state: Mapping[str, Any], blocks: int) -> torch.Tensor
     steps = parts.checked("weight.absmax", (torch.uint8,), (blocks,))
     numbers = parts.checked("weight.nested_quant_map", (torch.float32,), (256,))
     largest = parts.checked("weight.nested_absmax", (torch.float32,), (-(-blocks // size),))
-    return numbers[steps.int()] * largest.repeat_interleave(size)[:blocks] + offset
+    return numbers[steps.int()] * largest[torch.arange(blocks) // size] + offset

@@ -90,7 +90,7 @@ class CompressedTensors:
     def storage(self, parts: Parts, region: Region) -> Storage:
         """A region of a matrix."""
         shape = self.shape(parts)
-        inputs = shape[1]
+        inputs, bits = shape[1], self._packed_bits(parts, shape)
         scales = self._scales(parts, shape)
         size = -(-inputs // scales.shape[1])
         group_of, own = groups_in_order(inputs, scales.shape[1]), slice(0, scales.shape[1])
@@ -103,16 +103,16 @@ class CompressedTensors:
             own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
         group_of = group_of[region.inputs] - own.start
         mine = scales[region.outputs, own]
-        bits = self._packed_bits(parts, shape)
         zeros = self._zeros(parts, scales, bits, region.outputs)
         zeros = None if zeros is None else zeros[:, own]
         if "weight_packed" in parts:
             columns, of_word = words(region.inputs, bits)
-            packed = parts.get("weight_packed")[region.outputs, columns].contiguous()
+            packed = parts.get("weight_packed")[region.outputs, columns]
+            packed = packed.clone(memory_format=torch.contiguous_format)
             if of_word.start:
                 integers = unpacked(packed, bits)[:, of_word].contiguous()
                 return groups_of_integers(integers, bits, mine, zeros, group_of)
-            return group_storage(packed.clone(), bits, mine, zeros, group_of)
+            return group_storage(packed, bits, mine, zeros, group_of)
         integers = parts.checked("weight", (torch.int8,), shape)[region.outputs, region.inputs]
         if zeros is None and mine.shape[1] == 1:
             return Int8Storage(integers.clone(), mine.flatten().clone())

@@ -94,7 +94,7 @@ class Gptq:
             own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
             group_of = group_of[region.inputs] - own.start
         rows, among = words(region.inputs, bits)
-        held = packed[rows, region.outputs].t().contiguous()  # [out, words]
+        held = packed[rows, region.outputs].t().clone(memory_format=torch.contiguous_format)  # [out, words]
         if among.start:  # the groups begin within a word
             held = _shifted(held, among.start, bits)
         columns, of_word = words(region.outputs, bits)

@@ -63,7 +63,10 @@ def _stated_dtype(directory: Path) -> str:
 
 
 class QuantizedCheckpoint:
-    """The tensors of a directory. Files are mapped, and matrices are read one by one; none is de-quantized."""
+    """The tensors of a directory. Matrices are read one by one, from files that are mapped for one only.
+
+    A mapping counts as the memory of this process for as long as it lasts, so none is kept.
+    """
 
     def __init__(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """`dtype` is that of plain matrices, the checkpoint's own by default. Only headers are read.
@@ -83,11 +86,11 @@ class QuantizedCheckpoint:
         try:
             self.format = FORMATS[method](settings)
             self.files: dict[Path, list[str]] = {}
-            self._opened: dict[str, Any] = {}
+            self._file_of: dict[str, Path] = {}
             for file in sorted(directory.glob("*.safetensors")):
-                opened = safe_open(file, framework="pt")
-                self.files[file] = list(opened.keys())  # type: ignore[no-untyped-call]
-                self._opened |= dict.fromkeys(self.files[file], opened)
+                with safe_open(file, framework="pt") as opened:
+                    self.files[file] = list(opened.keys())
+                self._file_of |= dict.fromkeys(self.files[file], file)
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"model directory {str(directory)!r} cannot be read: {error}") from error
         except ValueError as error:
@@ -95,12 +98,12 @@ class QuantizedCheckpoint:
                 f"model directory {str(directory)!r}: weights of {method!r} are refused: quantization_config: {error}"
             ) from error
         self._words: dict[str, set[str]] = {}
-        for name in self._opened:
+        for name in self._file_of:
             module, word = _split(name)
             self._words.setdefault(module, set()).add(word)
 
     def __contains__(self, parameter: str) -> bool:
-        return parameter in self._opened or self.is_quantized(parameter)
+        return parameter in self._file_of or self.is_quantized(parameter)
 
     def is_quantized(self, parameter: str) -> bool:
         """Whether a parameter is the weight of a layer whose matrix is stored quantized."""
@@ -120,7 +123,7 @@ class QuantizedCheckpoint:
             return cast("torch.dtype", stated)
         module = parameter.rpartition(".")[0]
         name = next(f"{module}.{part}" for part in self.format.scales if part in self._words[module])
-        scale = self._opened[name].get_tensor(name).dtype
+        scale = self._mapped(name).dtype
         return scale if scale in FLOATS else torch.float32
 
     def matrix(self, parameter: str, shape: tuple[int, int] | None = None, region: Region | None = None) -> Storage:
@@ -130,7 +133,7 @@ class QuantizedCheckpoint:
         """
         module = parameter.rpartition(".")[0]
         if not self.is_quantized(parameter):
-            tensor = self.vector(parameter)
+            tensor = self._plain(parameter)
             if tensor.dtype not in FLOATS:
                 raise ModelLoadError(
                     f"quantized model {str(self.path)!r}: {parameter!r} is {tensor.dtype} and has no scale; "
@@ -165,17 +168,25 @@ class QuantizedCheckpoint:
 
     def _parts(self, module: str, words: Iterable[str]) -> Parts:
         names = {word: f"{module}.{word}" for word in words}
-        return Parts(module, {word: self._opened[name].get_tensor(name) for word, name in names.items()})
+        return Parts(module, {word: self._mapped(name) for word, name in names.items()})
 
     def vector(self, parameter: str) -> torch.Tensor:
         """A plain tensor, in its own type. Raises `ModelLoadError`."""
-        if parameter not in self._opened:
+        return self._plain(parameter).clone()
+
+    def _mapped(self, name: str) -> torch.Tensor:
+        """A tensor whose numbers are read when they are used. Whoever keeps some copies them."""
+        with safe_open(self._file_of[name], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor
+
+    def _plain(self, parameter: str) -> torch.Tensor:
+        if parameter not in self._file_of:
             raise ModelLoadError(f"quantized model {str(self.path)!r}: there is no tensor for {parameter!r}")
         try:
-            tensor: torch.Tensor = self._opened[parameter].get_tensor(parameter)
+            return self._mapped(parameter)
         except SafetensorError as error:
             raise ModelLoadError(f"quantized model {str(self.path)!r}: {parameter!r}: {error}") from error
-        return tensor
 
     def _check(self, parameter: str, found: tuple[int, ...], shape: tuple[int, int] | None) -> None:
         if shape is not None and tuple(found) != tuple(shape):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.model_section import ModelSection
-from cluster.core.config.target_section import KvSection
+from cluster.core.config.target_section import KvSection, TargetSection
+from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
@@ -17,7 +19,9 @@ from tests.support.engines.engine_sequence import drafts_near, generate
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_group import RankGroup, rank_group
 from tests.support.models import quantized, tiny
+from tests.support.models.draft_model import first_row as draft_row
 from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES
+from workers.draft.model import DraftModelSettings, create_model
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
@@ -86,6 +90,19 @@ def test_texts_are_those_of_the_dequantized_weights(name: str, native: str, sour
         whole = [*prompt, *answer]
         assert generate(engine, prompt, TOKENS, propose=drafts_near(whole)) == answer
         assert generate(engine, prompt, TOKENS, propose=lambda text, whole=whole: chain(whole[len(text) :])) == answer
+
+
+def test_a_draft_model_is_stored_in_4_bits(source: Path, tmp_path: Path) -> None:
+    expected = answers(source, tmp_path / "model", "awq")
+    path = str(tmp_path / "model")
+    draft = DraftModelSettings(
+        path=path, device="cpu", compile="off", compile_directory=str(KEPT), quantization="stored", candidates=1
+    )
+    target = TargetSection(path=path, device="cpu")
+    method = create_model(draft, DraftSection(method="model", max_nodes=4, max_depth=4), target)
+    tree = method.propose([draft_row(PROMPTS[0], budget=DraftBudget(4, 4))])[0].tree
+    assert list(tree.path_tokens(len(tree) - 1)) == expected[0][: len(tree)]
+    assert len(tree) > 1
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection, PoolSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.graph_replay import gemma3
 from tests.support.models import quantized, tiny
@@ -24,6 +25,7 @@ from workers.kv.pool import KvPool
 from workers.model.encoder_decoder.shard import Share
 from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
+from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.model.stored.loading import load_stored
 
 TEXT = tuple((7 * index) % 90 + 3 for index in range(48))
@@ -185,6 +187,28 @@ def test_matrices_take_the_bytes_of_their_integers(name: str, sources: Callable[
         assert layer.storage.nbytes <= numbers * bits // 8 + of_groups
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_packed_weights_are_as_small_and_are_kept_on_disk(
+    name: str, code: str, sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    written(sources("llama"), tmp_path / "model", name)
+    plain = load(sources("llama"), code, quantization="none").native
+    values = {"path": str(tmp_path / "model"), "device": "cpu", "compile": "off", "compile_directory": code}
+    section = TargetSection.model_validate(values | {"quantization": "stored"})
+    file = packed_file(section)
+    assert file is not None
+    model = load_model(section)
+    whole, stored = (sum(part.nbytes for part in native.packed.memory) for native in (plain, model.native))  # type: ignore[union-attr]
+    assert stored < (0.40 if "8 bits" in name or "int8" in name or "fp8" in name else 0.32) * whole
+    writer = keep_packed(section, file, model)
+    assert writer is not None
+    writer.join()
+    found = read_packed(section, file)
+    assert found is not None
+    assert torch.equal(logits(found, TEXT), logits(model, TEXT))
+
+
 def held(path: Path, share: Share) -> dict[str, StoredLinear]:
     """The linear layers of one rank."""
     register()
@@ -329,6 +353,18 @@ def test_a_poisoned_tensor_is_named_with_its_bound(
     save_file(tensors, file)
     with pytest.raises(ModelLoadError, match=message):
         load(tmp_path / "model", code)
+
+
+def test_a_shape_that_the_words_do_not_have_is_refused_before_memory_is_taken(
+    sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    written(sources("llama"), tmp_path / "model", "compressed-tensors 4 bits")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{UP}.weight_shape"][1] = 1 << 40
+    save_file(tensors, file)
+    with pytest.raises(ModelLoadError, match=r"weight_packed is \[192, 12\] for 192 outputs of 1099511627776 inputs"):
+        resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
