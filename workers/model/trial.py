@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +31,7 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
-from workers.model.fingerprint import weights_digest
-from workers.model.stored.source import stored_file
+from workers.model.kept_files import code_digest, model_state
 from workers.ranks import least_of_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -272,33 +270,14 @@ def verdict_file(section: ModelSection, ranks: int, device: torch.device) -> Pat
     """Where the verdict of a trial that was passed is kept. The name covers all that the trial depends on."""
     if section.compile_directory is None:
         return None
-    directory = Path(section.path)
     try:
-        files = [one for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
-        source = stored_file(directory) if section.quantization == "stored" else None
-        files += [] if source is None else [source]
-        states = [
-            (one.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-            for one in files
-            for status in [one.stat()]
-        ]
-        weights = weights_digest(directory)
+        weights, states = model_state(section)
     except (OSError, ModelLoadError):  # loading the model says what is wrong
         return None
     settings = section.model_dump(mode="json", include={"dtype", "load_format", "max_context_len", "quantization"})
     is_cpu = device.type == "cpu"
     processor = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
-    parts = [weights, states, settings, ranks, device.type, processor, _code_digest()]
+    parts = [weights, states, settings, ranks, device.type, processor, code_digest(_CODE)]
     parts += [torch.__version__, version("transformers")]
     key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Path(section.compile_directory) / FOLDER / f"{key}.json"
-
-
-@cache
-def _code_digest() -> str:
-    root = Path(__file__).parents[1]
-    digest = blake2b(digest_size=16)
-    for pattern in _CODE:
-        for file in sorted(root.glob(pattern)):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

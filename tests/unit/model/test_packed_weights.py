@@ -182,7 +182,7 @@ def test_other_kernels_or_other_code_pack_anew(section: TargetSection, monkeypat
         patch.setattr(store, "kernel_identity", lambda _: "of another processor")
         assert read(section) is None
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_code_digest", lambda: "of other code")
+        patch.setattr(store, "code_digest", lambda patterns: "of other code")
         assert read(section) is None
     assert read(section) is not None
 

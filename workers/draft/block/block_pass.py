@@ -16,6 +16,7 @@ from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.layer import ContextProjection, DrafterLayer
+from workers.model.public_shapes import RopeShape
 
 
 class BlockPass:
@@ -40,7 +41,7 @@ class BlockPass:
         self._slots = module.slots.detach().float()
         self._layers = LayerStack(layers, module.input_norms, weights, directory)
         self._output_norm = module.output_norm.detach().float()
-        self._rotary = RotaryTable(layer.head_width, layer.rope_theta, self.device)
+        self._rotary = RotaryTable(RopeShape(layer.rope_theta), layer.head_width, self.device)
         self.context_shape = ContextShape(
             shape.layers, layer.kv_heads, layer.head_width, layer.hidden_size, layer.window, shape.block
         )

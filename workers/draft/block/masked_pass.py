@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextRows, ContextShape, ContextWindow
-from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack, ScaledRotaryTable
+from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack
+from workers.draft.common.modules.layer_stack import RotaryTable
 from workers.draft.common.modules.module_settings import Weights
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.ends import TargetEnds, rms_norm
@@ -41,7 +42,7 @@ class MaskedBlockPass:
         self._context = BiasedProduct(module, names, weights, directory)
         norms = torch.stack([module.tensors[f"{layer}.k_norm.weight"] for layer in layers])
         self._key_norms = norms.float().unsqueeze(1)  # [layers, 1, head width]
-        self._rotary = ScaledRotaryTable(body, self.device)
+        self._rotary = RotaryTable(body.rope, body.head_width, self.device)
         self._layers = DecoderStack(module, body, weights, directory)
         self.context_shape = ContextShape(body.layers, body.kv_heads, body.head_width, 0, WHOLE_TEXT, shape.slots)
         """What is kept of each position; there is no feature."""

@@ -16,7 +16,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -32,10 +31,9 @@ from workers.forward.native.decoder import NativeDecoder
 from workers.kv.spec import LayerShape
 from workers.model.devices import choose_device, may_be_native
 from workers.model.draft_card import is_distilled
-from workers.model.fingerprint import weights_digest
+from workers.model.kept_files import code_digest, model_state
 from workers.model.packed_weights.decoder_regions import DTYPES, from_regions, plain_angles, to_regions
 from workers.model.packed_weights.region_file import PARTIAL, read_regions, write_regions
-from workers.model.stored.source import stored_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,19 +71,14 @@ def packed_file(section: TargetSection) -> Path | None:
     if kernels is None:
         return None
     try:
-        # Nobody can set the time of a status change (`ctime`), so weights that are edited in place are noticed.
-        files = [one for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
-        source = stored_file(directory) if section.quantization == "stored" else None
-        files += [] if source is None else [source]
-        states = [(one.name, one.stat()) for one in files]
-        weights = weights_digest(directory)
+        weights, states = model_state(section)
     except OSError:  # loading the model says what is wrong, if it needs the file
         return None
     parts = [
         weights,
-        [(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in states],
+        states,
         section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len", "trial"}),
-        [kernels, _code_digest(), torch.__version__, version("transformers")],
+        [kernels, code_digest(_CODE), torch.__version__, version("transformers")],
     ]
     key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Path(section.compile_directory) / FOLDER / f"{key}{_SUFFIX}"
@@ -183,13 +176,3 @@ def _make_room(file: Path, size: int, most_bytes: int) -> bool:
             other.unlink(missing_ok=True)
             total -= taken
     return total <= most_bytes
-
-
-@cache
-def _code_digest() -> str:
-    root = Path(__file__).parents[2]
-    digest = blake2b(digest_size=16)
-    for pattern in _CODE:
-        for file in sorted(root.glob(pattern)):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

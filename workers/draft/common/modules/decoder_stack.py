@@ -12,26 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from workers.draft.common.modules.layer_stack import Rotation, attend
+from workers.draft.common.modules.layer_stack import RotaryTable, Rotation, attend_pieces
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import Product, make_product
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.ends import rms_norm
-from workers.model.drafting.public import PublicModule, rotary_steps
+from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import DecoderShape
-
-
-class ScaledRotaryTable:
-    """Computes rotations for positions, with the draft's own base and scaling."""
-
-    def __init__(self, shape: DecoderShape, device: torch.device) -> None:
-        self._steps, self._factor = rotary_steps(shape.rope, shape.head_width, device)
-
-    def at(self, positions: Tensor) -> Rotation:
-        """The rotation of positions, integers [tokens]."""
-        angles = positions.to(torch.float32).unsqueeze(-1) * self._steps
-        cosine, sine = angles.cos() * self._factor, angles.sin() * self._factor
-        return Rotation(torch.cat([cosine, cosine], dim=-1).unsqueeze(1), torch.cat([-sine, sine], dim=-1).unsqueeze(1))
 
 
 class BiasedProduct:
@@ -56,7 +43,7 @@ class DecoderStack:
     def __init__(self, module: PublicModule, body: DecoderShape, weights: Weights, directory: str | None) -> None:
         """`directory` keeps the compiled CPU kernels."""
         device = next(iter(module.tensors.values())).device
-        self._rotary = ScaledRotaryTable(body, device)
+        self._rotary = RotaryTable(body.rope, body.head_width, device)
         self.layers = [_Layer(module, body, number, weights, directory) for number in range(body.layers)]
 
     def run(
@@ -76,15 +63,7 @@ class DecoderStack:
         for number, layer in enumerate(self.layers):
             inputs = layer.normalised(residual) if number or first_inputs is None else first_inputs
             queries, keys, values = layer.project(inputs, rotation)
-            attended, first = [], 0
-            for piece in pieces:
-                part = slice(first, first + piece.count)
-                all_keys, all_values = piece.keys[number, :, : piece.end], piece.values[number, :, : piece.end]
-                all_keys[:, piece.slot :] = keys[part].transpose(0, 1)
-                all_values[:, piece.slot :] = values[part].transpose(0, 1)
-                attended.append(attend(queries[part], all_keys, all_values, piece.is_seen))
-                first += piece.count
-            residual = layer.output(residual, torch.cat(attended))
+            residual = layer.output(residual, attend_pieces(pieces, number, queries, keys, values))
         return residual
 
 

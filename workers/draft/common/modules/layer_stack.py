@@ -17,6 +17,8 @@ from workers.draft.common.modules.product import make_product, stored_type
 from workers.forward.native.packed_linear import InputNorm
 from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
 from workers.model.drafting.layer import DrafterLayer
+from workers.model.drafting.public import rotary_steps
+from workers.model.public_shapes import RopeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +34,15 @@ class Rotation:
 
 
 class RotaryTable:
-    """Computes rotations for positions."""
+    """Computes rotations for positions, with the scaling of a model's rotary embedding."""
 
-    def __init__(self, width: int, theta: float, device: torch.device) -> None:
-        half = width // 2
-        self._steps = theta ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
+    def __init__(self, rope: RopeShape, head_width: int, device: torch.device) -> None:
+        self._steps, self._factor = rotary_steps(rope, head_width, device)
 
     def at(self, positions: Tensor) -> Rotation:
         """The rotation of positions, integers [tokens]."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self._steps
-        cosine, sine = angles.cos(), angles.sin()
+        cosine, sine = angles.cos() * self._factor, angles.sin() * self._factor
         return Rotation(torch.cat([cosine, cosine], dim=-1).unsqueeze(1), torch.cat([-sine, sine], dim=-1).unsqueeze(1))
 
 
@@ -58,7 +59,7 @@ class LayerStack:
         self._packed = pack_window_layers(given, own, stored_type(weights, directory), directory)
         if self._packed is None:
             device = layers[0].q_proj.weight.device
-            self._rotary = RotaryTable(shape.head_width, shape.rope_theta, device)
+            self._rotary = RotaryTable(RopeShape(shape.rope_theta), shape.head_width, device)
             self._layers = [_TorchLayer(one, own, weights) for one in given]
 
     def run(self, residual: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece]) -> Tensor:
@@ -71,15 +72,7 @@ class LayerStack:
         rotation = self._rotary.at(torch.tensor(positions, device=residual.device))
         for number, layer in enumerate(self._layers):
             queries, keys, values = layer.project(residual, rotation)
-            attended, first = [], 0
-            for piece in pieces:
-                part = slice(first, first + piece.count)
-                all_keys, all_values = piece.keys[number, :, : piece.end], piece.values[number, :, : piece.end]
-                all_keys[:, piece.slot :] = keys[part].transpose(0, 1)
-                all_values[:, piece.slot :] = values[part].transpose(0, 1)
-                attended.append(attend(queries[part], all_keys, all_values, piece.is_seen))
-                first += piece.count
-            residual = layer.output(residual, torch.cat(attended))
+            residual = layer.output(residual, attend_pieces(pieces, number, queries, keys, values))
         return residual
 
 
@@ -116,7 +109,24 @@ def _weights_of(layer: DrafterLayer, input_norm: Tensor) -> LayerWeights:
     )
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor | None) -> Tensor:
+def attend_pieces(pieces: Sequence[WindowPiece], layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of one layer: write the keys and values of all pieces, and attend to them.
+
+    `queries` are [tokens, heads, head width], `keys` and `values` [tokens, KV heads, head width]: all pieces' tokens,
+    one after another. Returns [tokens, heads × head width].
+    """
+    attended, first = [], 0
+    for piece in pieces:
+        part = slice(first, first + piece.count)
+        all_keys, all_values = piece.keys[layer, :, : piece.end], piece.values[layer, :, : piece.end]
+        all_keys[:, piece.slot :] = keys[part].transpose(0, 1)
+        all_values[:, piece.slot :] = values[part].transpose(0, 1)
+        attended.append(_attend(queries[part], all_keys, all_values, piece.is_seen))
+        first += piece.count
+    return torch.cat(attended)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor | None) -> Tensor:
     """Attention of one row: queries [tokens, heads, head width] → [tokens, heads × head width].
 
     `keys` and `values` are [KV heads, context, head width]. `is_seen`, bool, is [context] or [tokens, context]; `None`
