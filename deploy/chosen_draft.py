@@ -11,7 +11,7 @@ from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from deploy.packaged_drafts import packaged_drafts
 from workers.draft.registry import METHODS
 from workers.model.draft_card import LAYERS
-from workers.model.formats.hub import draft_directory
+from workers.model.formats.hub import draft_description
 from workers.model.formats.registry import find_format
 
 _OPTION = "--speculative-config"
@@ -35,8 +35,8 @@ def chosen_draft(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     """The settings that `draft.path` stands for: the method that its format needs, and that method's path.
 
     `values` are all settings, nested and unchecked; `given` those of them that were given together with the path, and
-    not by a preset. Blocks while a draft is fetched. Raises `ConfigurationError` where they name another method, and
-    `ModelLoadError` for a draft that cannot be found.
+    not by a preset. Blocks while the configuration of a draft is fetched. Raises `ConfigurationError` where they name
+    another method, and `ModelLoadError` for a draft that cannot be found.
     """
     draft = values.get("draft")
     path = draft.get("path") if isinstance(draft, Mapping) else None
@@ -63,8 +63,8 @@ def chosen_draft(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 def _kind(path: str, revision: str | None) -> str:
     """The kind of a draft; a directory with no format of drafts holds a model of its own."""
     packaged = packaged_drafts().get(path)
-    directory = draft_directory(path, revision) if packaged is None else packaged
-    found = find_format(directory)
+    directory, sizes = draft_description(path, revision) if packaged is None else (packaged, None)
+    found = find_format(directory, sizes)
     if found is None:
         if not (directory / "config.json").is_file():
             raise ModelLoadError(f"draft.path: {path!r} holds neither a draft nor a model: config.json is missing")

@@ -54,6 +54,7 @@ _COMMANDS: dict[str, str | _Added] = {
 
 def main() -> NoReturn:
     """Run the command line. This is the `pilotfish` console script."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of libraries; Pilotfish shows its own
     try:
         key = _completed_key(os.environ)
         command_line(sys.argv[1:])(standalone_mode=True, prog_name="pilotfish", obj=key)

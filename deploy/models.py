@@ -43,7 +43,7 @@ def with_served_name(configuration: Configuration) -> Configuration:
 
 def resolve_models(configuration: Configuration, cache_directory: Path, report: ReportProgress) -> Models:
     """Find, fetch or convert the configured models. Raises `ModelLoadError` with a remedy."""
-    configuration = configuration.model_copy(update={"draft": with_module_directories(configuration.draft)})
+    configuration = configuration.model_copy(update={"draft": with_module_directories(configuration.draft, report)})
     target = _resolve(configuration.target, cache_directory, report)
     draft = None
     if configuration.draft.weights is not None:
@@ -63,7 +63,7 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     from workers.model.model_files import resolve_model_directory
 
     is_stored = section.quantization == "stored"
-    return resolve_model_directory(section.path, cache_directory, section.revision, stored=is_stored)
+    return resolve_model_directory(section.path, cache_directory, section.revision, report, stored=is_stored)
 
 
 def _packaged(name: str) -> Path | None:
@@ -74,12 +74,12 @@ def _packaged(name: str) -> Path | None:
     return directory
 
 
-def with_module_directories(draft: DraftSection) -> DraftSection:
-    """The section with a directory for each drafting module. Raises `ModelLoadError`."""
+def with_module_directories(draft: DraftSection, report: ReportProgress = lambda _: None) -> DraftSection:
+    """The section with a directory for each drafting module, which may be fetched. Raises `ModelLoadError`."""
     for method, section in draft.modules.items():
         directory = _packaged(section.path)
         try:
-            directory = directory or draft_directory(section.path, getattr(section, "revision", None))
+            directory = directory or draft_directory(section.path, getattr(section, "revision", None), report)
             is_known = find_format(directory) is not None
         except ModelLoadError as error:
             raise ModelLoadError(f"draft.{method}.path: {error}; {_known_drafts()}") from None

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from deploy.commands.client.connection import ChosenServer, InProcessOption, client_settings, connected, stream
+from deploy.commands.client.marked_text import statistics
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.draft_origins import origins_text
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.https_client import CacertOption, UrlOption
 from deploy.terminal import notify, output, write_text
@@ -94,15 +94,16 @@ class Answer:
         return added
 
     def __str__(self) -> str:
-        """Tokens, time, accepted drafts and seed, in one line."""
-        per_step = self.completion_tokens / max(1, self.target_steps)
-        origins = origins_text(self.accepted_by_origin)
-        return (
-            f"{self.completion_tokens} tokens in {self.seconds:.1f} s "
-            f"({self.completion_tokens / self.seconds:.1f} tokens/s), {self.accepted_draft_tokens} of them drafted"
-            f"{f' ({origins})' if origins else ''}, "
-            f"{per_step:.2f} tokens/step, seed {self.seed}"
-        )
+        """Tokens, time, steps, accepted drafts and seed, in one line."""
+        receipt = {
+            "target_passes": self.target_steps,
+            "drafted": self.drafted_tokens,
+            "accepted": self.accepted_draft_tokens,
+            "accepted_by_origin": self.accepted_by_origin,
+            "lossless": self.lossless,
+            "seed": self.seed,
+        }
+        return statistics(receipt, self.completion_tokens, self.seconds)
 
 
 def generate(

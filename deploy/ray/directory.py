@@ -104,7 +104,8 @@ class DirectoryClient:
                     self._directory = await asyncio.to_thread(_find_or_make, self._application)
                 view, drain_seconds = await _result(self._directory.exchange.remote(member))
         except (RayError, TimeoutError, ValueError) as error:
-            logger.warning("the directory is away, the last view stays: %r", error)
+            reason = type(error).__name__
+            logger.warning("the directory does not answer (%s); the replicas that it named last are used", reason)
             self._give_up(error)
             return
         self._timeouts = 0

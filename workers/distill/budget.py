@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
@@ -14,6 +16,32 @@ _ANSWERS, _STATES, _END = 0.5, 0.2, 0.08
 at the end. Training has the rest."""
 MEASURED = 0.1
 """Most of the training's time in which a drafting module is measured as it is served, as a share."""
+_RECENT_STEPS = 20
+
+
+class StepTimes:
+    """Measures the steps of a stage, so that a step begins only where it is expected to end in time."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Measure the step inside."""
+        begun = self._clock()
+        yield
+        self._recent.append(self._clock() - begun)
+
+    @property
+    def longest(self) -> float:
+        """The longest of the last 20 steps, in seconds; 0 before the first."""
+        return max(self._recent, default=0.0)
+
+    def one_fits(self, ends: float | None) -> bool:
+        """Whether a step as long as the longest of the last ones ends by `ends`, on the clock. `None` is no limit."""
+        now = self._clock()
+        return ends is None or (now < ends and now + self.longest <= ends)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ class Progress:
     """Finished batches of this epoch."""
     seconds: float = 0.0
     """Training time of all runs together, in seconds."""
+    longest_step: float = 0.0
+    """Time of the longest of the last steps, in seconds. Another step is expected to take no longer."""
     answer_tokens: int = 0
     """Positions that were trained on, counted in every epoch."""
     losses: list[tuple[int, float, float]] = field(default_factory=list)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
+from workers.distill.budget import StepTimes
 from workers.distill.checkpoints import Progress, load_checkpoint, save_checkpoint
 from workers.distill.divergence import divergence_named
 from workers.distill.examples import batches_of_epoch
@@ -31,6 +32,8 @@ Report = Callable[[Progress, float], None]
 
 _LOSS_EVERY = 20
 """Number of steps whose mean loss is one point of the loss curve."""
+_LONG_STEP = 0.05
+"""Share of the training's time from which on a step is called long."""
 
 
 class Learner(Protocol):
@@ -120,6 +123,20 @@ def training_plan(options: DistillOptions) -> TrainingPlan:
     )
 
 
+def long_steps(progress: Progress, plan: TrainingPlan) -> str:
+    """Say that a training ended early or late because its steps are long; empty where they are not."""
+    if plan.seconds is None or progress.longest_step <= _LONG_STEP * plan.seconds:
+        return ""
+    left = plan.seconds - progress.seconds
+    if left > progress.longest_step:
+        return ""
+    when = f"{left:.1f} s before" if left >= 0 else f"{-left:.1f} s after"
+    return (
+        f"training ended {when} its time, after {progress.step} steps: one takes up to {progress.longest_step:.1f} s; "
+        "a smaller --batch-tokens makes them shorter"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class EarlyStopping:
     """When a training is measured as it is served, and when it ends because nothing improves.
@@ -158,8 +175,9 @@ class _Measures:
         self._reserve = 0.0  # seconds that are kept for the last measure
 
     def must_end(self, progress: Progress, seconds: float | None) -> bool:
-        """Whether measures in a row brought nothing, or `seconds` leave time for the last measure alone."""
-        is_late = self._reserve > 0 and seconds is not None and progress.seconds + self._reserve >= seconds
+        """Whether measures in a row brought nothing, or another step and the last measure do not fit `seconds`."""
+        needed = progress.longest_step + self._reserve
+        is_late = needed > 0 and seconds is not None and progress.seconds + needed > seconds
         return is_late or self._stale >= self._rules.patience
 
     def is_due(self, done: float, seconds: float) -> bool:
@@ -226,7 +244,7 @@ class TrainingLoop:
             progress.served, progress.best, progress.served_as = [], {}, self._early_stopping.identity
         begun = clock() - progress.seconds
         saved, recent_losses = progress.seconds, []
-        measures = _Measures(self._early_stopping, clock, progress, self._done(progress))
+        times, measures = StepTimes(clock), _Measures(self._early_stopping, clock, progress, self._done(progress))
         while (done := self._done(progress)) < 1 and not measures.must_end(progress, plan.seconds):
             for indices in self._remaining_batches(progress):
                 whole = plan.seconds or progress.seconds / max(1e-9, done)
@@ -237,7 +255,9 @@ class TrainingLoop:
                     saved = progress.seconds
                     if measures.must_end(progress, plan.seconds):
                         break
-                loss, positions = self._step(indices, done, progress.step)
+                with times.one():
+                    loss, positions = self._step(indices, done, progress.step)
+                progress.longest_step = times.longest
                 recent_losses.append(loss)
                 progress.step += 1
                 progress.batch += 1

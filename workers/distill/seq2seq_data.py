@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer, AnswerFile, Leading, read_answers
-from workers.distill.budget import Budget
+from workers.distill.budget import Budget, StepTimes
 from workers.distill.data import ANSWERS, EVALUATION, DistillData, draft_vocabulary
 from workers.distill.job import DistillJob
 from workers.distill.seq2seq_student import Seq2SeqStudent, load_seq2seq_target, make_seq2seq_student, student_config
@@ -123,18 +122,24 @@ def _task(job: DistillJob, name: str, number: int, text: str, held_out: bool) ->
 def _translate(
     target: PreTrainedModel, job: DistillJob, tasks: Sequence[Answer], name: str, answer_tokens: int, budget: Budget
 ) -> None:
-    """Append the answers to `tasks` to the file `name`, until it holds `answer_tokens` tokens to train on."""
+    """Append the answers to `tasks` to the file `name`, until it holds `answer_tokens` tokens to train on.
+
+    0 answers all tasks. The last batch is expected to end within the budget.
+    """
     options, start = job.options, decoder_start(target)
-    ends = min(budget.answers_end, budget.clock() + options.answer_minutes * 60)
-    longest = ends - budget.clock() if answer_tokens else math.inf
+    ends, times = budget.answers_end, StepTimes(budget.clock)
+    if answer_tokens:
+        ends = min(ends, budget.clock() + options.answer_minutes * 60)
+    longest = max(0.0, ends - budget.clock())
     with AnswerFile(options.work_directory / name) as file, job.notices.stage(f"answers for {name}", longest) as report:
         left = [task for task in tasks if task.key not in file.finished and len(task.prompt) < options.max_length]
         done = len(tasks) - len(left)
         for rows in _chunks(left, _ROWS * _SORTED):
             for batch in _chunks(sorted(rows, key=lambda task: len(task.prompt)), _ROWS):
-                if answer_tokens and (file.answer_tokens >= answer_tokens or budget.clock() >= ends):
+                if (answer_tokens and file.answer_tokens >= answer_tokens) or not times.one_fits(ends):
                     return
-                found = greedy_answers(target, [task.prompt for task in batch], options.max_tokens, start)
+                with times.one():
+                    found = greedy_answers(target, [task.prompt for task in batch], options.max_tokens, start)
                 for task, (tokens, leading) in zip(batch, found, strict=True):
                     file.append(replace(task, answer=tokens, leading=leading))
                 done += len(batch)

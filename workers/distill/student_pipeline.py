@@ -15,7 +15,7 @@ from workers.distill.chart import loss_curve
 from workers.distill.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
 from workers.distill.export import export
 from workers.distill.job import DistillJob
-from workers.distill.loop import training_plan
+from workers.distill.loop import long_steps, training_plan
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
@@ -58,6 +58,8 @@ def distill_model(job: DistillJob) -> None:
         *(student, data.train, data.held_out, plan, options.work_directory), target=target if plan.on_policy else None
     )
     progress = _train(job, training, budget.left_for_training())
+    if note := long_steps(progress, plan):
+        job.notices.print(note)
     held_out = _measure(student, data.held_out, options, options.max_length)
     evaluation = _measure(student, data.evaluation, options, _MAX_EVALUATED_LENGTH)
     curve = loss_curve(progress)

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 from gguf import GGUFReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ModelLoadError
 from workers.model.dequantized import write_dequantized_from
-from workers.model.formats.hub import fetch
+from workers.model.formats.hub import Report, fetch
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
 from workers.model.packaged.zip_entries import extract_entries
@@ -37,21 +38,26 @@ _HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "
 
 
 def resolve_model_directory(
-    path: str, cache_directory: Path, revision: str | None = None, *, stored: bool = False
+    path: str,
+    cache_directory: Path,
+    revision: str | None = None,
+    report: Report = lambda _: None,
+    *,
+    stored: bool = False,
 ) -> Path:
     """A local directory with `config.json`, safetensors and a tokenizer for `path`.
 
     `path` is a directory, a `.gguf` file, a packaged model's name or a hub id. A GGUF file, or a checkpoint with
     GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`; with `stored`, such a
     checkpoint stays as it is. `path@x10` is the model of `path` at 10 times its cost with the same function (see
-    `workers.model.stretch`). Raises `ModelLoadError`, which says what to do.
+    `workers.model.stretch`). `report` is called while files are fetched. Raises `ModelLoadError`, which says what to do.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
         return _checked(directory) if stored else _plain_weights(_checked(directory), cache_directory)
     stretch = parse_stretch(path)
     if stretch is not None:
-        return _stretched(stretch, cache_directory, revision)
+        return _stretched(stretch, cache_directory, revision, report)
     if path in PACKAGED_MODELS:
         return _converted(lambda building, scratch: _convert_packaged(path, building, scratch), cache_directory / path)
     if directory.suffix == ".gguf":
@@ -69,13 +75,13 @@ def resolve_model_directory(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
             f"(owner/name) or one of {', '.join(sorted(PACKAGED_MODELS))}"
         )
-    found = fetch(f"model path {path!r}", path, revision, [*_HUB_FILES, *_HUB_TOKENIZER_FILES])
+    found = fetch(f"model path {path!r}", path, revision, [*_HUB_FILES, *_HUB_TOKENIZER_FILES], report)
     return _checked(found) if stored else _plain_weights(_checked(found), cache_directory)
 
 
-def _stretched(request: StretchRequest, cache_directory: Path, revision: str | None) -> Path:
+def _stretched(request: StretchRequest, cache_directory: Path, revision: str | None, report: Report) -> Path:
     """The stretched copy of a model, made once."""
-    original = resolve_model_directory(request.path, cache_directory, revision)
+    original = resolve_model_directory(request.path, cache_directory, revision, report)
     identity = _identity(sorted(original.glob("*.safetensors")))
     return _converted(
         lambda building, _: stretch_model(original, building, request.kind, request.factor),
@@ -141,6 +147,7 @@ def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path
     """
     if (destination / "config.json").is_file():
         return _checked(destination)
+    transformers_logging.disable_progress_bar()
     destination.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", dir=destination.parent))
     try:

@@ -55,7 +55,7 @@ def write_parts(console: Console, answer: ReceivedAnswer) -> None:
 
 
 def statistics(receipt: dict[str, Any], tokens: int, seconds: float) -> str:
-    """One line about an answer: tokens, rate, passes of the target, accepted drafts, seed."""
+    """One line about an answer: tokens, rate, steps of the target, accepted drafts, seed."""
     passes, drafted, accepted = receipt["target_passes"], receipt["drafted"], receipt["accepted"]
     share = f"{accepted} of {drafted} drafted tokens accepted" if drafted else "no drafts"
     origins = origins_text(receipt.get("accepted_by_origin") or {})

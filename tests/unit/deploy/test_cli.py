@@ -243,6 +243,15 @@ class TestCommands:
         assert run(monkeypatch, "generate", "hello", "--url", "http://localhost:8000", "--in-process") == 2
         assert "needed one of them, found both" in capsys.readouterr().err
 
+    def test_libraries_show_no_bars_of_their_own(self) -> None:
+        """Some, such as the one for GGUF files of `transformers`, know no setting for it."""
+        code = (
+            "import sys\nfrom deploy.cli import main\nsys.argv = ['pilotfish', '--version']\n"
+            "try:\n    main()\nexcept SystemExit:\n    from tqdm.auto import tqdm\n    list(tqdm(range(3)))"
+        )
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert ended.stdout.startswith("pilotfish ") and ended.stderr == ""
+
     def test_a_missing_model_is_exit_code_1(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from workers.distill.answers import Answer
 from workers.distill.chart import loss_curve
 from workers.distill.checkpoints import Progress
-from workers.distill.loop import EarlyStopping, TrainingLoop, TrainingPlan
+from workers.distill.loop import EarlyStopping, TrainingLoop, TrainingPlan, long_steps
 
 ANSWERS = tuple(Answer(f"prompts:{row}:0:0", "", 0.0, False, (3, 4), (5, 6)) for row in range(4))
 
@@ -176,3 +176,48 @@ def test_what_was_measured_with_other_settings_is_forgotten(tmp_path: Path) -> N
 
     assert progress.best_served == 2.0
     assert [found for *_, found in progress.served] == [2.0] * len(progress.served)
+
+
+class LongSteps(Line):
+    """Its steps take `took` seconds each."""
+
+    def __init__(self, took: float) -> None:
+        super().__init__()
+        self._took = took
+
+    def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:
+        self.now += self._took - 1
+        return super().loss(answers, number)
+
+
+@pytest.mark.parametrize(("took", "steps"), [(30.0, 3), (45.0, 2), (70.0, 1), (250.0, 1)])
+def test_a_step_that_would_end_late_is_not_begun(took: float, steps: int, tmp_path: Path) -> None:
+    line = LongSteps(took)
+    plan = TrainingPlan(seconds=100.0, learning_rate=1.0, batch_tokens=16)
+
+    progress = TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint").run(_ignore, lambda: line.now)
+
+    assert progress.step == steps  # how long the first one takes is not known before it
+    told = long_steps(progress, plan)
+    when = "before" if took < 100 else "after"
+    assert f"{abs(100 - took * steps):.1f} s {when} its time, after {steps} steps: one takes up to {took:.1f} s" in told
+
+
+def test_a_resumed_training_knows_how_long_a_step_takes(tmp_path: Path) -> None:
+    def steps(seconds: float) -> int:
+        line = LongSteps(70.0)
+        plan = TrainingPlan(seconds=seconds, learning_rate=1.0, batch_tokens=16)
+        return TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint").run(_ignore, lambda: line.now).step
+
+    assert steps(100.0) == 1
+    assert steps(130.0) == 1  # 60 s more are too few for a step
+    assert steps(145.0) == 2
+
+
+def test_steps_that_are_short_beside_the_time_are_not_spoken_of(tmp_path: Path) -> None:
+    line = Line()
+    plan = TrainingPlan(seconds=100.0, learning_rate=1.0, batch_tokens=16)
+
+    progress = TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint").run(_ignore, lambda: line.now)
+
+    assert (progress.step, long_steps(progress, plan)) == (100, "")

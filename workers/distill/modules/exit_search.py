@@ -6,7 +6,6 @@ the agreement least.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
+from workers.distill.budget import StepTimes
 from workers.distill.modules.tap_cache import decoder_layers
 
 _MOST_DEPTHS = 8
@@ -50,10 +50,10 @@ def search_exit(
     firsts = [len(answer.prompt) - 1 for answer in answers]
     wanted = _choices(target, rows, firsts)
     found: list[ExitCandidate] = []
-    total = 2 * count
+    total, times = 2 * count, StepTimes()
 
     def measured(layers: tuple[int, ...], number: int) -> float:
-        with only_layers(target, layers):
+        with times.one(), only_layers(target, layers):
             chosen = _choices(target, rows, firsts)
         agreement = float((chosen == wanted).float().mean())
         found.append(ExitCandidate(layers, agreement, _speedup(agreement, len(layers) / count)))
@@ -61,20 +61,17 @@ def search_exit(
         report(number / total, f"best {len(best.layers)} of {count} layers, agreement {best.agreement:.1%}")
         return agreement
 
-    def in_time() -> bool:
-        return ends is None or time.monotonic() < ends
-
     everything = tuple(range(count))
     without: dict[int, float] = {}
     for layer in everything:
-        if in_time():
+        if times.one_fits(ends):
             without[layer] = measured(tuple(each for each in everything if each != layer), layer)
     order = sorted(without, key=without.__getitem__, reverse=True)  # what matters least comes first
     for number in range(2, count):
-        if in_time() and number <= len(order):
+        if times.one_fits(ends) and number <= len(order):
             skipped = set(order[:number])
             measured(tuple(each for each in everything if each not in skipped), count + number // 2)
-        if in_time():
+        if times.one_fits(ends):
             measured(everything[:number], count + number)
     if not found:
         raise ConfigurationError("--search: no candidate was measured in the time; needed more minutes")

@@ -20,7 +20,7 @@ from workers.distill.budget import MEASURED, Budget
 from workers.distill.checkpoints import Progress
 from workers.distill.data import DistillData, budgeted
 from workers.distill.job import DistillJob, ServedTokens
-from workers.distill.loop import EarlyStopping
+from workers.distill.loop import EarlyStopping, long_steps
 from workers.distill.modules.learner import Acceptance, ModuleTraining, TappedModule, measure
 from workers.distill.modules.module_plan import checkpoint_of, module_training_plan
 from workers.distill.modules.tap_cache import TapCache
@@ -189,11 +189,12 @@ class ModuleTrainer:
                 f"hidden states of no answer to train on"
             )
         checkpoint = checkpoint_of(options)
+        plan = budgeted(self._plan.training, checkpoint, run.budget)
         training = ModuleTraining(
             self._tapped,
             answers,
             self._held_out,
-            replace(self._plan, training=budgeted(self._plan.training, checkpoint, run.budget)),
+            replace(self._plan, training=plan),
             checkpoint,
             early_stopping=EarlyStopping(self._measure, self._engine.identity(self._prompts), cost=MEASURED),
         )
@@ -204,7 +205,10 @@ class ModuleTrainer:
                 tokens = f", {progress.served[-1][-1]:.2f} tokens per step" if progress.served else ""
                 stage(done, f"epoch {progress.epoch}, step {progress.step}{loss}{tokens}")
 
-            return training.run(report)
+            progress = training.run(report)
+        if note := long_steps(progress, plan):
+            run.job.notices.print(note)
+        return progress
 
     def _measure(self) -> float | None:
         found = self._serve(self._card, self._prompts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
+from workers.distill.budget import StepTimes
 from workers.model.target_ends import decoder_layer_count
 
 _BATCH_TOKENS = 2048
@@ -87,16 +87,19 @@ class TapCache:
         return self._rows[entry.row * self.width : (entry.row + entry.tokens) * self.width].view(-1, self.width)
 
     def fill(self, target: Any, answers: Sequence[Answer], report: Report, ends: float | None = None) -> None:
-        """Compute the taps that are missing, until `ends` (of `time.monotonic`)."""
+        """Compute the taps that are missing, until `ends` (of `time.monotonic`), which the last batch is to keep."""
+        times = StepTimes()
         missing = [answer for answer in answers if not self.has(answer)]
         wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
         with self._rows_path.open("ab") as rows, self._index_path.open("ab") as index:
             rows.truncate(2 * self._stored * self.width)  # drop rows that an interruption left without an index line
             for batch in _batches(missing, self.max_length):
-                if ends is not None and time.monotonic() >= ends:
+                if not times.one_fits(ends):
                     break
                 tokens, sources = [self._cut(answer) for answer in batch], [answer.source for answer in batch]
-                for answer, states in zip(batch, taps_of(target, tokens, self.taps, sources), strict=True):
+                with times.one():
+                    found = taps_of(target, tokens, self.taps, sources)
+                for answer, states in zip(batch, found, strict=True):
                     rows.write(states.view(torch.int16).numpy().tobytes())
                     line = {"key": answer.key, "tokens": len(states), "checksum": self._checksum(answer)}
                     rows.flush()

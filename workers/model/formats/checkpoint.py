@@ -42,15 +42,17 @@ class Checkpoint:
     config: Mapping[str, Any]
     prefix: str = ""
     """Begins the names of keys in errors, where `config` is a part of the file."""
+    known_sizes: Sizes | None = None
+    """The sizes of all tensors, where the weights are elsewhere."""
 
     @classmethod
-    def read(cls, directory: Path) -> Checkpoint | None:
+    def read(cls, directory: Path, known_sizes: Sizes | None = None) -> Checkpoint | None:
         """The checkpoint in a directory; `None` without a configuration that is an object."""
         try:
             config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return cls(directory, config) if isinstance(config, dict) else None
+        return cls(directory, config, known_sizes=known_sizes) if isinstance(config, dict) else None
 
     def fail(self, problem: str) -> NoReturn:
         """Raise `ModelLoadError` with the directory and the problem."""
@@ -65,6 +67,8 @@ class Checkpoint:
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes of all tensors by name. Raises `ModelLoadError` for a file that cannot be read."""
+        if self.known_sizes is not None:
+            return self.known_sizes
         found: Sizes = {}
         for file in self.files:
             found |= self._header(file) if file.suffix == ".safetensors" else self._pickled_sizes(file)

@@ -17,6 +17,7 @@ from cluster.core.drafting import Tap
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import Checkpoint
+from workers.model.public_shapes import Sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,9 +86,12 @@ def formats() -> tuple[DraftFormat, ...]:
     return tuple(one for _, one in sorted(_FORMATS.items()))
 
 
-def find_format(directory: Path) -> tuple[DraftFormat, Checkpoint] | None:
-    """The format of the draft in a directory; `None` if it holds none. Raises `ModelLoadError` for broken files."""
-    checkpoint = Checkpoint.read(directory) or Checkpoint(directory, {})
+def find_format(directory: Path, sizes: Sizes | None = None) -> tuple[DraftFormat, Checkpoint] | None:
+    """The format of the draft in a directory; `None` if it holds none. Raises `ModelLoadError` for broken files.
+
+    `sizes` are those of its tensors where the directory has only the configuration.
+    """
+    checkpoint = Checkpoint.read(directory, sizes) or Checkpoint(directory, {}, known_sizes=sizes)
     return next(((one, checkpoint) for one in formats() if one.recognises(checkpoint)), None)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from deploy.settings import load_settings
 from tests.support.models import public_drafts
-from workers.model.formats.hub import draft_directory
-from workers.model.formats.registry import read_draft
+from workers.model.draft_card import CARD
+from workers.model.formats.hub import draft_description, draft_directory
+from workers.model.formats.registry import find_format, read_draft
 from workers.model.public_shapes import MaskedBlockShape
 
 
@@ -21,17 +25,43 @@ from workers.model.public_shapes import MaskedBlockShape
 def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The files of the only repository of a hub."""
     stored, fetched = tmp_path / "stored", tmp_path / "fetched"
+    stored.mkdir()
     fetched.mkdir()
 
-    def snapshot_download(_: str, *, revision: str | None, allow_patterns: Sequence[str]) -> str:
+    def snapshot_download(
+        _: str, *, revision: str | None, allow_patterns: Sequence[str], tqdm_class: Callable[..., Any]
+    ) -> str:
         assert revision is None
-        for file in stored.iterdir():
-            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+        chosen = [one for one in stored.iterdir() if any(fnmatch(one.name, pattern) for pattern in allow_patterns)]
+        with (
+            tqdm_class(total=len(chosen), unit="it", desc="Fetching files") as files,
+            tqdm_class(total=0, unit="B", unit_scale=True, desc="Reconstructing") as written,
+        ):
+            written.total = sum(file.stat().st_size for file in chosen)
+            for file in chosen:
                 shutil.copy(file, fetched)
+                written.update(file.stat().st_size)
+                files.update(1)
+            written.refresh()
         return str(fetched)
 
+    class Hub:
+        def list_repo_files(self, _: str, *, revision: str | None) -> list[str]:
+            assert revision is None
+            return sorted(file.name for file in stored.iterdir())
+
+        def parse_safetensors_file_metadata(self, _: str, name: str, *, revision: str | None) -> Any:
+            with safe_open(stored / name, framework="pt") as file:
+                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+            return SimpleNamespace(tensors={key: SimpleNamespace(shape=shape) for key, shape in shapes.items()})
+
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     return stored
+
+
+def names(directory: Path) -> set[str]:
+    return {file.name for file in directory.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +76,56 @@ def test_a_block_drafter_with_a_mask_embedding(weights: str, beside: Sequence[st
 
     directory = draft_directory("owner/name")
 
-    assert {file.name for file in directory.iterdir()} == {"config.json", weights, "mask_embedding.pt"}
+    assert names(directory) == {"config.json", weights, "mask_embedding.pt"}
     shape = read_draft(directory).shape
     assert isinstance(shape, MaskedBlockShape) and shape.has_mask_embedding
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "kind"),
+    [
+        (public_drafts.DFLASH, public_drafts.block, "block"),
+        (public_drafts.LLAMA, public_drafts.eagle1, "eagle"),
+        ({"medusa_num_heads": 3}, public_drafts.medusa, "heads"),
+    ],
+)
+def test_the_format_is_known_before_any_weights_are_fetched(
+    config: dict[str, Any], weights: Callable[[], dict[str, torch.Tensor]], kind: str, repository: Path
+) -> None:
+    public_drafts.write(repository, config, weights())
+
+    directory, sizes = draft_description("owner/name")
+
+    assert names(directory) == {"config.json"}
+    found = find_format(directory, sizes)
+    assert found is not None and found[0].kind(found[1]) == kind
+    assert load_settings("cpu", ["draft.path=owner/name"], {}).configuration.draft.name == kind
+    assert names(directory) == {"config.json"}
+    assert names(draft_directory("owner/name")) == {"config.json", "model.safetensors"}
+
+
+def test_weights_of_torch_tell_the_format_once_they_are_fetched(repository: Path) -> None:
+    public_drafts.write(repository, public_drafts.LLAMA, public_drafts.eagle1(), "pytorch_model.bin")
+
+    directory, sizes = draft_description("owner/name")
+
+    assert (names(directory), sizes) == ({"config.json", "pytorch_model.bin"}, None)
+
+
+def test_what_pilotfish_distilled_is_fetched_with_its_card(repository: Path) -> None:
+    public_drafts.write(repository, public_drafts.DFLASH, public_drafts.block())
+    (repository / CARD).write_text("{}")
+
+    assert names(draft_directory("owner/name")) == {"config.json", CARD, "model.safetensors"}
+
+
+def test_the_share_that_is_fetched_is_reported_and_no_bar_is_shown(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    public_drafts.write(repository, public_drafts.DFLASH, public_drafts.block())
+    told: list[str] = []
+
+    draft_directory("owner/name", report=told.append)
+
+    assert told and told[-1] == "fetching owner/name: 0.00 of 0.00 GB"  # a tiny one
+    assert capsys.readouterr().err == ""
