@@ -23,7 +23,9 @@ from tests.chaos.serve_harness import run_serve_chaos
 
 def main() -> None:
     """Run with the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=300, help="number of faults")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument("--pause", type=float, default=0.6, help="mean time between two faults, in seconds")

@@ -82,7 +82,9 @@ def check_all(kinds: list[ClientKind], options: argparse.Namespace) -> list[dict
 
 def main() -> None:
     """Run the chosen clients and print the table."""
-    parser = argparse.ArgumentParser(prog="make clients", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="names with commas between them")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--samples", type=int, default=100)

@@ -40,7 +40,9 @@ def write(line: str) -> None:
 
 def main() -> None:
     """Parse the arguments and run."""
-    parser = argparse.ArgumentParser(prog="tests.fuzz")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--messages", type=int, default=100_000, help="messages that are mutated here, in total")
     parser.add_argument("--examples", type=int, default=200, help="requests of Schemathesis to each operation, at most")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,6 @@
 """`make overload`: thousands of clients at once. Nothing may be lost, memory stays flat, `/health` stays quick.
 
-    python -m tests.overload [--clients 2000] [--waves 2] [--tokens 8] [--config cpu] [--set key=value …]
+    python -m tests.overload [--clients 2000] [--waves 3] [--tokens 8] [--config cpu] [--set key=value …]
 
 Starts `pilotfish serve` and sends `clients` chats at once over HTTP, each on a connection of its own, in several waves.
 Every request must be answered with status 200 and its end, or with 429 and `Retry-After`. Exits with 1 otherwise.
@@ -118,7 +118,9 @@ def run(options: argparse.Namespace) -> bool:
 
 def main() -> None:
     """Run the waves and say whether everything held."""
-    parser = argparse.ArgumentParser(prog="make overload", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.overload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=2000)
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -17,20 +18,22 @@ PAGES = {
 }
 
 
-def main(arguments: list[str]) -> int:
+def main(*, is_check: bool) -> int:
     """Write or check all pages. Returns the exit status."""
     stale = []
     for file, page in PAGES.items():
         text = page()
         if not file.exists() or file.read_text("utf-8") != text:
             stale.append(file.name)
-            if "--check" not in arguments:
+            if not is_check:
                 file.write_text(text, "utf-8")
-    if "--check" in arguments:
+    if is_check:
         print(f"out of date: {', '.join(stale)}; run make pages, then commit" if stale else "pages: up to date")
         return bool(stale)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.pages", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    sys.exit(main(is_check=parser.parse_args().check))

@@ -181,7 +181,9 @@ def report(findings: Findings, counts: dict[str, float], resident: Resident, arg
 
 def main() -> None:
     """Run the soak test with the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="how long new requests are sent")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument("--model", help="a model, as in `target.path` (default: a tiny random one)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 import warnings
@@ -37,4 +38,6 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="MODEL_TYPE", help="as `transformers` names it (default: all)")
+    sys.exit(main(parser.parse_args().names))
