@@ -42,6 +42,7 @@ from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
 from deploy.ray.ingress_server import IngressServer
 from deploy.ray.node_models import with_local_drafts, with_local_models
+from deploy.ray.running_serve import with_proxy_address
 from deploy.settings import GARBAGE_THRESHOLD
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
@@ -213,7 +214,6 @@ class IngressReplica:
         configuration = load_configuration(values)
         own_key = None if access.token is None else access.token.api_key()
         self._keys = KeyRing(api_keys, configuration.server.api_key_file, own_key)
-        self._exposure = exposure_warning(configuration.server, demands_keys=self._keys.demands_keys)
         context = serve.get_replica_context()
         self._limits, self._section = configuration.limits, configuration.server
         self._application = context.app_name
@@ -257,10 +257,11 @@ class IngressReplica:
         set_logging(user_config["log_level"], user_config["log_format"], "ingress")
         if not self._is_started:
             self._is_started = True
-            if self._exposure is not None:
-                logger.warning(self._exposure)
             self._directory.start()
             await self._server.start()
+            server = await asyncio.to_thread(with_proxy_address, self._section)
+            if (warning := exposure_warning(server, demands_keys=self._keys.demands_keys)) is not None:
+                logger.warning(warning)
 
     async def check_health(self) -> None:
         """Raise an error if this replica is unusable, so that Serve replaces it."""

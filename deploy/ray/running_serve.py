@@ -95,8 +95,19 @@ def check_addresses(server: ServerSection) -> ServerSection:
     prefixes = {name: application["route_prefix"] for name, application in running["applications"].items()}
     raise_problems(application_problems(server, prefixes))
     raise_problems(port_problems(server.model_copy(update={"http_port": 0})))
-    proxy = running["http_options"]
-    raise_problems(proxy_problems(server, proxy))
+    raise_problems(proxy_problems(server, running["http_options"]))
+    return with_proxy_address(server, running)
+
+
+def with_proxy_address(server: ServerSection, running: Mapping[str, Any] | None = None) -> ServerSection:
+    """The settings, with the address of the HTTP proxy that runs, which Ray's own commands choose.
+
+    `running` is the state of Ray Serve; unset, it is asked for.
+    """
+    found = running or _details()
+    if found is None:
+        return server
+    proxy = found["http_options"]
     return server.model_copy(update={"http_host": proxy["host"], "http_port": proxy["port"]})
 
 

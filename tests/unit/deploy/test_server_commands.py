@@ -22,9 +22,11 @@ from deploy.commands.generate import Prompt, answer_prompt
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.https_client import server_root
 from deploy.settings import load_settings
+from deploy.signals import SIGNALLED
 from tests.support.certificates import Authority
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import HttpApi
+from tests.support.terminal import CTRL_C, in_terminal
 
 NOWHERE = "http://127.0.0.1:1"
 BATCH_LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}\n'
@@ -193,6 +195,48 @@ def test_ctrl_c_keeps_what_there_is_and_says_so(
     assert "stopped; " in capsys.readouterr().err
     for name in {"bench race": ("race/race.json",), "bench tasks": ("tasks/tasks.json",)}.get(command, ()):
         assert (tmp_path / name).exists()
+
+
+async def test_bench_serve_prints_what_was_measured_before_ctrl_c(tmp_path: Path) -> None:
+    api = HttpApi(tmp_path / "model", "hello the world")
+    api.engine.context = 400
+    many = ("--num-prompts", "200", "--request-rate", "5", "--random-input-len", "4", "--max-tokens", "8")
+    async with (
+        api.http,
+        listening(create_app(api.client, LimitsSection())) as url,
+        in_terminal("bench", "serve", "--url", url, *many) as terminal,
+    ):
+        await terminal.shows("[1-9]%")
+        terminal.type(CTRL_C)
+        await terminal.shows(r"\| 5, any \| +[1-9]\d* ")
+        await terminal.shows("stopped; the results so far are above")
+        assert await terminal.ends() == SIGNALLED
+
+
+@pytest.mark.parametrize(
+    ("lines", "told", "status"),
+    [
+        ((BATCH_LINE,), "1 of 1 line answered, 0 failed", 0),
+        (
+            (BATCH_LINE, BATCH_LINE.replace('"a"', '"b"').replace("prompt", "promt")),
+            "1 of 2 lines answered, 1 failed",
+            1,
+        ),
+    ],
+)
+async def test_run_batch_counts_its_lines_and_fails_if_one_failed(
+    lines: tuple[str, ...], told: str, status: int, tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    api = HttpApi(tmp_path / "model", "hello the world")
+    api.engine.context = 400
+    async with (
+        api.http,
+        listening(create_app(api.client, LimitsSection())) as url,
+        in_terminal("run-batch", *COMMANDS["run-batch"], "--url", url) as terminal,
+    ):
+        await terminal.shows(f"{told}, in the order in which they ended: out.jsonl")
+        assert await terminal.ends() == status
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("top", "chat")])
