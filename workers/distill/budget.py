@@ -31,7 +31,11 @@ class StepTimes:
         """Measure the step inside."""
         begun = self._clock()
         yield
-        self._recent.append(self._clock() - begun)
+        self.note(self._clock() - begun)
+
+    def note(self, seconds: float) -> None:
+        """Add a step that took so long."""
+        self._recent.append(seconds)
 
     @property
     def longest(self) -> float:

@@ -244,7 +244,7 @@ class TrainingLoop:
             progress.served, progress.best, progress.served_as = [], {}, self._early_stopping.identity
         begun = clock() - progress.seconds
         saved, recent_losses = progress.seconds, []
-        times, measures = StepTimes(clock), _Measures(self._early_stopping, clock, progress, self._done(progress))
+        times, measures = StepTimes(), _Measures(self._early_stopping, clock, progress, self._done(progress))
         while (done := self._done(progress)) < 1 and not measures.must_end(progress, plan.seconds):
             for indices in self._remaining_batches(progress):
                 whole = plan.seconds or progress.seconds / max(1e-9, done)
@@ -255,14 +255,15 @@ class TrainingLoop:
                     saved = progress.seconds
                     if measures.must_end(progress, plan.seconds):
                         break
-                with times.one():
-                    loss, positions = self._step(indices, done, progress.step)
-                progress.longest_step = times.longest
+                before = progress.seconds
+                loss, positions = self._step(indices, done, progress.step)
                 recent_losses.append(loss)
                 progress.step += 1
                 progress.batch += 1
                 progress.answer_tokens += positions
                 progress.seconds = clock() - begun
+                times.note(progress.seconds - before)
+                progress.longest_step = times.longest
                 if len(recent_losses) == _LOSS_EVERY:
                     progress.losses.append((progress.step, progress.seconds, sum(recent_losses) / len(recent_losses)))
                     recent_losses = []
