@@ -50,7 +50,8 @@ def resolve_model_directory(
     `path` is a directory, a `.gguf` file, a packaged model's name or a hub id. A GGUF file, or a checkpoint with
     GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`; with `stored`, such a
     checkpoint stays as it is. `path@x10` is the model of `path` at 10 times its cost with the same function (see
-    `workers.model.stretch`). `report` is called while files are fetched. Raises `ModelLoadError`, which says what to do.
+    `workers.model.stretch`). `report` is called while files are fetched. Raises `ModelLoadError`, which says what to
+    do.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
