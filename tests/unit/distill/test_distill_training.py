@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -306,6 +307,21 @@ def test_the_training_curve_is_written_as_a_png() -> None:
 
     assert picture is not None
     assert picture.startswith(b"\x89PNG")
+
+
+def test_the_axes_of_the_training_curve_are_named_and_begin_where_its_data_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    progress = Progress(losses=[(20, 60.0, 3.0), (40, 120.0, 2.0)], agreements=[(40, 120.0, 0.40), (60, 180.0, 0.44)])
+
+    loss_curve(progress)
+
+    loss, quality = drawn[0].axes
+    assert (loss.get_xlabel(), loss.get_ylabel()) == ("minutes of training", "divergence (nats per token)")
+    assert quality.get_ylabel() == "agreement on held-out answers (%)"
+    assert 1.8 < loss.get_ylim()[0] < 2.0 and 39 < quality.get_ylim()[0] < 40
+    assert loss.get_lines()[0].get_color() != quality.get_lines()[0].get_color()
 
 
 def _stop_at(progress: Progress, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,33 @@ def test_the_plots_are_png_files(results: BenchResults) -> None:
     pytest.importorskip("matplotlib")
     for picture in (speedup_by_task(results), throughput_by_batch(results)):
         assert picture is not None and picture.startswith(b"\x89PNG")
+
+
+def test_the_plots_name_their_axes_and_tell_competitors_apart(
+    results: BenchResults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    results.entries.extend(replace(results.entries[0], name=f"method {number}") for number in range(17))
+    results.cells.extend(
+        replace(found, competitor=entry.name) for entry in results.entries[1:] for found in results.cells[:4]
+    )
+
+    speedup_by_task(results)
+    throughput_by_batch(results)
+
+    for picture in drawn:
+        (axes,) = picture.axes
+        assert axes.get_xlabel() and axes.get_ylabel()
+        shown = axes.get_legend_handles_labels()
+        assert len(set(shown[1])) == len(shown[1]) >= 18
+    bars, lines = (picture.axes[0] for picture in drawn)
+    assert len({each.patches[0].get_facecolor() for each in bars.containers}) == 18
+    assert len({line.get_color() for line in lines.get_lines()}) == 19
+    low, high = lines.get_ylim()
+    rates = [rate for line in lines.get_lines() for rate in line.get_ydata()]
+    assert min(rates) / 2 < low <= min(rates) and max(rates) <= high < 2 * max(rates)
 
 
 def test_a_race_without_measurements_has_no_plots(results: BenchResults) -> None:
