@@ -45,7 +45,7 @@ async def test_stopping_completes_accepted_answers_and_refuses_new_ones() -> Non
     assert target.blocks_free == target.blocks
 
 
-async def test_requests_that_outlast_the_drain_get_an_error_and_are_freed() -> None:
+async def test_requests_that_outlast_the_drain_get_an_error_and_are_freed(caplog: pytest.LogCaptureFixture) -> None:
     target = FakeTarget(step_delay=0.001)
     drafter = PerfectDrafter(target)
     async with serving(target, drafter) as coordinator:
@@ -54,6 +54,10 @@ async def test_requests_that_outlast_the_drain_get_an_error_and_are_freed() -> N
         await coordinator.stop(0.01)
         with pytest.raises(NotReady):
             await reading
+    told = (
+        "ended 1 request with an error, not complete after draining for 0.01 s; server.drain_timeout_seconds sets the"
+    )
+    assert told in caplog.text
     assert target.blocks_free == target.blocks
     assert not drafter.known
 
