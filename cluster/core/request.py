@@ -139,6 +139,8 @@ class SequenceStart:
     source: tuple[int, ...] = ()
     """Tokens that the encoder of an encoder-decoder model reads; empty for a decoder-only model. The prompt is then the
     decoder's start, `TargetInfo.decoder_start`."""
+    allows_learning: bool = False
+    """Whether drafters may be trained on the tokens."""
 
 
 @dataclass(frozen=True, slots=True)

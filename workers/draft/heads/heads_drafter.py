@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
+from workers.draft.common.learning import CollectedText, Reservoir, consecutive, salt_key
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
@@ -24,6 +26,9 @@ from workers.draft.heads.own_heads import OwnHeads
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
 from workers.sampling.context import DecisionContext
+
+_MOST_COLLECTED = 1024
+"""Most positions of one sequence whose hidden states are collected."""
 
 
 class Heads(Protocol):
@@ -43,7 +48,7 @@ class Heads(Protocol):
 class HeadsSession(DraftingSession):
     """Committed tokens, the target's last hidden state, and the last draft."""
 
-    __slots__ = ("hidden", "hidden_position", "history")
+    __slots__ = ("collected", "hidden", "hidden_position", "history")
 
     def __init__(self, start: SequenceStart) -> None:
         super().__init__(start)
@@ -51,10 +56,13 @@ class HeadsSession(DraftingSession):
         """[hidden size] at `hidden_position`."""
         self.hidden_position = -1
         self.history = PathHistory()
+        self.collected: list[tuple[int, Tensor]] = []
+        """First position and rows [positions, hidden size] of what is collected to learn from."""
 
     def forget_draft(self) -> None:
-        """Drop the last draft, and the hidden state of a token that was removed."""
+        """Drop the last draft, and the hidden states of tokens that were removed."""
         self.history.last = None
+        self.collected.clear()
         if self.hidden_position >= len(self.tokens):
             self.hidden = None
 
@@ -68,6 +76,19 @@ class HeadsSession(DraftingSession):
                     self.hidden, self.hidden_position = found[1][position - found[0], -1].clone(), position
                 return
 
+    def collect(self, evidence: Sequence[Evidence], reader: TapReader) -> None:
+        """Store the hidden states from the end of the prompt on. Raises `ValueError` for ones of a wrong width."""
+        stored = sum(len(rows) for _, rows in self.collected)
+        for one in evidence:
+            found = reader.read(one)
+            if found is None:
+                continue
+            skipped = max(0, self.start.prompt_len - 1 - found[0])
+            rows = found[1][skipped : skipped + _MOST_COLLECTED - stored, -1].clone()
+            if len(rows):
+                self.collected.append((found[0] + skipped, rows))
+                stored += len(rows)
+
     @property
     def is_ready(self) -> bool:
         """Whether the hidden state that a draft needs is stored. It is not where its KV came from a cache."""
@@ -80,12 +101,42 @@ class HeadsDrafter:
     A sequence without the hidden state before its last token gets no draft.
     """
 
-    def __init__(self, heads: Heads, reader: TapReader, draft: DraftSection, form: TreeForm) -> None:
+    def __init__(
+        self,
+        heads: Heads,
+        reader: TapReader,
+        draft: DraftSection,
+        form: TreeForm,
+        module: MedusaHeads | None = None,
+    ) -> None:
+        """`module` has the weights of `heads`, where they can be replaced."""
         self._heads = heads
         self._reader = reader
         self._siblings = form.siblings
         self._trees = PathTrees(draft, heads.depths, form)
-        self._sessions = Sessions(HeadsSession, vocabulary_size=heads.vocabulary_size)
+        self._sessions = Sessions(HeadsSession, self._collect, vocabulary_size=heads.vocabulary_size)
+        self._reservoir: Reservoir | None = None
+        self._module = module
+        self._learned: dict[str, tuple[MedusaHeads, Heads]] = {}
+
+    def collect_into(self, reservoir: Reservoir) -> None:
+        """Add the texts of finished sequences to `reservoir` from now on."""
+        self._reservoir = reservoir
+
+    def weights_of(self, key: str) -> Mapping[str, Tensor]:
+        """The parameters by name, float32, that draft for the requests of a salt with this key."""
+        module = self._learned[key][0] if key in self._learned else self._module
+        return {} if module is None else {name: value.float() for name, value in module.state_dict().items()}
+
+    def replace_weights(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
+        """Draft with these parameters for the requests of one salt; see `LearnsOnline`."""
+        learned = {other: heads for other, heads in self._learned.items() if other != key}
+        if weights is not None:
+            module = _filled(self._module, weights)
+            if not isinstance(self._heads, ParallelHeads):
+                raise ValueError("weights: heads of this kind cannot be replaced")
+            learned[key] = (module, self._heads.with_weights(module))
+        self._learned = learned  # at once: `propose` reads it in another thread
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """Propose a tree for each row, in order."""
@@ -98,6 +149,8 @@ class HeadsDrafter:
                 continue
             try:
                 session.take(row.evidence, self._reader)
+                if self._reservoir is not None and session.start.allows_learning:
+                    session.collect(row.evidence, self._reader)
             except ValueError as error:
                 fault = RowFault(RowFaultCode.INVALID, f"evidence: {error}")
                 proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
@@ -121,14 +174,51 @@ class HeadsDrafter:
     def _draft(
         self, wanted: Sequence[tuple[DraftRow, DraftBudget, HeadsSession]], proposals: dict[SequenceId, Proposal]
     ) -> None:
-        """Rank all rows' candidates to the same depth and build a tree for each."""
+        """Rank the candidates of the rows, those with the same weights together, and build a tree for each."""
+        learned = self._learned
+        groups: dict[int, tuple[Heads, list[tuple[DraftRow, DraftBudget, HeadsSession]]]] = {}
+        for one in wanted:
+            found = learned.get(salt_key(one[2].start.cache_salt)) if learned else None
+            heads = self._heads if found is None else found[1]
+            groups.setdefault(id(heads), (heads, []))[1].append(one)
+        for heads, rows in groups.values():
+            self._draft_with(heads, rows, proposals)
+
+    def _draft_with(
+        self,
+        heads: Heads,
+        wanted: Sequence[tuple[DraftRow, DraftBudget, HeadsSession]],
+        proposals: dict[SequenceId, Proposal],
+    ) -> None:
+        """Rank the candidates of rows with the same weights to the same depth and build a tree for each."""
         depths = max(budget.max_depth for _, budget, _ in wanted)
         taps = [session.hidden for _, _, session in wanted if session.hidden is not None]
         last = [session.tokens[-1] for _, _, session in wanted]
         contexts = decision_contexts([session for _, _, session in wanted], depths)
-        ranked = self._heads.rank(taps, last, contexts, self._siblings)
+        ranked = heads.rank(taps, last, contexts, self._siblings)
         for (row, budget, session), paths in zip(wanted, ranked, strict=True):
             proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
+
+    def _collect(self, session: HeadsSession) -> None:
+        """Give what was collected of a sequence that ends to the reservoir."""
+        found = consecutive(session.collected) if self._reservoir is not None else None
+        if found is not None and self._reservoir is not None:
+            first, hidden = found
+            self._reservoir.add(CollectedText(session.start, tuple(session.tokens), first, hidden))
+
+
+def _filled(module: MedusaHeads | None, weights: Mapping[str, Tensor]) -> MedusaHeads:
+    """A copy of the module with other parameters. Raises `ValueError` if they do not fit or are not finite."""
+    if module is None:
+        raise ValueError("weights: heads of this kind cannot be replaced")
+    wanted = {name: value.shape for name, value in module.state_dict().items()}
+    if {name: value.shape for name, value in weights.items()} != wanted:
+        raise ValueError(f"weights: {sorted(weights)} must have the names and shapes of the module's")
+    if not all(bool(value.isfinite().all()) for value in weights.values()):
+        raise ValueError("weights: every value must be finite")
+    filled = deepcopy(module)
+    filled.load_state_dict(weights)
+    return filled
 
 
 def load_heads_drafter(
@@ -144,7 +234,7 @@ def load_heads_drafter(
     heads: Heads = ParallelHeads(module, loaded) if isinstance(module, MedusaHeads) else OwnHeads(module, loaded)
     _warm_up(heads, form.siblings)
     reader = TapReader(loaded.card.taps, target, heads.hidden_size)
-    return HeadsDrafter(heads, reader, draft, form)
+    return HeadsDrafter(heads, reader, draft, form, module if isinstance(module, MedusaHeads) else None)
 
 
 def _warm_up(heads: Heads, siblings: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -29,9 +30,17 @@ class ParallelHeads:
         self.vocabulary_size = len(ends.embedding)
         self._embedding, self._epsilon = ends.embedding, ends.epsilon
         self._norm = None if ends.norm is None else ends.norm.float()
+        self._make = make
         self._mix = None if module.mix is None else _mix_of(module.mix, make)
         self._heads = make(module.weights)
         self._ranker = PathRanker(ends, module.selector, make, loaded.shortlist)
+
+    def with_weights(self, module: MedusaHeads) -> ParallelHeads:
+        """The same heads with the weights of `module`, except its selector. What is the target's is shared."""
+        other = copy(self)
+        other._mix = None if module.mix is None else _mix_of(module.mix, self._make)
+        other._heads = self._make(module.weights)
+        return other
 
     @torch.inference_mode()
     def rank(

@@ -1,0 +1,114 @@
+"""The learner's process: reads a task, trains a copy of the weights, measures both, writes the candidate and ends.
+
+It has the lowest priority and one thread. Its parent stops it with SIGSTOP while requests run. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cluster.core.config.sections import Configuration
+from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
+from cluster.core.errors import ConfigurationError
+from cluster.core.ids import SequenceId
+from workers.distill.modules.online import OnlinePlan, ServedText, train_online
+from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
+from workers.draft.registry import create
+from workers.model.drafting.files import load_drafter
+from workers.model.drafting.heads import MedusaHeads
+from workers.sampling.rules.coupled import walk
+from workers.serve.configuration import load_configuration
+from workers.serve.learning.messages import Candidate, Task
+
+_SIGNAL_AFTER_PARENT = 1
+"""`PR_SET_PDEATHSIG` of prctl(2)."""
+
+
+def learn(task: Task) -> Candidate:
+    """Train and measure; see `Candidate`. Raises `FloatingPointError` for a training that diverges."""
+    configuration = load_configuration(task.configuration)
+    weights = _trained(configuration, task)
+    method = create(configuration.draft, configuration.target)
+    if not isinstance(method, LearnsOnline):
+        raise ConfigurationError(f"draft.learn: the method {configuration.draft.name} does not learn")
+    rounds = []
+    for found in (task.weights, weights):
+        for key in {salt_key(text.start.cache_salt) for text in task.held_back}:
+            method.replace_weights(key, found)
+        rounds.append([rounds_of(method, configuration, text) for text in task.held_back])
+    before, after = rounds
+    tokens = tuple(len(text.tokens) - text.first - 2 for text in task.held_back)
+    return Candidate(weights, tuple(before), tuple(after), tokens)
+
+
+def rounds_of(method: LearnsOnline, configuration: Configuration, text: CollectedText) -> int:
+    """The steps that the target needs for a text if the method drafts: the verifier's walk, from draft to draft.
+
+    The target decides a token by its position alone, so its decisions along a right path are the tokens of the text.
+    The first draft follows the first position whose hidden state is known.
+    """
+    tokens = text.tokens
+    name, draft = SequenceId("text"), configuration.draft
+    synced, length, rounds = 0, text.first + 2, 0
+    while length < len(tokens):
+        shown = max(0, synced - 1 - text.first)
+        rows = text.hidden[shown : length - 1 - text.first]
+        data = rows.contiguous().view(torch.uint8).numpy().tobytes()
+        evidence = Evidence(length, hidden=HiddenStates(text.first + shown, rows.shape[1], data))
+        row = DraftRow(
+            name,
+            length,
+            tokens[synced:length],
+            DraftBudget(draft.max_nodes, draft.max_depth),
+            text.start if synced == 0 else None,
+            (evidence,),
+        )
+        (proposal,) = method.propose([row])
+        tree = proposal.tree
+        # Beyond the text, and below a wrong node, nothing is decided.
+        decisions = [tokens[length]]
+        for node, depth in enumerate(tree.depths()):
+            end = length + depth
+            is_right = end < len(tokens) and tree.path_tokens(node) == tokens[length:end]
+            decisions.append(tokens[end] if is_right else -1)
+        synced, length, rounds = length, length + len(walk(tree, decisions).tokens), rounds + 1
+    method.release([name])
+    return rounds
+
+
+def _trained(configuration: Configuration, task: Task) -> Mapping[str, Tensor]:
+    """The weights after training, rounded to the type that they are stored in."""
+    (settings,) = configuration.draft.modules.values()
+    target = configuration.target.path
+    loaded = load_drafter(Path(settings.path), Path(target), torch.float32, torch.device("cpu"), "heads")
+    if not isinstance(loaded.module, MedusaHeads):
+        raise ConfigurationError(f"draft.learn: {type(loaded.module).__name__} does not learn")
+    module = loaded.module
+    module.load_state_dict(dict(task.weights))
+    texts = [ServedText(text.tokens, text.first, text.hidden) for text in task.training]
+    with torch.enable_grad():
+        train_online(module, loaded.ends, texts, OnlinePlan(seed=task.seed))
+    return {name: value.bfloat16().float() for name, value in module.state_dict().items()}
+
+
+def main() -> None:
+    """Read a task from standard input and write the candidate to standard output.
+
+    The argument is what is added to the process's niceness.
+    """
+    ctypes.CDLL(None).prctl(_SIGNAL_AFTER_PARENT, signal.SIGKILL)
+    os.nice(int(sys.argv[1]))
+    torch.set_num_threads(1)
+    sys.stdout.buffer.write(learn(Task.decode(sys.stdin.buffer.read())).encode())
+
+
+if __name__ == "__main__":
+    main()

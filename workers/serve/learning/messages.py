@@ -1,0 +1,135 @@
+"""What a drafter's process and its learner tell each other through pipes: tensors in the format of safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from cluster.wire.codec.common import decode_start, encode_start
+from pilotfish.v1 import common_pb2
+from workers.draft.common.learning import CollectedText
+
+_ABOUT = "about"
+"""Name of the tensor with a JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One training: the weights that it begins with, and the texts."""
+
+    configuration: Mapping[str, Any]
+    """The sections `draft` and `target`."""
+    weights: Mapping[str, Tensor]
+    training: Sequence[CollectedText]
+    held_back: Sequence[CollectedText]
+    seed: int = 0
+
+    def encode(self) -> bytes:
+        """The task as bytes."""
+        tensors = {f"weights.{name}": value.contiguous() for name, value in self.weights.items()}
+        for kind, texts in (("training", self.training), ("held_back", self.held_back)):
+            for index, text in enumerate(texts):
+                tensors |= _encode_text(f"{kind}.{index}", text)
+        about = {"configuration": self.configuration, "seed": self.seed}
+        sizes = {"training": len(self.training), "held_back": len(self.held_back)}
+        return save(tensors | {_ABOUT: _encode_json(about | sizes)})
+
+    @staticmethod
+    def decode(data: bytes) -> Task:
+        """The task of `encode`."""
+        tensors = load(data)
+        about = _decode_json(tensors[_ABOUT])
+        training, held_back = (
+            [_decode_text(f"{kind}.{index}", tensors) for index in range(about[kind])]
+            for kind in ("training", "held_back")
+        )
+        return Task(about["configuration"], _weights_in(tensors), training, held_back, about["seed"])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The result of a training: new weights, and how both weights draft for each held-back text."""
+
+    weights: Mapping[str, Tensor]
+    rounds_before: tuple[int, ...]
+    """Steps of the target that each held-back text takes with the weights that the training began with."""
+    rounds_after: tuple[int, ...]
+    """The same with the new weights."""
+    tokens: tuple[int, ...]
+    """Tokens of each held-back text that these steps decide."""
+
+    def encode(self) -> bytes:
+        """The candidate as bytes."""
+        about = {"before": self.rounds_before, "after": self.rounds_after, "tokens": self.tokens}
+        tensors = {f"weights.{name}": value.contiguous() for name, value in self.weights.items()}
+        return save(tensors | {_ABOUT: _encode_json(about)})
+
+    @staticmethod
+    def decode(data: bytes) -> Candidate:
+        """The candidate of `encode`. Raises `ValueError` for other bytes."""
+        try:
+            tensors = load(data)
+            about = _decode_json(tensors[_ABOUT])
+            rounds = [tuple(int(value) for value in about[name]) for name in ("before", "after", "tokens")]
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"candidate: needed weights and measurements, found {type(error).__name__}") from None
+        return Candidate(_weights_in(tensors), *rounds)
+
+    @property
+    def tokens_per_step_before(self) -> float:
+        """Tokens per step of the target with the weights that the training began with."""
+        return sum(self.tokens) / max(1, sum(self.rounds_before))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens per step of the target with the new weights."""
+        return sum(self.tokens) / max(1, sum(self.rounds_after))
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the new weights save steps by more than twice the standard error over the held-back texts."""
+        saved = [before - after for before, after in zip(self.rounds_before, self.rounds_after, strict=True)]
+        count = len(saved)
+        if count < 2:
+            return False
+        mean = sum(saved) / count
+        variance = sum((one - mean) ** 2 for one in saved) / (count - 1)
+        return mean > 0 and mean > 2 * (variance / count) ** 0.5
+
+
+def _encode_text(name: str, text: CollectedText) -> dict[str, Tensor]:
+    start = encode_start(text.start).SerializeToString()
+    return {
+        f"{name}.start": torch.frombuffer(bytearray(start), dtype=torch.uint8),
+        f"{name}.tokens": torch.tensor(text.tokens, dtype=torch.int32),
+        f"{name}.first": torch.tensor([text.first]),
+        f"{name}.hidden": text.hidden.contiguous(),
+    }
+
+
+def _decode_text(name: str, tensors: Mapping[str, Tensor]) -> CollectedText:
+    message = common_pb2.SequenceStart.FromString(bytes(tensors[f"{name}.start"].tolist()))
+    tokens = tuple(tensors[f"{name}.tokens"].tolist())
+    first = int(tensors[f"{name}.first"])
+    return CollectedText(decode_start(message, name), tokens, first, tensors[f"{name}.hidden"])
+
+
+def _weights_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = "weights."
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _encode_json(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode_json(tensor: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bytes(tensor.tolist()))
+    return found
