@@ -44,6 +44,7 @@ _COMMANDS: dict[str, str | _Added] = {
     "demo": "demo:demo",
     "distill": _Added("deploy.distillation.command", "distill", "distill", "Train a draft."),
     "doctor": "doctor:doctor",
+    "drafts": "drafts:drafts",
     "bench": _Added("deploy.bench.commands", "bench", "bench", "Measure drafting methods, or a server under load."),
     "simulate": _Added(
         "deploy.simulation.commands", "simulate", "simulate", "Run the control plane on a virtual clock."

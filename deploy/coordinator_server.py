@@ -101,6 +101,7 @@ class CoordinatorServer:
             draft_method=configuration.draft.name,
             aliases=configuration.target.aliases,
             shares_between_keys=configuration.server.sharing_between_keys == "on",
+            learns_from=configuration.draft.learns_from,
         )
         servicer = GenerationServicer(generation, traces=self._traces is not None)
         self._server.add(GENERATION_SERVICE, generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)

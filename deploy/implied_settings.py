@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, shorten
-from workers.draft.registry import METHODS, needs_of, placement_of
+from workers.draft.registry import METHODS, check_learning, needs_of, placement_of
 from workers.serve.configuration import load_configuration
 
 NOT_LOSSLESS = (
@@ -25,6 +25,7 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
     """
     draft = configuration.draft
     needs, place = needs_of(draft), placement_of(draft, configuration.target)
+    check_learning(draft.model_copy(update={"placement": place}))
     for name in draft.selected("method"):
         sequences = getattr(draft.settings(name, METHODS.get(name).settings), "sequences", None)
         if sequences is not None and sequences < configuration.scheduler.max_sequences:

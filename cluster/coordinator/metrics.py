@@ -12,6 +12,7 @@ from cluster.coordinator.observability.families import SECONDS, SHORT_SECONDS
 from cluster.coordinator.observability.request_metrics import RequestMetrics
 from cluster.core.draft_origin import DraftOrigin
 from cluster.core.request import Commit, FinishReason
+from cluster.core.verification import LearningStatus
 from cluster.speculation.observation import RoundRecord
 
 _TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096)
@@ -56,6 +57,7 @@ class Metrics(RequestMetrics):
         self._declare_memory_metrics()
         self._declare_speculation_metrics()
         self._declare_round_metrics()
+        self._declare_learning_metrics()
 
     def _declare_memory_metrics(self) -> None:
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the target's KV blocks in use, from 0 to 1.")
@@ -171,6 +173,33 @@ class Metrics(RequestMetrics):
         )
         self._crashes = self._counter(
             "pilotfish:loop_restarts", "Number of times that the coordinator's loop restarted after a bug."
+        )
+
+    def _declare_learning_metrics(self) -> None:
+        self._draft_version = self._gauge(
+            "pilotfish:draft_version",
+            "Highest number among the learned versions that draft, 0 for none, as of the last step.",
+        )
+        self._learned_clients = self._gauge(
+            "pilotfish:draft_learned_clients", "Number of clients that have learned draft weights, as of the last step."
+        )
+        self._learned_texts = self._gauge(
+            "pilotfish:draft_learned_texts",
+            "Number of texts that the target's process has collected to learn from, as of the last step.",
+        )
+        self._learned_bytes = self._gauge(
+            "pilotfish:draft_learned_text_bytes",
+            "Bytes that texts to learn from take in the target's memory, as of the last step.",
+        )
+        self._trainings = self._gauge(
+            "pilotfish:draft_trainings",
+            "Number of trainings since the start of the target's process, by result: taken, dropped or failed.",
+            "result",
+        )
+        self._learned_tokens = self._gauge(
+            "pilotfish:draft_tokens_per_step",
+            "Tokens per step of the target on held-back texts, before and after the last training.",
+            "weights",
         )
 
     def exposition(self) -> tuple[bytes, str]:
@@ -309,3 +338,16 @@ class Metrics(RequestMetrics):
         if drafts.step_seconds is not None and record.is_comparable:
             self._predicted.current.inc(drafts.step_seconds + drafts.waited)
             self._measured.current.inc(seconds)
+        if record.step.learning is not None:
+            self._learned(record.step.learning)
+
+    def _learned(self, status: LearningStatus) -> None:
+        """Show what the draft on the target has learned."""
+        self._draft_version.labels(*self._series).set(status.version)
+        self._learned_clients.labels(*self._series).set(status.clients)
+        self._learned_texts.labels(*self._series).set(status.texts)
+        self._learned_bytes.labels(*self._series).set(status.text_bytes)
+        for result, count in (("taken", status.taken), ("dropped", status.dropped), ("failed", status.failed)):
+            self._trainings.labels(*self._series, result).set(count)
+        for weights, tokens in (("before", status.tokens_per_step_before), ("after", status.tokens_per_step)):
+            self._learned_tokens.labels(*self._series, weights).set(tokens)

@@ -86,6 +86,8 @@ MAX_STEP_SAMPLES = 1024
 MAX_SAMPLE_SECONDS = 3600.0
 MAX_STEP_SECONDS = 86_400.0
 
+MAX_EXACT_INTEGER = 1 << 53
+"""Largest count that a double holds exactly."""
 MAX_JSON_DEPTH = 64
 """Deepest nesting of arrays and objects in an HTTP body."""
 

@@ -242,6 +242,8 @@ class GenerationRequest:
     """Whether commits have their draft trees. The answer does not depend on it."""
     priority: int = 0
     """Requests with a lower priority start earlier."""
+    allows_learning: bool = False
+    """Whether drafters may be trained on prompt and answer. The answer does not depend on it."""
 
     @property
     def input(self) -> tuple[int, ...]:

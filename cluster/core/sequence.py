@@ -92,7 +92,14 @@ class Sequence:
     def start(self) -> SequenceStart:
         """The parameters of the sequence for its first row on a worker."""
         request = self.request
-        return SequenceStart(self.prompt_len, request.sampling, request.cache_salt, request.prediction, request.source)
+        return SequenceStart(
+            self.prompt_len,
+            request.sampling,
+            request.cache_salt,
+            request.prediction,
+            request.source,
+            request.allows_learning,
+        )
 
     def usage(self) -> Usage:
         """Token and step counts of the answer so far."""

@@ -139,6 +139,30 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class LearningStatus:
+    """What the draft on the target has learned from the texts it drafted for, since the process's start."""
+
+    version: int = 0
+    """Highest number among the learned versions that draft; 0 for none."""
+    clients: int = 0
+    """Number of salts that have learned weights."""
+    texts: int = 0
+    """Number of texts that were collected to learn from."""
+    text_bytes: int = 0
+    """Memory that collected texts take, in bytes."""
+    taken: int = 0
+    """Number of trainings whose weights draft since then."""
+    dropped: int = 0
+    """Number of trainings whose weights were no better."""
+    failed: int = 0
+    """Number of trainings that did not end."""
+    tokens_per_step_before: float = 0.0
+    """Tokens per step of the target on held-back texts before the last training."""
+    tokens_per_step: float = 0.0
+    """Tokens per step of the target on held-back texts with the weights of the last training."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of one step of the target."""
 
@@ -149,6 +173,8 @@ class StepResult:
     """Time that the target spent, without the transport."""
     draft_seconds: float = 0.0
     """Part of `step_seconds` that the target spent on drafts for the next step."""
+    learning: LearningStatus | None = None
+    """What the draft on the target has learned; `None` where it does not learn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from cluster.core import bounds
+from cluster.core.config.draft_section import LearnsFrom
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady
 from cluster.core.ids import RequestId, check_request_id, scoped_request_id
@@ -52,6 +53,7 @@ class GenerationService:
         draft_method: str = "none",
         aliases: Sequence[str] = (),
         shares_between_keys: bool = False,
+        learns_from: LearnsFrom = "none",
         clock: Callable[[], float] = time.monotonic,
         created: float | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class GenerationService:
         self._draft_method = draft_method
         self._aliases = tuple(aliases)
         self._shares_between_keys = shares_between_keys
+        self._learns_from = learns_from
         self._clock = clock
         self._created = int(time.time() if created is None else created)
         self._running: dict[RequestId, asyncio.Event] = {}
@@ -81,7 +84,14 @@ class GenerationService:
         most_seconds = self._limits.max_timeout_seconds
         deadline = self._clock() + (most_seconds if seconds_left is None else min(seconds_left, most_seconds))
         ends = info.eos_token_ids or self._tokenizer.eos_token_ids
-        valid = validate.validate(message, info, self._limits, ends, shares_between_keys=self._shares_between_keys)
+        valid = validate.validate(
+            message,
+            info,
+            self._limits,
+            ends,
+            shares_between_keys=self._shares_between_keys,
+            learns_from=self._learns_from,
+        )
         async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
             request, started = await self._tokenized(valid, info)
             request = replace(request, deadline=deadline)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.core import bounds
+from cluster.core.config.draft_section import LearnsFrom
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from cluster.core.ids import CacheSalt, RequestId, check_request_id, scoped_request_id, scoped_salt
@@ -65,6 +66,8 @@ class ValidatedRequest:
     """The span that the request belongs to, in W3C's form; empty if there is none."""
     priority: int = 0
     """Requests with a lower priority start earlier."""
+    allows_learning: bool = False
+    """Whether drafters may be trained on prompt and answer."""
 
     @property
     def scoped_id(self) -> RequestId:
@@ -79,10 +82,11 @@ def validate(
     eos_token_ids: Sequence[int],
     *,
     shares_between_keys: bool = False,
+    learns_from: LearnsFrom = "none",
 ) -> ValidatedRequest:
     """Check every value that does not depend on the length of the prompt in tokens.
 
-    `shares_between_keys`: see `ServerSection.sharing_between_keys`.
+    `shares_between_keys`: see `ServerSection.sharing_between_keys`; `learns_from`: see `DraftSection.learns_from`.
     Raises `InvalidRequest`, and `UnknownModel` for another model than the served one.
     """
     check_model(request.model if request.HasField("model") else None, info)
@@ -130,6 +134,7 @@ def validate(
         returns_drafts=request.return_drafts,
         takes_min_tokens=not request.stopping.HasField("min_tokens"),
         priority=request.priority,
+        allows_learning=_allows_learning(request, learns_from),
     )
 
 
@@ -184,6 +189,7 @@ def fit_to_context(
         prediction=prediction if request.answers.beam is None else (),  # beams are not drafted for
         returns_drafts=request.returns_drafts,
         priority=request.priority,
+        allows_learning=request.allows_learning,
     )
 
 
@@ -214,6 +220,13 @@ def _client(request: generation_pb2.GenerateRequest) -> str:
     if "/" in client:
         raise InvalidRequest("client", client, "without a slash")
     return client
+
+
+def _allows_learning(request: generation_pb2.GenerateRequest, learns_from: LearnsFrom) -> bool:
+    """Whether the settings, the API key and the request itself all allow to learn from its texts."""
+    if learns_from == "none" or (request.HasField("store") and not request.store):
+        return False
+    return learns_from == "all" or request.client_allows_learning
 
 
 def _prediction(

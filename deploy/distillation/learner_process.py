@@ -37,15 +37,15 @@ def learn(task: Task) -> Candidate:
     configuration = load_configuration(task.configuration)
     weights = _trained(configuration, task)
     method = create(configuration.draft, configuration.target)
-    if not isinstance(method, LearnsOnline):
+    if not isinstance(method, LearnsOnline) or method.weights is None:
         raise ConfigurationError(f"draft.learn: the method {configuration.draft.name} does not learn")
     rounds = []
     for found in (task.weights, weights):
         for key in {salt_key(text.start.cache_salt) for text in task.held_back}:
-            method.replace_weights(key, found)
+            method.weights.replace(key, found)
         rounds.append([rounds_of(method, configuration, text) for text in task.held_back])
     before, after = rounds
-    tokens = tuple(len(text.tokens) - text.first - 2 for text in task.held_back)
+    tokens = tuple(max(0, len(text.tokens) - text.first - 2) for text in task.held_back)
     return Candidate(weights, tuple(before), tuple(after), tokens)
 
 

@@ -33,6 +33,7 @@ from deploy.implied_settings import with_implied_settings
 from deploy.local.local_drafter import LocalDrafter
 from deploy.network.cluster_token import draw_token
 from workers.draft.registry import create
+from workers.serve.learning.learner import start_learner
 from workers.serve.worker_server import host_target
 from workers.verify.build import build_engine
 
@@ -112,7 +113,13 @@ class LocalCluster:
         engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
         lease_seconds = configuration.cluster.lease_seconds
         access = PeerAccess(self._token, configuration.cluster.tls)
-        target = await enter(host_target(LOOPBACK, engine, access, lease_seconds=lease_seconds))
+        learning = None
+        if draft.learn == "on":
+            learner = await asyncio.to_thread(start_learner, configuration, colocated, lambda: engine.is_idle)
+            self._stack.callback(learner.close)
+            learning = learner.status
+        host = host_target(LOOPBACK, engine, access, lease_seconds=lease_seconds, learning=learning)
+        target = await enter(host)
         for _ in range(draft.replicas - draft.is_colocated):
             self._drafters.append(await enter(LocalDrafter(configuration, access)))
         step_timeout = configuration.target.step_timeout_seconds

@@ -54,6 +54,8 @@ class Parameters:
     """Number of answers."""
     best_of: int | None = None
     cache_salt: str | None = None
+    store: bool | None = None
+    """`False`: the server trains no draft on prompt and answer, also if the API key allows it."""
     max_draft_tokens: int | None = None
     """Most draft tokens that are verified at once; 0 turns speculation off."""
     priority: int | None = None
@@ -70,7 +72,7 @@ _SAMPLING = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _STOPPING = ("max_tokens", "min_tokens", "ignore_eos")
-_REQUEST = ("model", "n", "best_of", "cache_salt", "max_draft_tokens", "priority", "request_id")
+_REQUEST = ("model", "n", "best_of", "cache_salt", "store", "max_draft_tokens", "priority", "request_id")
 
 
 def make_request(prompt: Prompt, parameters: Parameters) -> generation_pb2.GenerateRequest:

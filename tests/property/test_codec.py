@@ -15,6 +15,7 @@ from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
 from cluster.core.request import BeamScoring, EarlyStopping, SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import TokenTree
 from cluster.core.verification import (
+    LearningStatus,
     OpenResult,
     OpenRow,
     StepBatch,
@@ -60,6 +61,7 @@ starts = st.builds(
     sampling=samplings,
     cache_salt=st.text(max_size=20),
     prediction=st.lists(tokens, max_size=8).map(tuple),
+    allows_learning=st.booleans(),
 )
 
 
@@ -130,8 +132,26 @@ def distinct(rows: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
 occupancies = st.builds(
     lambda total, used: KvOccupancy(total, max(0, total - used)), st.integers(0, 2**31), st.integers(0, 100)
 )
+counts = st.integers(0, 2**31 - 1)
+learning = st.builds(
+    LearningStatus,
+    version=counts,
+    clients=counts,
+    texts=st.integers(0, 2**53),
+    text_bytes=st.integers(0, 2**53),
+    taken=counts,
+    dropped=counts,
+    failed=counts,
+    tokens_per_step_before=real(0, 257),
+    tokens_per_step=real(0, 257),
+)
 results = st.builds(
-    StepResult, verdicts=distinct(verdicts()), kv=occupancies, step_seconds=real(0, 100), draft_seconds=real(0, 1)
+    StepResult,
+    verdicts=distinct(verdicts()),
+    kv=occupancies,
+    step_seconds=real(0, 100),
+    draft_seconds=real(0, 1),
+    learning=st.none() | learning,
 )
 
 

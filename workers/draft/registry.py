@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.draft_section import DraftModuleSection, DraftSection
 from cluster.core.config.registry import Registry
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import EvidenceNeeds, Tap
@@ -65,6 +65,11 @@ class MethodPlugin:
     """Where the method can draft."""
     for_encoder_decoder: bool = True
     """Whether the method drafts for encoder-decoder targets."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether the method can be trained on what it drafts for: it is a `LearnsOnline`."""
+        return issubclass(self.settings, DraftModuleSection) and self.settings.learns
 
 
 METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft")
@@ -160,6 +165,24 @@ def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Pl
     if place == "target" and draft.replicas > 1:
         raise ConfigurationError(f"draft.replicas: {draft.replicas} is refused; on the target there is one drafter")
     return place
+
+
+def check_learning(draft: DraftSection) -> None:
+    """Raise `ConfigurationError` if `draft.learn` is on with methods that cannot be trained while they draft.
+
+    `draft.placement` must be settled.
+    """
+    if draft.learn == "off":
+        return
+    learning = ", ".join(sorted(name for name, plugin in METHODS.items() if plugin.learns))
+    if len(selected := _selected(draft)) > 1 or not selected[0][1].learns:
+        raise ConfigurationError(
+            f"draft.learn: on is refused with {draft.name}; draft.method must be one of {learning}"
+        )
+    if not draft.is_colocated:
+        raise ConfigurationError(
+            f"draft.learn: on is refused with draft.placement: {draft.placement}; it must be target"
+        )
 
 
 def is_encoder_decoder(directory: Path) -> bool:

@@ -32,6 +32,7 @@ from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_target
 
 if TYPE_CHECKING:
+    from workers.serve.learning.learner import Learner
     from workers.verify.group import DriverRank
 
 _HEALTH_SECONDS = 0.25
@@ -50,6 +51,7 @@ class FirstRank:
         self._driver: DriverRank | None = None
         self._engine: StepEngine | None = None
         self._server: WorkerHost | None = None
+        self._learner: Learner | None = None
         self._is_stopped = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
 
@@ -83,6 +85,7 @@ class FirstRank:
             access,
             lease_seconds=configuration.cluster.lease_seconds,
             hang_seconds=configuration.target.step_timeout_seconds,
+            learning=None if self._learner is None else self._learner.status,
         )
         await self._server.start()
         return self._server.address, engine.info().profile
@@ -102,8 +105,10 @@ class FirstRank:
             self._server.check_health()
 
     async def stop(self) -> None:
-        """End the calls in flight, close the engine and stop the worker ranks."""
+        """End the calls in flight and a training, close the engine and stop the worker ranks."""
         self._is_stopped.set()
+        if self._learner is not None:
+            await asyncio.to_thread(self._learner.close)
         if self._server is not None:
             await self._server.stop()
         elif self._engine is not None:  # it may be loaded without being hosted
@@ -121,6 +126,10 @@ class FirstRank:
             join_group(target, 0, group.host, group.rendezvous)
         method = create(draft, target) if draft.is_colocated else None
         engine = self._engine = build_engine(target, method=method, profile=group.profile)
+        if draft.learn == "on":
+            from workers.serve.learning.learner import start_learner
+
+            self._learner = start_learner(configuration, method, lambda: engine.is_idle)
         if target.tensor_parallel > 1:
             self._engine = self._driver = DriverRank(engine)
         return self._engine

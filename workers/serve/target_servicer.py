@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -12,7 +12,16 @@ import grpc
 from cluster.core.drafting import RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
-from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
+from cluster.core.verification import (
+    LearningStatus,
+    OpenResult,
+    OpenRow,
+    StepBatch,
+    StepResult,
+    TargetInfo,
+    Verdict,
+    VerifyRow,
+)
 from cluster.wire.codec.common import decode_client, decode_sequence_ids
 from cluster.wire.codec.opening import decode_open_rows, encode_open_result
 from cluster.wire.codec.step import decode_step_batch, encode_step_result
@@ -54,8 +63,15 @@ class TargetServicer(LeasedServicer[KvOccupancy], target_pb2_grpc.TargetServiceS
     their verdicts. Sequences belong to the lease of the client that stored them.
     """
 
-    def __init__(self, engine: StepEngine, leases: Leases | None = None) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        leases: Leases | None = None,
+        learning: Callable[[], LearningStatus] | None = None,
+    ) -> None:
+        """`learning` says what the draft on the target has learned."""
         self._engine = engine
+        self._learning = learning
         super().__init__(ComputeThread("target"), engine.release, leases)
 
     async def Step(
@@ -116,7 +132,9 @@ class TargetServicer(LeasedServicer[KvOccupancy], target_pb2_grpc.TargetServiceS
 
         verdicts = count_failures(self._compute, lambda: compute_rows(batch.rows, compute, _faulted))
         step_seconds = sum(result.step_seconds for result in results)
-        return StepResult(verdicts, results[-1].kv, step_seconds, sum(result.draft_seconds for result in results))
+        draft_seconds = sum(result.draft_seconds for result in results)
+        learning = None if self._learning is None else self._learning()
+        return StepResult(verdicts, results[-1].kv, step_seconds, draft_seconds, learning)
 
 
 def _faulted(row: VerifyRow, fault: RowFault) -> Verdict:

@@ -12,6 +12,7 @@ from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ports import DraftMethod
+from cluster.core.verification import LearningStatus
 from cluster.wire.address import join_host_port
 from cluster.wire.lease import RENEWALS
 from cluster.wire.peer_access import OPEN, PeerAccess
@@ -126,9 +127,13 @@ def host_target(
     *,
     lease_seconds: float = LEASE_SECONDS,
     hang_seconds: float = HANG_SECONDS,
+    learning: Callable[[], LearningStatus] | None = None,
 ) -> WorkerHost:
-    """Host `TargetService` over an engine, or over the driver rank of a group. The host closes the engine."""
-    servicer = TargetServicer(engine, Leases(lease_seconds))
+    """Host `TargetService` over an engine, or over the driver rank of a group. The host closes the engine.
+
+    `learning` says what the draft on the target has learned, where it learns.
+    """
+    servicer = TargetServicer(engine, Leases(lease_seconds), learning)
     add_to_server = target_pb2_grpc.add_TargetServiceServicer_to_server
     return WorkerHost(host, TARGET_SERVICE, servicer, add_to_server, access, hang_seconds)
 

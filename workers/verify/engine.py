@@ -152,6 +152,11 @@ class TargetEngine:
                     self._sources.release(sequence.source)
         return self._pool.occupancy()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is held. Another thread may ask."""
+        return not self._sequences
+
     def release_all(self) -> KvOccupancy:
         """Free every sequence's blocks."""
         return self.release(list(self._sequences))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.config.base import Choice, ModuleSection, PluginHost, PluginSettings, Seconds, Taps
+from cluster.core.config.base import MIB, Choice, ModuleSection, PluginHost, PluginSettings, Seconds, Taps
 from cluster.core.config.model_section import ModelSection, PoolSection
 
 NO_DRAFTS = "none"
@@ -15,6 +15,8 @@ DEFAULT_METHOD = "ngram"
 """Name of the drafting method where neither `draft.method` nor `draft.methods` is set."""
 SELECTORS = ("draft.method", "draft.methods")
 """Two keys for one choice: an override of either one replaces what a file or preset says under both."""
+LearnsFrom = Literal["none", "keys", "all"]
+"""Whose texts drafts are trained on: nobody's, those of clients whose API key allows it, or those of all clients."""
 
 
 class DraftModelSection(ModelSection, PluginSettings):
@@ -33,6 +35,9 @@ class DraftModelSection(ModelSection, PluginSettings):
 
 class DraftModuleSection(ModuleSection):
     """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
+
+    learns: ClassVar[bool] = False
+    """Whether the method can be trained on what it drafts for."""
 
     revision: str | None = None
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
@@ -75,6 +80,21 @@ class DraftSection(PluginHost):
     """Intra-op threads of each drafter on CPU; 0 lets the placement choose."""
     timeout_seconds: Seconds = 0.5
     """Longest wait for a proposal of a drafter, in seconds; then the round continues without drafts."""
+    learn: Choice[Literal["off", "on"]] = "off"
+    """`on` trains the draft on the texts it drafts for, while no request runs, and drafts with new weights that save
+    steps of the target. What one client's texts teach drafts for that client only. It needs `pilotfish[distill]`."""
+    learn_from: Literal["keys", "all"] = "keys"
+    """Whose texts are learned from: `keys`: of clients whose line in the API key file has `learn`; `all`: of every
+    client. Requests with `store: false` are left out."""
+    learn_directory: str | None = None
+    """Directory for the learned weights, from which a restart goes on; unset: they end with the process. It has no
+    texts in it."""
+    learn_text_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] = 64 * MIB
+    """Most memory for texts and their hidden states to learn from, in bytes, in the target's process. A training copies
+    a client's part of it into a process of its own."""
+    learn_weight_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] = 256 * MIB
+    """Most memory for learned weights in the target's process, in bytes. Clients beyond it draft with the weights of
+    the draft's files."""
 
     @property
     def is_enabled(self) -> bool:
@@ -85,6 +105,11 @@ class DraftSection(PluginHost):
     def is_colocated(self) -> bool:
         """Whether drafts come from the target's rank 0. `auto` must be settled before."""
         return self.is_enabled and self.placement == "target"
+
+    @property
+    def learns_from(self) -> LearnsFrom:
+        """Whose texts the draft is trained on."""
+        return self.learn_from if self.learn == "on" else "none"
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ LONGEST_KEY = 512
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _NUMBER = re.compile(r"[1-9][0-9]{0,11}")
-_ADMIN = "admin"
+_ADMIN, _LEARN = "admin", "learn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class ApiKey:
     """Whether the key also opens what belongs to operators: metrics, and requests of other clients."""
     is_internal: bool = False
     """Whether it is the key of the cluster's own processes. They may act in the name of any client."""
+    allows_learning: bool = False
+    """Whether drafters may be trained on the texts of its client."""
     limits: ClientLimitsSection | None = None
     """What its client may use; `None`: what the settings say."""
 
@@ -42,7 +44,7 @@ def digest(key: str | bytes) -> bytes:
 
 
 def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
-    """Read lines of the form `NAME KEY [admin] [LIMIT=NUMBER]…`. Empty lines and those that begin with # are skipped.
+    """Read lines of the form `NAME KEY [admin] [learn] [LIMIT=NUMBER]…`, and skip empty ones and comments (#).
 
     `sha256:` and 64 hexadecimal digits may stand for the key. A limit is a field of `ClientLimitsSection`. Raises
     `ConfigurationError`, which names `source` and the line, never the key.
@@ -56,12 +58,13 @@ def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
 
 
 def parse_key(name: str, text: str, source: str) -> ApiKey:
-    """Read `KEY [admin] [LIMIT=NUMBER]…`. Raises `ConfigurationError`."""
+    """Read `KEY [admin] [learn] [LIMIT=NUMBER]…`. Raises `ConfigurationError`."""
     if _NAME.fullmatch(name) is None:
         raise ConfigurationError(f"{source}: needed a name of 1 to 64 letters, digits or ._-, found another one")
     key, *options = text.split() or [""]
-    limits = [option for option in options if option != _ADMIN]
-    return ApiKey(name, _digest_of(key, source), is_admin=_ADMIN in options, limits=_limits(limits, source))
+    limits = _limits([option for option in options if option not in (_ADMIN, _LEARN)], source)
+    admin, learn = (flag in options for flag in (_ADMIN, _LEARN))
+    return ApiKey(name, _digest_of(key, source), is_admin=admin, allows_learning=learn, limits=limits)
 
 
 def _limits(options: Sequence[str], source: str) -> ClientLimitsSection | None:
@@ -72,7 +75,7 @@ def _limits(options: Sequence[str], source: str) -> ClientLimitsSection | None:
         if limit not in ClientLimitsSection.model_fields or not sign or _NUMBER.fullmatch(number) is None:
             known = "=NUMBER, ".join(ClientLimitsSection.model_fields)
             raise ConfigurationError(
-                f"{source}: needed NAME KEY, then any of {_ADMIN}, {known}=NUMBER, found another word"
+                f"{source}: needed NAME KEY, then any of {_ADMIN}, {_LEARN}, {known}=NUMBER, found another word"
             )
         values[limit] = int(number)
     return ClientLimitsSection(**values) if values else None

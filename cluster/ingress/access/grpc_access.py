@@ -66,7 +66,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _name(request: Any, key: ApiKey | None) -> None:
-    """Write the caller's name into a request that names a client. An operator may abort requests of others.
+    """Write the caller into a request that names a client. An operator may abort requests of others.
 
     What stands for an unreadable message is left to `CallInterceptor`, which refuses it.
     """
@@ -75,6 +75,8 @@ def _name(request: Any, key: ApiKey | None) -> None:
     if key is not None and key.is_admin and request.client and isinstance(request, _ABORTS):
         return
     request.client = "" if key is None else key.name
+    if isinstance(request, generation_pb2.GenerateRequest):
+        request.client_allows_learning = key is not None and key.allows_learning
 
 
 def _names_client(request: object) -> bool:

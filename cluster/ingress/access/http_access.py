@@ -71,10 +71,14 @@ class AccessMiddleware:
 
 
 def named(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
-    """Write the name of the current HTTP request's caller into a request to the generation service, and return it."""
+    """Write the current HTTP request's caller into a request to the generation service, and return it.
+
+    That is the name of the key, and whether drafters may learn from its texts.
+    """
     key = _caller.get()
     if key is not None and not key.is_internal:
         request.client = key.name
+        request.client_allows_learning = key.allows_learning
     return request
 
 

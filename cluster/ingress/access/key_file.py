@@ -16,7 +16,7 @@ Version = tuple[tuple[str, int, int], ...]
 
 
 class KeyFile:
-    """Reads the keys at a path: a file with lines `NAME KEY [admin] [LIMIT=NUMBER]…`, or a directory.
+    """Reads the keys at a path: a file with lines `NAME KEY [admin] [learn] [LIMIT=NUMBER]…`, or a directory.
 
     In a directory, the name of each file is a key's name and its content is the rest of such a line. Names that begin
     with a dot are skipped. A mounted Secret of Kubernetes has this form.

@@ -31,6 +31,9 @@ _FIELDS: Mapping[str, str] = {
     "pilotfish:step_tokens_count": "steps_total",
     "pilotfish:drafter_fallback_total": "drafter_fallbacks_total",
     "pilotfish:lossless": "lossless",
+    "pilotfish:draft_version": "draft_version",
+    "pilotfish:draft_learned_clients": "draft_learned_clients",
+    "pilotfish:draft_learned_texts": "draft_learned_texts",
 }
 """Names of series, and what they are called in the answer. Series that differ in other labels add up."""
 _DRAFTERS = "pilotfish:drafters"

@@ -95,6 +95,8 @@ class MessagesBody(ConversationBody):
     """Keep the smallest set of most probable tokens whose probability reaches it."""
     top_k: int | None = None
     """Keep this many of the most probable tokens."""
+    store: Literal[False] | None = None
+    """`false`: no draft is trained on prompt and answer, also if the API key allows it. Anthropic has no such field."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """No effect: labels that the client chooses."""
     service_tier: Literal["auto", "standard_only"] = "auto"
@@ -118,6 +120,7 @@ def add_messages(app: FastAPI, client: MessagesClient, limits: LimitsSection) ->
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
+            "store": body.store,
         }
         adapter = _Message(request.state.request_id)
         with own_names(_NAMES):

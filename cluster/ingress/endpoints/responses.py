@@ -69,6 +69,7 @@ def _chat(body: ResponsesBody, turns: list[Json]) -> Json:
         "top_p": body.top_p,
         "seed": body.seed,
         "parallel_tool_calls": body.parallel_tool_calls,
+        "store": None if body.store else False,
     }
     if body.functions:
         chat["tools"] = [_tool(tool) for tool in body.functions]

@@ -37,7 +37,7 @@ class ResponsesBody(StrictModel):
     previous_response_id: Text | None = None
     """Continue after this response, while it is kept."""
     store: bool = True
-    """Keep the conversation, so that a later request can continue it."""
+    """Keep the conversation, so that a later request can continue it. `false` also excludes it from training drafts."""
     stream: bool = False
     """Send server-sent events while the answer is generated."""
     max_output_tokens: UInt32 | None = None

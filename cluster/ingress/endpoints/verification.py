@@ -120,6 +120,7 @@ def _request(body: VerifyBody, limits: LimitsSection, request_id: str) -> genera
             raise InvalidRequest("request.prompt", f"{len(others) + 1} prompts", "one prompt")
     if parsed.use_beam_search:
         raise InvalidRequest("request.use_beam_search", True, "false: a beam search has no seed")
+    message.store = False  # a repeated text teaches nothing
     return message
 
 

@@ -64,6 +64,7 @@ def completion_requests(
             bad_words=body.bad_words,
             return_drafts=body.return_drafts,
             priority=body.priority,
+            store=body.store,
             **answers,
         )
         request.sampling.seed = (seed + index * seeds_per_prompt) % _SEEDS
@@ -93,6 +94,7 @@ def chat_request(body: ChatRequest, request_id: str, seed: int) -> generation_pb
         bad_words=body.bad_words,
         return_drafts=body.return_drafts,
         priority=body.priority,
+        store=body.store,
         **_answer_fields(body),
     )
 

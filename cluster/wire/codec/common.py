@@ -187,6 +187,7 @@ def encode_start(start: SequenceStart) -> pb.SequenceStart:
         min_tokens=start.sampling.min_tokens,
         prediction=start.prediction,
         source=start.source,
+        allows_learning=start.allows_learning,
     )
 
 
@@ -201,6 +202,7 @@ def decode_start(message: pb.SequenceStart, field: str) -> SequenceStart:
         cache_salt=CacheSalt(bounds.text(f"{field}.cache_salt", message.cache_salt, bounds.MAX_SCOPED_SALT_BYTES)),
         prediction=bounds.tokens(f"{field}.prediction", message.prediction, 0, bounds.MAX_PREDICTION_TOKENS),
         source=bounds.tokens(f"{field}.source", message.source, 0, bounds.MAX_SOURCE_TOKENS),
+        allows_learning=message.allows_learning,
     )
 
 

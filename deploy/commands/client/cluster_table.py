@@ -25,7 +25,7 @@ _HEADINGS = (
     "KV\nused",
     "drafts\nby",
 )
-_CAPTION = "drafts by: drafters that answer, or the target itself"
+_CAPTION = "drafts by: drafters that answer, or the target itself; vN: learned version"
 _DRAFTER_HEADINGS = ("drafter", "drafts for", "state", "sequences", "drafted\n/s", "busy")
 
 
@@ -72,6 +72,8 @@ class ReplicaStatus:
     """The drafters that draft for it."""
     lossless: bool = True
     """Whether answers are exactly those of the target alone."""
+    draft_version: int = 0
+    """Highest number among the versions of the draft that were learned from served texts; 0 for none."""
 
     def values(self) -> dict[str, Any]:
         """Return the status for JSON."""
@@ -179,6 +181,7 @@ def _status(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float)
         drafters=dict(after["drafters"]),
         drafting=tuple(_drafters(before, after, seconds)),
         lossless=bool(after["lossless"]),
+        draft_version=int(after.get("draft_version", 0)),
     )
 
 
@@ -195,7 +198,8 @@ def _drafted_by(one: ReplicaStatus) -> str:
     available, failed = one.drafters.get("available", 0), one.drafters.get("failed", 0)
     if available or failed:
         return f"{available} of {available + failed}" if failed else str(available)
-    return _NONE if one.acceptance is None else "target"
+    by_target = f"target v{one.draft_version}" if one.draft_version else "target"
+    return _NONE if one.acceptance is None else by_target
 
 
 def _short(name: str) -> str:

@@ -504,6 +504,7 @@ class SequenceStart(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    ALLOWS_LEARNING_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     """Number of prompt tokens at the start. Bound: 1 to 2^20."""
     cache_salt: _builtins.str
@@ -512,6 +513,8 @@ class SequenceStart(_message.Message):
     """
     min_tokens: _builtins.int
     """Fewest tokens of the answer before one that ends it. Bound: 0 to 2^20."""
+    allows_learning: _builtins.bool
+    """True if drafters may be trained on the tokens."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
         """Sampling parameters, seed included."""
@@ -538,10 +541,11 @@ class SequenceStart(_message.Message):
         min_tokens: _builtins.int = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
         source: _abc.Iterable[_builtins.int] | None = ...,
+        allows_learning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "end_token_ids", b"end_token_ids", "min_tokens", b"min_tokens", "prediction", b"prediction", "prompt_len", b"prompt_len", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allows_learning", b"allows_learning", "cache_salt", b"cache_salt", "end_token_ids", b"end_token_ids", "min_tokens", b"min_tokens", "prediction", b"prediction", "prompt_len", b"prompt_len", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ trial of two keys for what is kept of texts, or with the reason why nobody can r
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from tests.integration.tenants.two_keys import ALICE, BOB, TwoKeys, configuratio
 from tests.support.models import tiny_tokenizer
 from tests.support.translation.tiny_marian import FRENCH, save_translator
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase, make_directories
+from workers.draft.common.learning import salt_key
 from workers.draft.common.modules.context_store import SegmentKeys
+from workers.draft.heads.learned_heads import LearnedHeads
 from workers.draft.registry import METHODS
 from workers.kv.sources import source_salt
+from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +135,18 @@ async def is_routed_by_the_prompt(clients: TwoKeys) -> bool:
     return found["bob"]
 
 
+async def learns_from_the_text(_: TwoKeys) -> bool:
+    """Whether weights that one client's texts have taught draft for another client, as they do for the first one."""
+    alice, bob = (scoped_salt(name, "", shares_between_keys=False) for name in ("alice", "bob"))
+    found = False
+    for heads in [one for one in gc.get_objects() if isinstance(one, LearnedHeads)]:
+        files = heads.of_salt(alice)
+        heads.replace(salt_key(alice), heads.of(""))
+        assert heads.of_salt(alice) is not files
+        found = found or heads.of_salt(bob) is not files
+    return found
+
+
 async def finds_contexts(_: TwoKeys) -> bool:
     """Whether two clients have keys in common for what a module computed of the same text, as one client has."""
     keys = [SegmentKeys(scoped_salt(name, "", shares_between_keys=False)).of([1] * 32) for name in ("a", "a", "b")]
@@ -171,6 +187,14 @@ STORES: dict[str, Trial] = {
     "Successors._given": drafts_the_text,
     "Successors._rows": drafts_the_text,
     "ContextStore._segments": finds_contexts,
+    # drafts that learn from texts: the texts, the weights and their versions
+    "Learner._learned": learns_from_the_text,
+    "Learner._trained": learns_from_the_text,
+    "Learner.candidate": learns_from_the_text,
+    "LearnedHeads._learned": learns_from_the_text,
+    "Reservoir._texts": learns_from_the_text,
+    "Versions._served": learns_from_the_text,
+    "_Texts._texts": learns_from_the_text,
     # what clients come back for
     "Conversations._stored": continues_the_conversation,
     "RecentAnswers._stored": resumes_the_answer,
@@ -302,6 +326,19 @@ async def test_everything_that_outlives_a_request_is_named_here(
     assert not unnamed, f"{method}: name them, with a trial of two keys or a reason: {sorted(unnamed)}"
 
 
+async def test_everything_that_a_draft_that_learns_keeps_is_named_here(directories: Directories) -> None:
+    values = configuration(directories, "heads").model_dump(mode="json")
+    async with two_keys(load_configuration(values, {"draft.learn": "on"})) as clients:
+        await use(clients, 0, constrains=True)
+        await settled()
+        before = Snapshot()
+        await use(clients, 10, constrains=True)
+        await settled()
+        found = Snapshot().changed_since(before)
+    assert not found - STORES.keys() - UNREAD.keys()
+    assert {"Reservoir._texts", "_Texts._texts"} & found
+
+
 def test_every_route_is_used() -> None:
     app = create_app(None, LimitsSection())  # type: ignore[arg-type]
     routes = {f"{method} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
@@ -328,6 +365,7 @@ TRIALS: dict[str, list[Trial]] = {
     ],
     "suffix": [drafts_the_text],
     "recycling": [drafts_the_text],
+    "heads": [learns_from_the_text],
 }
 
 

@@ -28,7 +28,7 @@ from tests.unit.draft.contract.methods import CASES, Directories, MethodCase
 from workers.serve.configuration import load_configuration
 
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"
-KEYS = parse_keys(f"alice {ALICE} admin requests_per_minute=9999\nbob {BOB}", "keys")
+KEYS = parse_keys(f"alice {ALICE} admin learn requests_per_minute=9999\nbob {BOB}", "keys")
 SETTLING_SECONDS = 0.3
 """After this time nothing runs any more that belongs to an answered request, in seconds."""
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from cluster.core.config.draft_section import LearnsFrom
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
@@ -76,10 +77,13 @@ async def apis(tmp_path: Path) -> AsyncIterator[BothApis]:
 
 @asynccontextmanager
 async def serving(
-    directory: Path, keys: KeyRing | None = None, tls: PublicTlsSection | None = None
+    directory: Path,
+    keys: KeyRing | None = None,
+    tls: PublicTlsSection | None = None,
+    learns_from: LearnsFrom = "none",
 ) -> AsyncIterator[BothApis]:
     """Serve both APIs. With `keys`, they demand API keys, and `OWN_KEY` is the key of the server itself."""
-    generation, engine, _ = fake_service(directory, limits=LIMITS)
+    generation, engine, _ = fake_service(directory, limits=LIMITS, learns_from=learns_from)
     interceptors = () if keys is None else (AccessInterceptor(keys),)
     public = PublicOptions(tls)
     async with WireServer(

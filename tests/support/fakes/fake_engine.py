@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from cluster.core.config.draft_section import LearnsFrom
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
 from cluster.core.draft_origin import DraftOrigin
@@ -245,12 +246,20 @@ def script_of(tokenizer: Tokenizer, text: str, *, ends: bool = True) -> Script:
 
 
 def fake_service(
-    directory: Path, text: str = "hello the world", *, block: int = 3, limits: LimitsSection | None = None
+    directory: Path,
+    text: str = "hello the world",
+    *,
+    block: int = 3,
+    limits: LimitsSection | None = None,
+    learns_from: LearnsFrom = "none",
 ) -> tuple[GenerationService, ScriptedEngine, Tokenizer]:
     """A generation service over an engine that generates `text`."""
     tokenizer = Tokenizer.load(byte_level(directory))
     engine = ScriptedEngine(script_of(tokenizer, text), block)
-    return GenerationService(engine, tokenizer, limits or LimitsSection(), created=1_700_000_000), engine, tokenizer
+    service = GenerationService(
+        engine, tokenizer, limits or LimitsSection(), created=1_700_000_000, learns_from=learns_from
+    )
+    return service, engine, tokenizer
 
 
 @asynccontextmanager

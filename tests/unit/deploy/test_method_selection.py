@@ -12,8 +12,10 @@ from cluster.core.config.load import load
 from cluster.core.errors import ConfigurationError
 from deploy import cli
 from deploy.bench.measuring.competitors import BenchSettings
+from deploy.implied_settings import with_implied_settings
 from deploy.settings import load_settings, settings_from_arguments
-from tests.support.models import tiny
+from tests.support.models import drafting_modules, tiny
+from workers.draft.common.learning import salt_key
 from workers.serve.configuration import load_configuration
 
 SEVERAL = "draft: {methods: [suffix, recycling]}\n"
@@ -133,3 +135,50 @@ def test_a_malformed_selection_is_refused_with_its_key() -> None:
         load({"draft": {"method": "ngram"}}, {"draft.methods": "suffix"})
     with pytest.raises(ConfigurationError, match=r"draft"):
         load({"draft": 3}, {"draft.method": "suffix"})
+
+
+@pytest.mark.parametrize(
+    ("draft", "reason"),
+    [
+        ({"method": "ngram"}, "draft.learn: on is refused with ngram; draft.method must be one of blockwise, heads"),
+        ({"methods": ["heads", "suffix"]}, "draft.learn: on is refused with heads\\+suffix"),
+        ({"method": "none"}, "draft.learn: on is refused with none"),
+        ({"method": "heads", "placement": "drafter"}, "draft.placement: drafter; it must be target"),
+    ],
+)
+def test_only_a_method_that_can_be_trained_where_it_drafts_learns(
+    draft: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    drafting_modules.save(tiny.save(tmp_path / "target", tiny.llama()), tmp_path / "heads", "heads", (2,))
+    values = {
+        "target": {"path": str(tmp_path / "target")},
+        "draft": draft | {"heads": {"path": str(tmp_path / "heads")}},
+    }
+    with_implied_settings(load_configuration(values))
+    with pytest.raises(ConfigurationError, match=reason):
+        with_implied_settings(load_configuration(values, {"draft.learn": "on"}))
+
+
+def test_learned_drafts_are_listed_and_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drafts(*arguments: str) -> int:
+        monkeypatch.setattr(
+            "sys.argv", ["pilotfish", "drafts", *arguments, "--set", f"draft.learn_directory={tmp_path}"]
+        )
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    alice, bob = salt_key("alice/"), salt_key("bob/")
+    for key in (alice, bob):
+        for number in (1, 2):
+            (tmp_path / key / f"00000{number}").mkdir(parents=True)
+        (tmp_path / key / "served").write_text("2")
+    assert drafts("rollback", "--client", "alice") == 0
+    assert [(tmp_path / key / "served").read_text().strip() for key in (alice, bob)] == ["1", "2"]
+    assert drafts("list") == 0
+    shown = capsys.readouterr().out
+    assert alice in shown and bob in shown
+    assert drafts("rollback", "--client", "nobody") == 2
+    assert "has no version to go back from" in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,11 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from cluster.wire.peer_access import OPEN
 from tests.support.fakes.echo_workers import EchoEngine, entries
+from tests.support.models import drafting_modules
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve import rank_actors
+from workers.serve.learning import learner
 from workers.serve.rank_placement import RankGroup
 from workers.serve.worker_server import host_target
 from workers.verify.decider import LocalDecider
@@ -59,3 +63,57 @@ async def test_a_driver_rank_closes_its_engine_when_it_stops(
     assert entries(tmp_path)
     await rank.stop()
     assert not entries(tmp_path)
+
+
+async def test_a_driver_rank_learns_if_the_settings_say_so_until_it_stops(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learners() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "learner"]
+
+    monkeypatch.setattr(rank_actors, "set_threads", lambda _: None)
+    drafting_modules.save(directory, tmp_path / "heads", "heads", (2,))
+    target = {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 1 << 20}, "evidence": {"taps": (2,)}}
+    heads = {"method": "heads", "placement": "target", "heads": {"path": str(tmp_path / "heads")}}
+    for learn, expected in (("off", []), ("on", ["learner"])):
+        rank = rank_actors.FirstRank()
+        values = {"target": target, "draft": heads | {"learn": learn}, "log_level": "warning"}
+        await rank.start(RankGroup(values, 1, "127.0.0.1", 0), OPEN)
+        assert learners() == expected
+        await rank.stop()
+        assert not learners()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "settings", "reason"),
+    [
+        (
+            "weight_bytes",
+            lambda _: (1 << 20) + 1,
+            {"learn_weight_bytes": 1 << 20},
+            "learn_weight_bytes: 1048576 is too small; one client's weights take 1048577",
+        ),
+        ("find_spec", lambda _: None, {}, "learn: on needs the extra distill"),
+        ("weight_bytes", lambda _: 1, {"learn_directory": "/proc/none"}, "learn_directory: /proc/none cannot be used"),
+    ],
+    ids=["memory", "no training", "no directory"],
+)
+async def test_a_driver_rank_refuses_to_learn_without_what_it_needs(
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: Any,
+    settings: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(rank_actors, "set_threads", lambda _: None)
+    monkeypatch.setattr(learner, name, value)
+    drafting_modules.save(directory, tmp_path / "heads", "heads", (2,))
+    target = {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 1 << 20}, "evidence": {"taps": (2,)}}
+    draft = {"method": "heads", "placement": "target", "heads": {"path": str(tmp_path / "heads")}, "learn": "on"}
+    rank = rank_actors.FirstRank()
+    values = {"target": target, "draft": draft | settings, "log_level": "warning"}
+    with pytest.raises(ConfigurationError, match=f"draft.{reason}"):
+        await rank.start(RankGroup(values, 1, "127.0.0.1", 0), OPEN)
+    await rank.stop()

@@ -46,6 +46,10 @@ def explained(**details: Any) -> target_pb2.TargetServiceStepResponse:
     return verdict(details=[target_pb2.VerdictDetails(**details)])
 
 
+def learned(**fields: Any) -> target_pb2.TargetServiceStepResponse:
+    return target_pb2.TargetServiceStepResponse(learning=target_pb2.LearningStatus(**fields))
+
+
 def drawn_from(tokens: list[int], probabilities: list[float]) -> common_pb2.DraftDistribution:
     return common_pb2.DraftDistribution(tokens=tokens, probabilities=probabilities)
 
@@ -227,6 +231,12 @@ REFUSED_STEPS = [
         "between 0 and 1",
     ),
     (target_pb2.TargetServiceStepResponse(step_seconds=math.nan), "step_seconds", "between 0 and 86400"),
+    (learned(version=BIG), "learning.version", TOKEN_BOUND),
+    (learned(failed=BIG), "learning.failed", TOKEN_BOUND),
+    (learned(texts=2**53 + 1), "learning.texts", "between 0 and 9007199254740992"),
+    (learned(text_bytes=2**53 + 1), "learning.text_bytes", "between 0 and 9007199254740992"),
+    (learned(tokens_per_step=math.inf), "learning.tokens_per_step", "between 0 and 257"),
+    (learned(tokens_per_step_before=-1.0), "learning.tokens_per_step_before", "between 0 and 257"),
     (
         explained(evidence=common_pb2.Evidence()),
         "details[0].evidence.base_len",

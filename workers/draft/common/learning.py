@@ -7,10 +7,11 @@ candidates are measured on them.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from cluster.core.ports import DraftMethod
@@ -23,7 +24,7 @@ _HELD_BACK = 0.25
 """Share of the texts that is held back."""
 _TOKEN_BYTES = 8
 _MOST_SALTS = 64
-"""Most salts whose texts are kept, and most whose requests have weights of their own."""
+"""Most salts whose texts are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,77 +58,146 @@ class TextsOfSalt:
 
 
 class Reservoir:
-    """Texts by salt, at most `most_bytes` together. Any thread may call it.
+    """Texts by salt. Any thread may call it.
 
-    The oldest text of the salt that takes the most memory is dropped first, so that no client drops another one's.
+    Finished texts take at most half of `most_bytes`, and those that are still collected the other half. The oldest text
+    of the client that takes the most memory is dropped first, so that no client drops another one's.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+        self._most_bytes = most_bytes // 2
         self._lock = threading.Lock()
-        self._texts: dict[str, deque[tuple[bool, CollectedText]]] = {}
-        self._bytes: dict[str, int] = {}
-        self._seen: dict[str, int] = {}
+        self._texts: dict[str, _Texts] = {}
+        self._seen = 0
+        self._collecting = 0
 
     @property
     def seen(self) -> int:
         """Texts that were collected since the start."""
-        return sum(self._seen.values())
+        return self._seen
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that all texts take together."""
-        return sum(self._bytes.values())
+        """Bytes that all finished texts take together."""
+        return sum(texts.size for texts in self._texts.values())
+
+    def reserve(self, size: int) -> bool:
+        """Count bytes of a text that is still collected. Returns `False` if there is no room."""
+        with self._lock:
+            if self._collecting + size > self._most_bytes:
+                return False
+            self._collecting += size
+            return True
+
+    def free(self, size: int) -> None:
+        """Count no more what `reserve` counted."""
+        with self._lock:
+            self._collecting -= size
 
     def add(self, text: CollectedText) -> None:
-        """Keep a text if its request allows it and if it fits. A salt beyond the most that are kept is left out."""
+        """Keep a text if its request allows it and if it fits."""
         if not text.start.allows_learning or text.size > self._most_bytes:
             return
-        key = salt_key(text.start.cache_salt)
+        salt = text.start.cache_salt
+        key = salt_key(salt)
         with self._lock:
-            if key not in self._texts and len(self._texts) >= _MOST_SALTS:
-                return
-            number = self._seen.get(key, 0)
-            self._seen[key] = number + 1
-            is_held_back = _share(key, number) < _HELD_BACK
-            self._texts.setdefault(key, deque()).append((is_held_back, text))
-            self._bytes[key] = self._bytes.get(key, 0) + text.size
+            texts = self._texts.pop(key, None) or _Texts(salt.partition("/")[0])
+            self._texts[key] = texts  # the last one of these is the latest
+            texts.add(text, is_held_back=_share(key, texts.seen) < _HELD_BACK)
+            self._seen += 1
             while self.stored_bytes > self._most_bytes:
-                largest = max(self._bytes, key=self._bytes.__getitem__)
-                self._bytes[largest] -= self._texts[largest].popleft()[1].size
+                self._of_largest_client(lambda one: one.size).drop_oldest()
+            if len(self._texts) > _MOST_SALTS:
+                self._texts = {one: kept for one, kept in self._texts.items() if kept is not self._oldest()}
 
     def salts(self) -> tuple[TextsOfSalt, ...]:
         """The texts of all salts."""
         with self._lock:
-            return tuple(
-                TextsOfSalt(
-                    key,
-                    self._seen[key],
-                    tuple(text for is_held_back, text in texts if not is_held_back),
-                    tuple(text for is_held_back, text in texts if is_held_back),
-                )
-                for key, texts in self._texts.items()
-            )
+            return tuple(texts.of(key) for key, texts in self._texts.items())
+
+    def _of_largest_client(self, measure: Callable[[_Texts], int]) -> _Texts:
+        """Of the client whose salts measure the most together, the salt that does."""
+        clients: Counter[str] = Counter()
+        for texts in self._texts.values():
+            clients[texts.client] += measure(texts)
+        (client, _), *_ = clients.most_common(1)
+        return max((texts for texts in self._texts.values() if texts.client == client), key=measure)
+
+    def _oldest(self) -> _Texts:
+        """Of the client with the most salts, the one whose last text is the oldest."""
+        client = self._of_largest_client(lambda _: 1).client
+        return next(texts for texts in self._texts.values() if texts.client == client)
+
+
+class _Texts:
+    """The texts of one salt, oldest first."""
+
+    def __init__(self, client: str) -> None:
+        self.client = client
+        """The name of the API key."""
+        self.seen = 0
+        self.size = 0
+        self._texts: deque[tuple[bool, CollectedText]] = deque()
+
+    def add(self, text: CollectedText, *, is_held_back: bool) -> None:
+        self.seen += 1
+        self.size += text.size
+        self._texts.append((is_held_back, text))
+
+    def drop_oldest(self) -> None:
+        self.size -= self._texts.popleft()[1].size
+
+    def of(self, key: str) -> TextsOfSalt:
+        held_back, training = (
+            tuple(text for is_held_back, text in self._texts if is_held_back is wanted) for wanted in (True, False)
+        )
+        return TextsOfSalt(key, self.seen, training, held_back)
+
+
+class LearnedWeights(Protocol):
+    """The weights of a method: those of the draft's files, and others for the requests of some salts.
+
+    Another thread than that of `propose` may call it. A key is the `salt_key` of a salt.
+    """
+
+    def of(self, key: str) -> Mapping[str, Tensor]:
+        """The parameters by name, float32, that draft for the requests of a salt with this key."""
+        ...
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise `ValueError` for parameters of other names or shapes, or with values that are not finite."""
+        ...
+
+    def replace(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
+        """Draft with these parameters for the requests of one salt from the next call of `propose` on.
+
+        `None` takes the parameters of the draft's files. Raises `ValueError` as `check` does.
+        """
+        ...
+
+    def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a draft of these parameters, with its card, into an existing directory. Raises `OSError`."""
+        ...
+
+    def read(self, directory: Path) -> Mapping[str, Tensor]:
+        """The parameters of a draft that `save` wrote, float32.
+
+        Raises `ValueError` for a draft of another target or of other sizes, and as `check` does.
+        """
+        ...
 
 
 @runtime_checkable
 class LearnsOnline(DraftMethod, Protocol):
     """A `DraftMethod` that collects texts, and whose weights can be replaced for the requests of one salt."""
 
+    @property
+    def weights(self) -> LearnedWeights | None:
+        """The weights; `None` where the format of the draft cannot be trained."""
+        ...
+
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
-        ...
-
-    def weights_of(self, key: str) -> Mapping[str, Tensor]:
-        """The parameters by name, float32, that draft for the requests of a salt with this key."""
-        ...
-
-    def replace_weights(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
-        """Draft with these parameters for the requests of one salt from the next call of `propose` on.
-
-        `None` takes the parameters that the method was loaded with. Another thread than that of `propose` may call it.
-        Raises `ValueError` for parameters of other names or shapes, or with values that are not finite.
-        """
         ...
 
 

@@ -24,12 +24,14 @@ class HeadsSettings(ModuleSettings, TreeSettings):
     """The heads, and the form of their trees."""
 
     draft_kind: ClassVar[str] = "heads"
+    learns: ClassVar[bool] = True
 
 
 class BlockwiseSettings(ModuleSettings):
     """The heads; the length of a chain is `draft.max_depth`, at most one token for each head."""
 
     draft_kind: ClassVar[str] = "heads"
+    learns: ClassVar[bool] = True
 
 
 @register("heads", HeadsSettings, needs=needs_of_module, places=ON_TARGET_FIRST)

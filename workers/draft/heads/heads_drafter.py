@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +13,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from workers.draft.common.learning import CollectedText, Reservoir, consecutive, salt_key
+from workers.draft.common.learning import CollectedText, Reservoir, consecutive
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
@@ -22,6 +21,7 @@ from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.heads_pass import ParallelHeads
+from workers.draft.heads.learned_heads import LearnedHeads
 from workers.draft.heads.own_heads import OwnHeads
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
@@ -48,7 +48,7 @@ class Heads(Protocol):
 class HeadsSession(DraftingSession):
     """Committed tokens, the target's last hidden state, and the last draft."""
 
-    __slots__ = ("collected", "hidden", "hidden_position", "history")
+    __slots__ = ("collected", "hidden", "hidden_position", "history", "reserved")
 
     def __init__(self, start: SequenceStart) -> None:
         super().__init__(start)
@@ -58,6 +58,8 @@ class HeadsSession(DraftingSession):
         self.history = PathHistory()
         self.collected: list[tuple[int, Tensor]] = []
         """First position and rows [positions, hidden size] of what is collected to learn from."""
+        self.reserved = 0
+        """Bytes that the reservoir counts for what was collected."""
 
     def forget_draft(self) -> None:
         """Drop the last draft, and the hidden states of tokens that were removed."""
@@ -76,18 +78,19 @@ class HeadsSession(DraftingSession):
                     self.hidden, self.hidden_position = found[1][position - found[0], -1].clone(), position
                 return
 
-    def collect(self, evidence: Sequence[Evidence], reader: TapReader) -> None:
+    def collect(self, evidence: Sequence[Evidence], reader: TapReader, reservoir: Reservoir) -> None:
         """Store the hidden states from the end of the prompt on. Raises `ValueError` for ones of a wrong width."""
-        stored = sum(len(rows) for _, rows in self.collected)
         for one in evidence:
             found = reader.read(one)
             if found is None:
                 continue
+            stored = sum(len(rows) for _, rows in self.collected)
             skipped = max(0, self.start.prompt_len - 1 - found[0])
-            rows = found[1][skipped : skipped + _MOST_COLLECTED - stored, -1].clone()
-            if len(rows):
-                self.collected.append((found[0] + skipped, rows))
-                stored += len(rows)
+            rows = found[1][skipped : skipped + _MOST_COLLECTED - stored, -1]
+            size = rows.numel() * rows.element_size()
+            if size and reservoir.reserve(size):
+                self.collected.append((found[0] + skipped, rows.clone()))
+                self.reserved += size
 
     @property
     def is_ready(self) -> bool:
@@ -107,36 +110,25 @@ class HeadsDrafter:
         reader: TapReader,
         draft: DraftSection,
         form: TreeForm,
-        module: MedusaHeads | None = None,
+        learned: LearnedHeads[ParallelHeads] | None = None,
     ) -> None:
-        """`module` has the weights of `heads`, where they can be replaced."""
+        """`learned` has heads of other weights for some requests."""
         self._heads = heads
         self._reader = reader
         self._siblings = form.siblings
         self._trees = PathTrees(draft, heads.depths, form)
         self._sessions = Sessions(HeadsSession, self._collect, vocabulary_size=heads.vocabulary_size)
         self._reservoir: Reservoir | None = None
-        self._module = module
-        self._learned: dict[str, tuple[MedusaHeads, Heads]] = {}
+        self._learned = learned
 
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
         self._reservoir = reservoir
 
-    def weights_of(self, key: str) -> Mapping[str, Tensor]:
-        """The parameters by name, float32, that draft for the requests of a salt with this key."""
-        module = self._learned[key][0] if key in self._learned else self._module
-        return {} if module is None else {name: value.float() for name, value in module.state_dict().items()}
-
-    def replace_weights(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
-        """Draft with these parameters for the requests of one salt; see `LearnsOnline`."""
-        learned = {other: heads for other, heads in self._learned.items() if other != key}
-        if weights is not None:
-            module = _filled(self._module, weights)
-            if not isinstance(self._heads, ParallelHeads):
-                raise ValueError("weights: heads of this kind cannot be replaced")
-            learned[key] = (module, self._heads.with_weights(module))
-        self._learned = learned  # at once: `propose` reads it in another thread
+    @property
+    def weights(self) -> LearnedHeads[ParallelHeads] | None:
+        """The weights, where they can be replaced."""
+        return self._learned
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """Propose a tree for each row, in order."""
@@ -150,7 +142,7 @@ class HeadsDrafter:
             try:
                 session.take(row.evidence, self._reader)
                 if self._reservoir is not None and session.start.allows_learning:
-                    session.collect(row.evidence, self._reader)
+                    session.collect(row.evidence, self._reader, self._reservoir)
             except ValueError as error:
                 fault = RowFault(RowFaultCode.INVALID, f"evidence: {error}")
                 proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
@@ -175,11 +167,9 @@ class HeadsDrafter:
         self, wanted: Sequence[tuple[DraftRow, DraftBudget, HeadsSession]], proposals: dict[SequenceId, Proposal]
     ) -> None:
         """Rank the candidates of the rows, those with the same weights together, and build a tree for each."""
-        learned = self._learned
         groups: dict[int, tuple[Heads, list[tuple[DraftRow, DraftBudget, HeadsSession]]]] = {}
         for one in wanted:
-            found = learned.get(salt_key(one[2].start.cache_salt)) if learned else None
-            heads = self._heads if found is None else found[1]
+            heads = self._heads if self._learned is None else self._learned.of_salt(one[2].start.cache_salt)
             groups.setdefault(id(heads), (heads, []))[1].append(one)
         for heads, rows in groups.values():
             self._draft_with(heads, rows, proposals)
@@ -201,24 +191,13 @@ class HeadsDrafter:
 
     def _collect(self, session: HeadsSession) -> None:
         """Give what was collected of a sequence that ends to the reservoir."""
-        found = consecutive(session.collected) if self._reservoir is not None else None
-        if found is not None and self._reservoir is not None:
+        if self._reservoir is None or not session.reserved:
+            return
+        found = consecutive(session.collected)
+        if found is not None:
             first, hidden = found
             self._reservoir.add(CollectedText(session.start, tuple(session.tokens), first, hidden))
-
-
-def _filled(module: MedusaHeads | None, weights: Mapping[str, Tensor]) -> MedusaHeads:
-    """A copy of the module with other parameters. Raises `ValueError` if they do not fit or are not finite."""
-    if module is None:
-        raise ValueError("weights: heads of this kind cannot be replaced")
-    wanted = {name: value.shape for name, value in module.state_dict().items()}
-    if {name: value.shape for name, value in weights.items()} != wanted:
-        raise ValueError(f"weights: {sorted(weights)} must have the names and shapes of the module's")
-    if not all(bool(value.isfinite().all()) for value in weights.values()):
-        raise ValueError("weights: every value must be finite")
-    filled = deepcopy(module)
-    filled.load_state_dict(weights)
-    return filled
+        self._reservoir.free(session.reserved)
 
 
 def load_heads_drafter(
@@ -230,11 +209,15 @@ def load_heads_drafter(
     """
     expected: tuple[type[MedusaHeads | PublicModule], ...] = (MedusaHeads, PublicModule)
     loaded = load_served_module(settings, target, "heads", expected)
-    module = loaded.module
-    heads: Heads = ParallelHeads(module, loaded) if isinstance(module, MedusaHeads) else OwnHeads(module, loaded)
+    module, learned = loaded.module, None
+    if isinstance(module, MedusaHeads):
+        heads: Heads = (parallel := ParallelHeads(module, loaded))
+        learned = LearnedHeads(parallel, module, loaded.card, loaded.ends.vocabulary)
+    else:
+        heads = OwnHeads(module, loaded)
     _warm_up(heads, form.siblings)
     reader = TapReader(loaded.card.taps, target, heads.hidden_size)
-    return HeadsDrafter(heads, reader, draft, form, module if isinstance(module, MedusaHeads) else None)
+    return HeadsDrafter(heads, reader, draft, form, learned)
 
 
 def _warm_up(heads: Heads, siblings: int) -> None:

@@ -9,29 +9,47 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from workers.draft.common.learning import LearnsOnline, Reservoir, TextsOfSalt
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError
+from cluster.core.ports import DraftMethod
+from cluster.core.verification import LearningStatus
+from workers.draft.common.learning import LearnedWeights, LearnsOnline, Reservoir, TextsOfSalt
 from workers.serve.learning.messages import Candidate, Task
 from workers.serve.learning.versions import Versions
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
+_PROCESS = "deploy.distillation.learner_process"
+"""The module that trains. It belongs to another distribution, so it is named as text."""
+_NICENESS = "19"
 _CHECK_SECONDS = 0.02
 """Pause between two looks at whether requests run, in seconds: while they do, the learner's process is stopped."""
+_FOLLOW_SECONDS = 0.25
+"""Pause between two looks at the versions that somebody else has chosen, in seconds."""
+_COPIES = 2
+"""How often learned weights are in memory: as they were trained, and as the drafter computes with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerOptions:
-    """With which process and when the learner trains."""
+    """With which process and when the learner trains, and how much memory learned weights may take."""
 
-    command: tuple[str, ...]
-    """Starts a process that reads a `Task` from its standard input and writes a `Candidate` to its standard output.
-    Training is no part of serving, so whoever makes the learner names it."""
+    command: tuple[str, ...] = (sys.executable, "-m", _PROCESS, _NICENESS)
+    """Starts a process that reads a `Task` from its standard input and writes a `Candidate` to its standard output."""
+    weight_bytes: int = 256 << 20
+    """Most memory for learned weights, in bytes."""
     fresh_texts: int = 32
     """Texts of a salt that must be new since its last training."""
     least_held_back: int = 8
@@ -42,12 +60,50 @@ class LearnerOptions:
     """Time without a request before the learner goes on, in seconds."""
 
 
+def start_learner(
+    configuration: Configuration,
+    method: DraftMethod | None,
+    is_idle: Callable[[], bool],
+    options: LearnerOptions = LearnerOptions(),
+) -> Learner:
+    """Begin to collect texts and to learn from them; see `DraftSection.learn`.
+
+    `is_idle` says that no request runs. `options.weight_bytes` is replaced by the setting. Raises
+    `ConfigurationError` if the method cannot learn, and if its weights or the training are missing.
+    """
+    draft, target = configuration.draft, configuration.target
+    weights = method.weights if isinstance(method, LearnsOnline) else None
+    if not isinstance(method, LearnsOnline) or weights is None:
+        raise ConfigurationError(f"draft.learn: on is refused; drafts of this format of {draft.name} cannot be trained")
+    if find_spec(_PROCESS.rpartition(".")[0]) is None or find_spec(_PROCESS) is None:
+        raise ConfigurationError("draft.learn: on needs the extra distill: pip install 'pilotfish[distill]'")
+    most, needed = draft.learn_weight_bytes, weight_bytes(weights.of(""))
+    if needed > most:
+        raise ConfigurationError(f"draft.learn_weight_bytes: {most} is too small; one client's weights take {needed}")
+    values = {
+        "target": target.model_dump(mode="json") | {"device": "cpu", "tensor_parallel": 1},
+        "draft": draft.model_dump(mode="json") | {"learn": "off"},
+    }
+    directory = None if draft.learn_directory is None else Path(draft.learn_directory).expanduser()
+    reservoir = Reservoir(draft.learn_text_bytes)
+    versions = Versions(directory, weights)
+    learner = Learner(weights, reservoir, values, versions, is_idle, replace(options, weight_bytes=most))
+    try:
+        if directory is not None:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        learner.start()
+    except OSError as error:
+        raise ConfigurationError(f"draft.learn_directory: {directory} cannot be used: {error.strerror}") from None
+    method.collect_into(reservoir)
+    return learner
+
+
 class Learner:
     """A thread that waits for texts and for idle time, and has one training at a time in a process of its own."""
 
     def __init__(
         self,
-        method: LearnsOnline,
+        weights: LearnedWeights,
         reservoir: Reservoir,
         configuration: Mapping[str, Any],
         versions: Versions,
@@ -55,24 +111,39 @@ class Learner:
         options: LearnerOptions,
     ) -> None:
         """`configuration` has the sections `draft` and `target`; `is_idle` says that no request runs."""
-        self._method = method
+        self._weights = weights
         self._reservoir = reservoir
         self._configuration = configuration
         self._versions = versions
         self._is_idle = is_idle
         self._options = options
+        self._most_salts = options.weight_bytes // max(1, weight_bytes(weights.of("")))
         self._closing = threading.Event()
         self._trained: dict[str, int] = {}
+        self._learned: tuple[str, ...] = ()
+        """The keys of the salts with learned weights in memory, the latest last."""
+        self._counts = {"taken": 0, "dropped": 0, "failed": 0}
         self._busy_at = 0.0
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self.candidate: Candidate | None = None
         """The last measured candidate, whether it was taken or not."""
 
+    def status(self) -> LearningStatus:
+        """What was collected and learned so far."""
+        candidate = self.candidate
+        return LearningStatus(
+            version=max((self._versions.served(key) for key in self._learned), default=0),
+            clients=len(self._learned),
+            texts=self._reservoir.seen,
+            text_bytes=self._reservoir.stored_bytes,
+            **self._counts,
+            tokens_per_step_before=0.0 if candidate is None else candidate.tokens_per_step_before,
+            tokens_per_step=0.0 if candidate is None else candidate.tokens_per_step,
+        )
+
     def start(self) -> None:
-        """Draft with the stored versions, and begin to collect and to learn."""
-        for key in self._versions.changed():
-            self._serve(key)
-        self._method.collect_into(self._reservoir)
+        """Draft with the stored versions, and begin to learn."""
+        self._follow()
         self._thread.start()
 
     def close(self) -> None:
@@ -83,46 +154,77 @@ class Learner:
 
     def learn_once(self) -> bool:
         """Train for the salt with the most new texts, if there are enough. Returns whether weights were replaced."""
-        texts = max(self._reservoir.salts(), key=self._fresh, default=None)
+        salts = self._reservoir.salts()
+        self._trained = {one.key: min(one.seen, self._trained.get(one.key, 0)) for one in salts}
+        texts = max(salts, key=self._fresh, default=None)
         options = self._options
         if texts is None or self._fresh(texts) < options.fresh_texts or len(texts.held_back) < options.least_held_back:
             return False
         self._trained[texts.key] = texts.seen
-        task = Task(
-            self._configuration,
-            self._method.weights_of(texts.key),
-            texts.training,
-            texts.held_back,
-            seed=self._versions.served(texts.key),
-        )
-        candidate = self.candidate = self._candidate(task.encode())
+        if texts.key not in self._learned:
+            self._serve(texts.key)  # its weights may have been left out for lack of memory
+        base = self._versions.served(texts.key)
+        task = Task(self._configuration, self._weights.of(texts.key), texts.training, texts.held_back, seed=base)
+        candidate = self._candidate(task.encode())
         if candidate is None:
+            self._counts["failed"] += 1
             return False
+        self.candidate = candidate
+        is_taken = candidate.is_better and self._take(texts, candidate, base)
+        self._counts["taken" if is_taken else "dropped"] += 1
         tau = (candidate.tokens_per_step_before, candidate.tokens_per_step)
-        if not candidate.is_better:
-            logger.info("new draft weights are dropped: %.2f tokens per step before, %.2f after", *tau)
+        result = f"version {self._versions.served(texts.key)} drafts from now on" if is_taken else "dropped"
+        logger.info("new draft weights: %.2f tokens per step before, %.2f after: %s", *tau, result)
+        return is_taken
+
+    def _take(self, texts: TextsOfSalt, candidate: Candidate, base: int) -> bool:
+        """Store the weights, then draft with them. Returns whether that worked."""
+        about = {
+            "before": base,
+            "texts": len(texts.training),
+            "held_back_texts": len(texts.held_back),
+            "tokens_per_step_before": candidate.tokens_per_step_before,
+            "tokens_per_step": candidate.tokens_per_step,
+        }
+        try:
+            self._weights.check(candidate.weights)
+            self._versions.store(texts.key, candidate.weights, about, after=base)
+            self._replace(texts.key, candidate.weights)
+        except (OSError, ValueError) as error:
+            logger.warning("new draft weights are dropped: %s", error)
             return False
-        self._method.replace_weights(texts.key, candidate.weights)  # before it is stored, as it checks the weights
-        version = self._versions.store(texts.key, candidate.weights)
-        logger.info("draft weights are replaced by version %d: %.2f tokens per step before, %.2f after", version, *tau)
         return True
 
     def _run(self) -> None:
-        while not self._closing.wait(self._options.idle_seconds / 4):
+        while not self._closing.wait(min(_FOLLOW_SECONDS, self._options.idle_seconds / 4)):
             try:
-                for key in self._versions.changed():
-                    self._serve(key)
+                self._follow()
                 if self._may_run():
                     self.learn_once()
             except Exception:
                 logger.exception("the learner failed: the served weights stay")
 
+    def _follow(self) -> None:
+        """Draft with the versions that somebody else has chosen."""
+        for key in self._versions.changed():
+            self._serve(key)
+
     def _serve(self, key: str) -> None:
-        """Draft with the version that is to be served for a salt. One that does not fit is left out."""
+        """Draft with the version that is to be served for a salt. Instead of one that does not fit, the files' do."""
         try:
-            self._method.replace_weights(key, self._versions.weights(key))
+            weights = self._versions.read(key)
         except (OSError, ValueError) as error:
             logger.warning("stored draft weights are left out: %s", error)
+            weights = None
+        self._replace(key, weights)
+
+    def _replace(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
+        """Draft with the weights for a salt, and no more with the oldest ones beyond the memory for them."""
+        learned = [other for other in self._learned if other != key] + ([] if weights is None else [key])
+        for oldest in learned[: -self._most_salts]:
+            self._weights.replace(oldest, None)
+        self._weights.replace(key, weights)
+        self._learned = tuple(learned[-self._most_salts :])  # another thread reads it
 
     def _fresh(self, texts: TextsOfSalt) -> int:
         return texts.seen - self._trained.get(texts.key, 0)
@@ -135,14 +237,21 @@ class Learner:
 
     def _candidate(self, task: bytes) -> Candidate | None:
         """What the learner's process brings; `None` if it fails, takes too long, or if this learner closes."""
+        # It takes nothing of a GPU, and finds the modules that this process finds.
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with os.fdopen(os.memfd_create("learning"), "w+b") as given:  # no text is written to a disk
             given.write(task)
             given.seek(0)
-            with subprocess.Popen(self._options.command, stdin=given, stdout=subprocess.PIPE) as process:  # noqa: S603
+            process = subprocess.Popen(  # noqa: S603
+                self._options.command, stdin=given, stdout=subprocess.PIPE, env=environment
+            )
+            with process:
                 try:
                     data = self._wait(process)
                 finally:
                     process.kill()
+        while not self._closing.is_set() and not self._may_run():
+            self._closing.wait(_CHECK_SECONDS)
         if self._closing.is_set():
             return None
         try:
@@ -154,7 +263,7 @@ class Learner:
             return None
 
     def _wait(self, process: subprocess.Popen[bytes]) -> bytes | None:
-        ran, is_stopped, before = 0.0, False, time.monotonic()
+        ran, is_stopped, before, followed = 0.0, False, time.monotonic(), time.monotonic()
         while not self._closing.is_set() and ran < self._options.most_seconds:
             try:
                 data, _ = process.communicate(timeout=_CHECK_SECONDS)
@@ -164,6 +273,14 @@ class Learner:
                 if is_stopped is self._may_run():
                     is_stopped = not is_stopped
                     process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
+                if now - followed >= _FOLLOW_SECONDS:
+                    self._follow()
+                    followed = now
                 continue
             return data
         return None
+
+
+def weight_bytes(weights: Mapping[str, Tensor]) -> int:
+    """Memory that learned weights of this size take, in bytes."""
+    return _COPIES * sum(value.numel() * value.element_size() for value in weights.values())

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from cluster.core import bounds
 from cluster.wire.codec.common import decode_start, encode_start
 from pilotfish.v1 import common_pb2
 from workers.draft.common.learning import CollectedText
@@ -77,10 +78,14 @@ class Candidate:
         try:
             tensors = load(data)
             about = _decode_json(tensors[_ABOUT])
-            rounds = [tuple(int(value) for value in about[name]) for name in ("before", "after", "tokens")]
+            before, after, tokens = (tuple(map(int, about[name])) for name in ("before", "after", "tokens"))
+            for rounds in (before, after):
+                for count, decided in zip(rounds, tokens, strict=True):
+                    if not 0 <= count <= decided <= count * (bounds.MAX_TREE_NODES + 1):
+                        raise ValueError(f"{count} steps decide {decided} tokens")
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"candidate: needed weights and measurements, found {type(error).__name__}") from None
-        return Candidate(_weights_in(tensors), *rounds)
+            raise ValueError(f"candidate: needed weights and measurements, found {error!r}") from None
+        return Candidate(_weights_in(tensors), before, after, tokens)
 
     @property
     def tokens_per_step_before(self) -> float:

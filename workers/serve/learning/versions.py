@@ -1,46 +1,58 @@
 """Numbered versions of learned weights, in memory or in a directory.
 
-A directory has a folder for each salt, named by its key, with a file `NUMBER.safetensors` for each version and a text
-file `served` with the number that is to be served, 0 for the weights that the drafter was loaded with. Whoever writes
-another number there chooses another version, also while the server runs.
+A directory has a folder for each salt, named by its key. Each version in it is a draft in a folder named by its number.
+The text file `served` has the number that is to be served, 0 for the weights that the drafter was loaded with.
+Whoever writes another number there chooses another version, also while servers run. Several may share the directory.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.core.errors import ConfigurationError
+from workers.draft.common.learning import LearnedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SERVED = "served"
+ABOUT = "learned.json"
+"""Name of the file beside a version's weights that says how they were measured."""
 _MOST_VERSIONS = 8
 """Most stored versions of a salt; the oldest are removed."""
+_MOST_SALTS = 256
+"""Most salts with stored versions; those whose last one is the oldest are removed."""
 _KEY = re.compile(r"[0-9a-f]{32}")
-_VERSION = re.compile(r"([0-9]{6})\.safetensors")
+_VERSION = re.compile(r"[0-9]{6}")
 
 
 class Versions:
     """The versions of all salts. Without a directory, only their numbers are kept."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, weights: LearnedWeights) -> None:
+        """`weights` writes and reads the drafts."""
         self._directory = directory
+        self._weights = weights
         self._served: dict[str, int] = {}
 
     def changed(self) -> tuple[str, ...]:
-        """The keys whose file `served` names another version than when it was last read. At first: all with one."""
+        """The keys whose file `served` names another version than when it was last read, the latest last.
+
+        At first, these are all with a version.
+        """
         if self._directory is None or not self._directory.is_dir():
             return ()
-        found = {
-            folder.name: number
-            for folder in self._directory.iterdir()
-            if _KEY.fullmatch(folder.name) and (number := served_version(folder)) is not None
-        }
+        found = {folder.name: number for folder in _folders(self._directory) if (number := served_version(folder)) >= 0}
         changed = tuple(key for key, number in found.items() if number != self._served.get(key, 0))
         self._served |= found
         return changed
@@ -49,52 +61,86 @@ class Versions:
         """The number of the served version; 0 before the first."""
         return self._served.get(key, 0)
 
-    def weights(self, key: str) -> Mapping[str, Tensor] | None:
-        """The weights of the served version, float32; `None` for version 0. Raises `OSError`, `ValueError`."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+    def read(self, key: str) -> Mapping[str, Tensor] | None:
+        """The weights of the served version; `None` for version 0 and without a directory.
 
+        Raises `ValueError` for a draft that does not fit.
+        """
         if not self.served(key) or self._directory is None:
             return None
-        try:
-            stored = load_file(self._directory / key / _name(self.served(key)))
-        except SafetensorError as error:
-            raise ValueError(f"version {self.served(key)}: {error}") from None
-        return {name: value.float() for name, value in stored.items()}
+        return self._weights.read(self._directory / key / _name(self.served(key)))
 
-    def store(self, key: str, weights: Mapping[str, Tensor]) -> int:
-        """Store weights as the next version, to be served from now on. Returns its number. Raises `OSError`."""
-        from safetensors.torch import save_file
+    def store(self, key: str, weights: Mapping[str, Tensor], about: Mapping[str, object], *, after: int) -> int:
+        """Store weights as the next version, to be served from now on. Returns its number.
 
+        `about` says how they were measured, and `after` is the version that they were trained from. Raises `ValueError`
+        if another one has been chosen by now, and `OSError`.
+        """
         if self._directory is None:
             self._served[key] = self.served(key) + 1
             return self._served[key]
         folder = self._directory / key
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number = 1 + max(stored_versions(folder), default=0)
-        unfinished = folder / f".{number}"
-        save_file({name: value.bfloat16().contiguous() for name, value in weights.items()}, unfinished)
-        os.replace(unfinished, folder / _name(number))
-        _serve(folder, number)
+        unfinished = Path(tempfile.mkdtemp(prefix=".", dir=self._directory))
+        try:
+            self._weights.save(unfinished, weights)
+            (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+            with _locked(self._directory):
+                chosen = max(0, served_version(folder))
+                if chosen != after:
+                    raise ValueError(f"version {chosen} was chosen meanwhile, and they were trained from {after}")
+                number = 1 + max(stored_versions(folder), default=0)
+                unfinished.rename(folder / _name(number))
+                _serve(folder, number)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
         self._served[key] = number
-        for old in stored_versions(folder)[:-_MOST_VERSIONS]:
-            (folder / _name(old)).unlink(missing_ok=True)
+        self._remove_oldest(folder)
         return number
 
+    def _remove_oldest(self, folder: Path) -> None:
+        for number in stored_versions(folder)[:-_MOST_VERSIONS]:
+            shutil.rmtree(folder / _name(number), ignore_errors=True)
+        for other in _folders(folder.parent)[:-_MOST_SALTS]:
+            shutil.rmtree(other, ignore_errors=True)
 
-def roll_back(directory: Path) -> dict[str, int]:
-    """Let every salt be served with the version before the served one. Returns the new numbers, by key.
 
-    The removed versions stay stored, but the next version has a higher number. Raises `ConfigurationError` if the
-    directory has no versions.
+@dataclass(frozen=True, slots=True)
+class SaltVersions:
+    """The versions of one salt."""
+
+    key: str
+    """`salt_key` of the salt."""
+    served: int
+    """Number of the version that drafts; 0: the draft's files do."""
+    stored: tuple[int, ...]
+    """Numbers of the stored versions, ascending."""
+
+
+def versions_of(directory: Path) -> tuple[SaltVersions, ...]:
+    """The versions in a directory, those of the salt whose version was chosen last at the end."""
+    folders = _folders(directory) if directory.is_dir() else []
+    return tuple(
+        SaltVersions(folder.name, max(0, served_version(folder)), tuple(stored_versions(folder))) for folder in folders
+    )
+
+
+def roll_back(directory: Path, key: str | None = None) -> dict[str, int]:
+    """Let every salt, or the one with this key, be served with the version before the served one.
+
+    Returns the new numbers, by key. The removed versions stay stored, and the next version has a higher number. Raises
+    `ConfigurationError` if there is no version to go back from.
     """
-    folders = [one for one in directory.iterdir() if _KEY.fullmatch(one.name)] if directory.is_dir() else []
     rolled: dict[str, int] = {}
+    folders = _folders(directory) if directory.is_dir() else []
     for folder in folders:
-        served = served_version(folder)
-        if served:
-            rolled[folder.name] = max((one for one in stored_versions(folder) if one < served), default=0)
-            _serve(folder, rolled[folder.name])
+        if key is not None and folder.name != key:
+            continue
+        with _locked(directory):
+            served = served_version(folder)
+            if served > 0:
+                rolled[folder.name] = max((one for one in stored_versions(folder) if one < served), default=0)
+                _serve(folder, rolled[folder.name])
     if not rolled:
         raise ConfigurationError(f"draft.learn_directory: {directory} has no version to go back from")
     return rolled
@@ -102,16 +148,36 @@ def roll_back(directory: Path) -> dict[str, int]:
 
 def stored_versions(folder: Path) -> list[int]:
     """The numbers of the stored versions of one salt, ascending."""
-    found = (_VERSION.fullmatch(file.name) for file in folder.iterdir())
-    return sorted(int(one[1]) for one in found if one is not None)
+    return sorted(int(entry.name) for entry in folder.iterdir() if _VERSION.fullmatch(entry.name))
 
 
-def served_version(folder: Path) -> int | None:
-    """The number in the file `served`; `None` without a readable one."""
+def served_version(folder: Path) -> int:
+    """The number in the file `served`; -1 without a readable one."""
     try:
         return int((folder / SERVED).read_text("ascii"))
     except (OSError, ValueError):
-        return None
+        return -1
+
+
+def _folders(directory: Path) -> list[Path]:
+    """The folders of the salts, the one whose version was chosen last at the end."""
+    found = [(_chosen_at(entry), entry) for entry in directory.iterdir() if _KEY.fullmatch(entry.name)]
+    return [entry for _, entry in sorted(found)]
+
+
+def _chosen_at(folder: Path) -> int:
+    try:
+        return (folder / SERVED).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Only one process at a time is inside."""
+    with (directory / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _serve(folder: Path, number: int) -> None:
@@ -121,4 +187,4 @@ def _serve(folder: Path, number: int) -> None:
 
 
 def _name(number: int) -> str:
-    return f"{number:06d}.safetensors"
+    return f"{number:06d}"

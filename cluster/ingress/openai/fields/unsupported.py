@@ -28,7 +28,6 @@ _RENDER = "there is no endpoint that only renders prompts"
 
 _BOTH_ENDPOINTS: dict[str, Unsupported] = {
     "service_tier": Unsupported(_HOSTED, ("auto", "default")),
-    "store": Unsupported(_HOSTED, (False,)),
     # vLLM's parameters
     "ec_transfer_params": Unsupported(_TRANSFER),
     "kv_transfer_params": Unsupported(_TRANSFER),

@@ -25,11 +25,12 @@ class Clock:
 
 def test_a_line_names_a_key_and_what_it_allows() -> None:
     hashed = sha256(BOB.encode()).hexdigest()
-    text = f"# clients\n\nalice {ALICE}\n bob  sha256:{hashed}\nops {OPERATOR} admin\n"
+    text = f"# clients\n\nalice {ALICE}\n bob  sha256:{hashed} learn\nops {OPERATOR} admin\n"
     alice, bob, operator = parse_keys(text, "keys")
     assert alice == ApiKey("alice", sha256(ALICE.encode()).digest())
-    assert bob == ApiKey("bob", sha256(BOB.encode()).digest())
+    assert bob == ApiKey("bob", sha256(BOB.encode()).digest(), allows_learning=True)
     assert operator.is_admin and not alice.is_admin
+    assert not operator.allows_learning and not alice.allows_learning
 
 
 @pytest.mark.parametrize(

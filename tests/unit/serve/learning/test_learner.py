@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -15,19 +16,20 @@ import torch
 
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import CacheSalt, SequenceId
-from cluster.core.request import SamplingParameters
+from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, StepResult
 from deploy.distillation.learner_process import learn
 from tests.support.engines.colocated_decoding import Decoded, decode_together
 from tests.support.models import drafting_modules, tiny
-from workers.draft.common.learning import LearnsOnline, Reservoir, salt_key
+from workers.draft.common.learning import CollectedText, LearnsOnline, Reservoir, salt_key
 from workers.draft.registry import create
+from workers.model.draft_card import CARD
 from workers.model.draft_shapes import HeadsShape
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.learner import Learner, LearnerOptions
 from workers.serve.learning.messages import Candidate, Task
-from workers.serve.learning.versions import Versions, roll_back
+from workers.serve.learning.versions import Versions, roll_back, stored_versions
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
@@ -48,7 +50,9 @@ class Served:
 
     def __init__(self, directory: Path) -> None:
         target = tiny.save(directory / "target", tiny.llama())
-        drafting_modules.save(target, directory / "heads", "heads", (2,), shape=HeadsShape(3, 0, 0))
+        drafting_modules.save(
+            target, directory / "heads", "heads", (2,), shape=HeadsShape(3, mix_rank=8, selector_rank=0)
+        )
         self.values: dict[str, Any] = {
             "target": {
                 "path": str(target),
@@ -67,11 +71,11 @@ class Served:
         }
         configuration = load_configuration(self.values)
         method = create(configuration.draft, configuration.target)
-        assert isinstance(method, LearnsOnline)
-        self.method: LearnsOnline = method
+        assert isinstance(method, LearnsOnline) and method.weights is not None
+        self.weights = method.weights
         self.engine: TargetEngine = build_engine(configuration.target, method=method)
         self.reservoir = Reservoir(1 << 22)
-        self.method.collect_into(self.reservoir)
+        method.collect_into(self.reservoir)
         self.served = 0
 
     def step(self, salt: str = "a/", *, allows: bool = True) -> Callable[[StepBatch], StepResult]:
@@ -103,10 +107,10 @@ class Served:
         is_idle: Callable[[], bool] = lambda: True,
     ) -> Learner:
         return Learner(
-            self.method,
+            self.weights,
             self.reservoir,
             self.values,
-            versions or Versions(None),
+            versions or Versions(None, self.weights),
             is_idle,
             LearnerOptions(command, fresh_texts=8, least_held_back=2, idle_seconds=0.05),
         )
@@ -140,7 +144,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def learn_here(served: Served, key: str) -> Mapping[str, torch.Tensor]:
     """Weights that are learned in this process from what is stored of a salt."""
     (texts,) = (one for one in served.reservoir.salts() if one.key == key)
-    task = Task(served.values, served.method.weights_of(key), texts.training, texts.held_back)
+    task = Task(served.values, served.weights.of(key), texts.training, texts.held_back)
     candidate = learn(Task.decode(task.encode()))
     assert Candidate.decode(candidate.encode()).is_better
     return candidate.weights
@@ -148,7 +152,7 @@ def learn_here(served: Served, key: str) -> Mapping[str, torch.Tensor]:
 
 def test_repeated_traffic_is_drafted_better_after_a_swap_and_its_texts_stay(served: Served, tmp_path: Path) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
-    versions = Versions(tmp_path / "versions")
+    versions = Versions(tmp_path / "versions", served.weights)
     learner = served.learner(versions)
     assert learner.learn_once()
     assert learner.candidate is not None
@@ -168,7 +172,7 @@ def test_a_swap_between_two_steps_changes_no_text(served: Served) -> None:
         nonlocal count
         count += 1
         if count in (4, 8):
-            served.method.replace_weights(salt_key("a/"), weights if count == 4 else None)
+            served.weights.replace(salt_key("a/"), weights if count == 4 else None)
         return step(batch)
 
     assert answers(list(decode_together(swapping, PROMPTS, TOKENS, BUDGET).values())) == answers(before)
@@ -180,7 +184,7 @@ def test_what_one_client_taught_is_not_drafted_for_another(served: Served) -> No
     before_b = served.serve("b/", allows=False)
     for _ in range(TIMES):
         before_a = served.serve("a/")
-    served.method.replace_weights(salt_key("a/"), learn_here(served, salt_key("a/")))
+    served.weights.replace(salt_key("a/"), learn_here(served, salt_key("a/")))
     after_a, after_b = served.serve("a/"), served.serve("b/", allows=False)
     assert accepted(after_a) > accepted(before_a)
     assert trees(after_b) != trees(after_a)
@@ -228,18 +232,16 @@ def test_the_learner_stands_still_while_requests_run_and_ends_with_its_owner(ser
 def test_a_restart_serves_the_last_version_and_a_rollback_the_one_before(served: Served, tmp_path: Path) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
     weights = learn_here(served, salt_key("a/"))
-    versions = Versions(tmp_path / "versions")
-    assert (
-        versions.store(salt_key("a/"), served.method.weights_of(salt_key("a/"))),
-        versions.store(salt_key("a/"), weights),
-    ) == (1, 2)
-    learner = served.learner(Versions(tmp_path / "versions"))
+    versions = Versions(tmp_path / "versions", served.weights)
+    learned = (served.weights.of(salt_key("a/")), weights)
+    assert [versions.store(salt_key("a/"), one, {}, after=number) for number, one in enumerate(learned)] == [1, 2]
+    learner = served.learner(Versions(tmp_path / "versions", served.weights))
     learner.start()
     learner.close()
     better = served.serve()
     assert accepted(better) > accepted(before)
     assert roll_back(tmp_path / "versions") == {salt_key("a/"): 1}
-    learner = served.learner(Versions(tmp_path / "versions"))
+    learner = served.learner(Versions(tmp_path / "versions", served.weights))
     learner.start()
     learner.close()
     assert trees(served.serve()) == trees(before)
@@ -247,9 +249,162 @@ def test_a_restart_serves_the_last_version_and_a_rollback_the_one_before(served:
 
 
 def test_weights_that_do_not_fit_or_are_not_finite_are_refused(served: Served) -> None:
-    weights = dict(served.method.weights_of("a"))
+    weights = dict(served.weights.of("a"))
     name = next(iter(weights))
     with pytest.raises(ValueError, match="finite"):
-        served.method.replace_weights("a", weights | {name: weights[name] * float("nan")})
+        served.weights.replace("a", weights | {name: weights[name] * float("nan")})
     with pytest.raises(ValueError, match="names and shapes"):
-        served.method.replace_weights("a", {})
+        served.weights.replace("a", {})
+
+
+def test_weights_that_diverge_are_dropped_and_the_served_ones_stay(served: Served, tmp_path: Path) -> None:
+    before = [served.serve() for _ in range(TIMES)][-1]
+    program = """
+import sys
+from functools import partial
+from deploy.distillation import learner_process
+learner_process.OnlinePlan = partial(learner_process.OnlinePlan, learning_rate=float(sys.argv.pop(2)))
+learner_process.main()
+"""
+    for rate in ("1e30", "nan"):
+        versions = Versions(tmp_path / "versions", served.weights)
+        learner = served.learner(versions, (sys.executable, "-c", program, "0", rate))
+        assert not learner.learn_once()
+        assert versions.served(salt_key("a/")) == 0
+        counts = learner.status()
+        assert (counts.taken, counts.dropped + counts.failed) == (0, 1)
+        assert trees(served.serve()) == trees(before)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_better"),
+    [
+        ((8, 8, 8, 8), (6, 5, 6, 6), True),
+        ((8, 8, 8, 8), (8, 8, 8, 8), False),
+        ((6, 6, 6, 6), (8, 8, 8, 8), False),
+        ((8, 8, 8, 8), (1, 8, 8, 8), False),
+        ((8,), (1,), False),
+    ],
+    ids=["better", "equal", "worse", "within the noise of a few texts", "a single text"],
+)
+def test_weights_are_better_if_they_save_steps_beyond_the_noise(
+    before: tuple[int, ...], after: tuple[int, ...], is_better: bool
+) -> None:
+    assert Candidate({}, before, after, (12,) * len(before)).is_better is is_better
+
+
+def test_measurements_that_cannot_be_are_refused() -> None:
+    for before, after, tokens in (((5,), (5,), (4,)), ((0,), (0,), (9,)), ((-1,), (1,), (1,)), ((1, 1), (1,), (1,))):
+        with pytest.raises(ValueError, match="candidate: needed weights and measurements"):
+            Candidate.decode(Candidate({}, before, after, tokens).encode())
+
+
+def test_a_rollback_during_a_training_keeps_its_weights_out(served: Served, tmp_path: Path) -> None:
+    """They follow from the weights that the rollback has removed."""
+    for _ in range(TIMES):
+        served.serve()
+    key, directory = salt_key("a/"), tmp_path / "versions"
+    base, better = served.weights.of(key), learn_here(served, key)
+    versions = Versions(directory, served.weights)
+    versions.store(key, base, {}, after=0)
+    versions.store(key, base, {}, after=1)
+    assert roll_back(directory, key) == {key: 1}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="version 1 was chosen meanwhile"):
+            versions.store(key, better, {}, after=2)
+        assert versions.changed() in ((key,), ())
+    assert versions.store(key, better, {}, after=1) == 3
+    assert stored_versions(directory / key) == [1, 2, 3]
+    assert [entry.name for entry in directory.iterdir() if entry.is_dir()] == [key]
+
+
+def test_a_rollback_is_followed_during_a_training(served: Served, tmp_path: Path) -> None:
+    for _ in range(TIMES):
+        served.serve()
+    key, file = salt_key("a/"), tmp_path / "work"
+    base = served.weights.of(key)
+    versions = Versions(tmp_path / "versions", served.weights)
+    versions.store(key, {name: value + 1 for name, value in base.items()}, {}, after=0)
+    program = f"import time\nopen({str(file)!r}, 'w').close()\ntime.sleep(60)"
+    learner = served.learner(Versions(tmp_path / "versions", served.weights), (sys.executable, "-c", program))
+    learner.start()
+    wait_until(file.exists)
+    roll_back(tmp_path / "versions")
+    wait_until(lambda: all(torch.equal(value, base[name]) for name, value in served.weights.of(key).items()))
+    learner.close()
+
+
+def test_a_stored_version_is_a_draft_that_a_server_can_load(served: Served, tmp_path: Path) -> None:
+    for _ in range(TIMES):
+        served.serve()
+    versions = Versions(tmp_path / "versions", served.weights)
+    learner = served.learner(versions)
+    assert learner.learn_once()
+    stored = tmp_path / "versions" / salt_key("a/") / "000001"
+    about = json.loads((stored / "learned.json").read_text())
+    assert about["tokens_per_step"] > about["tokens_per_step_before"]
+    learned = served.serve()
+    served.values["draft"]["heads"]["path"] = str(stored)
+    configuration = load_configuration(served.values)
+    method = create(configuration.draft, configuration.target)
+    served.engine = build_engine(configuration.target, method=method)
+    assert trees(served.serve()) == trees(learned)
+
+
+def test_a_draft_of_other_sizes_in_the_directory_is_left_out(served: Served, tmp_path: Path) -> None:
+    before = served.serve()
+    key = salt_key("a/")
+    stored = tmp_path / "versions" / key / "000001"
+    stored.mkdir(parents=True)
+    served.weights.save(stored, served.weights.of(key))
+    card = json.loads((stored / CARD).read_text())
+    (stored / CARD).write_text(json.dumps(card | {"target": "another"}))
+    (stored.parent / "served").write_text("1")
+    learner = served.learner(Versions(tmp_path / "versions", served.weights))
+    learner.start()
+    learner.close()
+    assert trees(served.serve()) == trees(before)
+
+
+def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_path: Path) -> None:
+    """The client whose version was chosen first drafts with the weights of the files, until it learns again."""
+    versions = Versions(tmp_path / "versions", served.weights)
+    for name in ("a/", "b/", "c/"):
+        versions.store(salt_key(name), {n: v + 1 for n, v in served.weights.of(name).items()}, {}, after=0)
+    learner = served.learner(Versions(tmp_path / "versions", served.weights))
+    learner._most_salts = 2
+    learner.start()
+    learner.close()
+    base = served.weights.of("")
+    for name, is_learned in (("a/", False), ("b/", True), ("c/", True)):
+        found = served.weights.of(salt_key(name))
+        assert all(torch.equal(found[one], base[one]) for one in base) is not is_learned
+    assert learner.status().clients == 2
+
+
+def collected(salt: str, tokens: int = 8) -> CollectedText:
+    start = SequenceStart(1, SamplingParameters(), CacheSalt(salt), allows_learning=True)
+    return CollectedText(start, tuple(range(tokens)), 0, torch.zeros(tokens, 4, dtype=torch.bfloat16))
+
+
+def test_texts_take_no_more_memory_than_allowed_and_a_client_drops_its_own() -> None:
+    most = 40 * collected("a/").size
+    reservoir = Reservoir(2 * most)
+    reservoir.add(collected("small/"))
+    for number in range(200):
+        reservoir.add(collected(f"large/{number}"))
+        assert reservoir.stored_bytes <= most
+    kept = {one.key: len(one.training) + len(one.held_back) for one in reservoir.salts()}
+    assert kept[salt_key("small/")] == 1
+    assert len(kept) <= 64
+    reservoir.add(collected("huge/", 8 * 41))
+    assert salt_key("huge/") not in {one.key for one in reservoir.salts()}
+    assert reservoir.seen == 201
+
+
+def test_what_is_still_collected_has_a_bound_too() -> None:
+    reservoir = Reservoir(100)
+    assert reservoir.reserve(50)
+    assert not reservoir.reserve(1)
+    reservoir.free(50)
+    assert reservoir.reserve(50)

@@ -1,0 +1,55 @@
+"""`pilotfish drafts`: the versions of drafts that a server has learned, and the way back to an earlier one."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from cluster.core.errors import ConfigurationError
+from cluster.core.ids import scoped_salt
+from deploy.commands.options import ConfigOption, SetOption
+from deploy.settings import load_settings
+from deploy.terminal import output
+from workers.draft.common.learning import salt_key
+from workers.serve.learning.versions import SaltVersions, roll_back, versions_of
+
+
+class Action(StrEnum):
+    """What to do with the learned versions."""
+
+    LIST = "list"
+    ROLLBACK = "rollback"
+
+
+def drafts(
+    action: Annotated[Action, typer.Argument(help="`rollback` serves the version before the served one.")],
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    client: Annotated[
+        str | None, typer.Option(help="Name of the API key whose draft is meant; empty: that without keys.")
+    ] = None,
+) -> None:
+    """List the versions in draft.learn_directory, or go back to the ones before.
+
+    Running servers follow within a second, and no answer changes.
+    """
+    settings = load_settings(config, assignments or ()).configuration
+    if settings.draft.learn_directory is None:
+        raise ConfigurationError("draft.learn_directory: needed the directory with the learned versions, found none")
+    directory = Path(settings.draft.learn_directory).expanduser()
+    key = None if client is None else salt_key(scoped_salt(client, "", shares_between_keys=False))
+    if action is Action.ROLLBACK:
+        roll_back(directory, key)
+    output.print(_table([one for one in versions_of(directory) if key in (None, one.key)]))
+
+
+def _table(found: list[SaltVersions]) -> Table:
+    table = Table("salt", "served", "stored", box=SIMPLE, pad_edge=False)
+    for one in found:
+        table.add_row(one.key, str(one.served), ", ".join(map(str, one.stored)))
+    return table
