@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.request import Commit
 from cluster.core.tree import TokenTree
-from cluster.core.verification import StepResult, Verdict, VerifyRow
+from cluster.core.verification import LearningStatus, StepResult, Verdict, VerifyRow
 from cluster.ingress.endpoints.cluster_status import read_replicas
 from cluster.ingress.router.metrics_text import merged
 from cluster.speculation.observation import DraftTime, RoundDrafts, RoundRecord, RoundTimes
@@ -51,6 +52,25 @@ def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metric
         metrics.sent(3)
         metrics.round(ROUND)
     return metrics
+
+
+def test_the_version_of_a_draft_that_learns_is_shown() -> None:
+    metrics = coordinator(verdicts=0)
+    metrics.watch_drafters(dict)
+    step = replace(ROUND.step, learning=LearningStatus(version=3, clients=2, texts=70, taken=4, tokens_per_step=2.5))
+    before = read_replicas(metrics.exposition()[0].decode())
+    metrics.decided([Commit(tokens=(1, 2, 3), drafted=5, accepted=2)])
+    metrics.round(replace(ROUND, step=step))
+    exposition = metrics.exposition()[0].decode()
+    (replica,) = found = read_replicas(exposition)
+    assert (replica["draft_version"], replica["draft_learned_clients"], replica["draft_learned_texts"]) == (3, 2, 70)
+    assert 'pilotfish:draft_trainings{engine="0",model_name="tiny",result="taken"} 4.0' in exposition
+    assert 'pilotfish:draft_tokens_per_step{engine="0",model_name="tiny",weights="after"} 2.5' in exposition
+    (status,) = statuses(before, found, 1.0)
+    assert status.draft_version == 3
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_table([status]))
+    assert "target v3" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_status_of_one_coordinator() -> None:
