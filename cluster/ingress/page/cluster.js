@@ -60,7 +60,7 @@ export class Cluster {
       ["tokens per second", rate.toFixed(1)],
       ["tokens per step", verdicts ? (committed / verdicts).toFixed(2) : "–"],
       ["drafts accepted", percent(drafted ? accepted / drafted : null)],
-      ["drafters", drafters(replica.drafters)],
+      ["drafters", drafters(replica.drafters, replica.draft_version)],
     ];
     for (const [label, value] of figures) {
       const pair = element("div");
@@ -115,8 +115,8 @@ function ceiling(value) {
   return [1, 2, 5, 10].find((step) => step * power >= value) * power;
 }
 
-function drafters(states) {
+function drafters(states, version) {
   const { available = 0, failed = 0 } = states;
-  if (!available && !failed) return "on the target";
+  if (!available && !failed) return version ? `on the target, version ${version}` : "on the target";
   return failed ? `${available} of ${available + failed}` : String(available);
 }
