@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +24,10 @@ from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.parts import Region
 from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 
+logger = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 10.0
+"""Seconds from one line about a long load to the next."""
 _SHARDED_HEAD = {"lm_head": "colwise"}
 
 
@@ -43,10 +50,13 @@ class StoredCheckpoint(Protocol):
         ...
 
 
-def load_stored(make: Any, source: Path, dtype: torch.dtype, share: Share) -> PreTrainedModel:
+def load_stored(
+    make: Any, source: Path, dtype: torch.dtype, share: Share, clock: Callable[[], float] = time.monotonic
+) -> PreTrainedModel:
     """A model from a GGUF file or from a directory of quantized safetensors; `make()` makes it without weights.
 
-    Each rank keeps its share of every matrix. Raises `ModelLoadError`, `ConfigurationError`.
+    Each rank keeps its share of every matrix. `clock` gives seconds: a long load logs how far it is. Raises
+    `ModelLoadError`, `ConfigurationError`.
     """
     checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
     with init_empty_weights(include_buffers=False):
@@ -57,7 +67,11 @@ def load_stored(make: Any, source: Path, dtype: torch.dtype, share: Share) -> Pr
     head = module.get_output_embeddings()
     is_tied = module.config.get_text_config().tie_word_embeddings and f"{names[id(head)]}.weight" not in checkpoint
     table = checkpoint.matrix(f"{names[id(embedding)]}.weight", tuple(embedding.weight.shape))
-    for path, parent in list(module.named_modules()):
+    parents, due = list(module.named_modules()), clock() + _PROGRESS_SECONDS
+    for number, (path, parent) in enumerate(parents):
+        if clock() >= due:
+            logger.info("%s: %d%% of its modules are read", source.name, 100 * number // len(parents))
+            due = clock() + _PROGRESS_SECONDS
         for name, child in list(parent.named_children()):
             own = f"{path}.{name}".removeprefix(".")
             if child is embedding and type(child) is nn.Embedding:

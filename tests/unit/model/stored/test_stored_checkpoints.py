@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +269,25 @@ def test_layers_that_were_not_converted_stay_plain(code: str, sources: Callable[
     directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")  # de-quantized
     assert {key for key in kept if torch.equal(load_file(directory / "model.safetensors")[key], plain[key])} == {*kept}
     check_close(logits(load(tmp_path / "model", code), TEXT), logits(load(directory, code, quantization="none"), TEXT))
+
+
+def test_a_long_load_says_how_far_it_is(
+    sources: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(sources("llama"), tmp_path / "model", "awq")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    seconds = count(0, 3)
+    with caplog.at_level(logging.INFO):
+        load_stored(
+            lambda: AutoModelForCausalLM.from_config(config),
+            tmp_path / "model",
+            torch.float32,
+            Share(0, 1),
+            lambda: next(seconds),
+        )
+    shares = [int(share) for share in re.findall(r"model: (\d+)% of its modules are read", caplog.text)]
+    assert len(shares) > 2
+    assert shares == sorted(shares)
 
 
 def test_the_directory_itself_is_served(sources: Callable[[str], Path], tmp_path: Path) -> None:
