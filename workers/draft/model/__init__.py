@@ -1,7 +1,7 @@
 """An independent draft model: a small language model that drafts with the target's sampling noise.
 
 It ranks tokens as the target would, with the sequence's parameters, seed and position. Where the two distributions are
-similar, the drafted tokens mostly equal the target's.
+similar, the drafted tokens mostly equal the target's. A PARD model drafts all depths in one pass instead.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
 
     Raises `ConfigurationError` when the draft's vocabulary is not the target's, and `ModelLoadError`.
     """
+    from workers.draft.common.modules.served_module import make_shortlist
     from workers.draft.model.drawing_drafter import DrawingDrafter
     from workers.draft.model.model_expander import ModelExpander, check_vocabularies
+    from workers.draft.model.parallel_model import ParallelModelDrafter, mask_token_of
     from workers.draft.model.token_drawer import TokenDrawer
     from workers.kv.pool import KvPool
     from workers.model.draft_card import is_distilled
@@ -82,15 +84,16 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
     settings = _resolved(settings)
     model = load_model(settings, target_directory=Path(target.path))
     target_vocabulary_size = check_vocabularies(model, Path(settings.path), target)
-    expander = ModelExpander(
-        model,
-        KvPool(model.kv_spec, settings.kv, truncatable=True),
-        settings.candidates,
-        has_target_encoder=is_distilled(Path(settings.path)),
-    )
-    expander.warm_up()
+    pool = KvPool(model.kv_spec, settings.kv, truncatable=True)
     drawn = RULES.get(target.acceptance).drawn_drafts
-    if settings.distributions == "on" or (settings.distributions == "auto" and drawn != DrawnDrafts.NONE):
+    is_drawn = settings.distributions == "on" or (settings.distributions == "auto" and drawn != DrawnDrafts.NONE)
+    mask_token = None if is_drawn or model.source is not None else mask_token_of(Path(settings.path))
+    if mask_token is not None:
+        shortlist = make_shortlist(model.vocabulary, target, model.device)
+        return ParallelModelDrafter(model, pool, mask_token, draft, settings.candidates, shortlist)
+    expander = ModelExpander(model, pool, settings.candidates, has_target_encoder=is_distilled(Path(settings.path)))
+    expander.warm_up()
+    if is_drawn:
         if model.source is not None:
             raise ConfigurationError(
                 f"draft.model.distributions: {settings.distributions} is refused for an encoder-decoder model with the "

@@ -17,10 +17,11 @@ from cluster.core.drafting import DraftDistribution, DraftRow, Proposal, RowFaul
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
-from workers.draft.common.sessions import Session, Sessions, has_room
+from workers.draft.common.sessions import DraftingSession, Sessions, has_room
 from workers.draft.common.trees.expander import ExpansionRow
 from workers.draft.model.token_drawer import DrawnSiblings, TokenDrawer
 from workers.kv.block_table import BlockTable
+from workers.kv.pool import KvPool
 
 MOST_FORWARD_TOKENS = 512
 """Most tokens in one forward pass. A long prompt goes in chunks."""
@@ -28,7 +29,7 @@ _BACKGROUND_TOKENS = 64
 """Most committed tokens in one pass between calls, so that the next call does not wait long."""
 
 
-class DrawingSession(Session):
+class DrawingSession(DraftingSession):
     """Committed tokens, and the table that stores the keys and values of most of them."""
 
     __slots__ = ("table",)
@@ -40,6 +41,12 @@ class DrawingSession(Session):
     def unstored(self) -> tuple[int, ...]:
         """Committed tokens that must go through the model; the last one always must."""
         return tuple(self.tokens[self.table.stored_len :])
+
+    def keep_common(self, memory: KvPool) -> None:
+        """Keep what the table stores of the committed tokens, except the last: its logits are needed."""
+        stored, limit = self.table.tokens, min(self.table.stored_len, len(self.tokens) - 1)
+        common = next((index for index in range(limit) if stored[index] != self.tokens[index]), limit)
+        memory.truncate(self.table, common)
 
 
 @dataclass(eq=False)
@@ -112,7 +119,7 @@ class DrawingDrafter:
             if isinstance(session, RowFault):
                 faults[row.sequence_id] = session
                 continue
-            self._keep_common(session)
+            session.keep_common(self._memory)
             room = self._drawer.max_context_len - len(session.tokens) + 1
             depth = max(0, min(row.budget.max_depth, self._draft.max_depth, room))
             drafts[row.sequence_id] = _Draft(session, min(row.budget.max_nodes, self._draft.max_nodes), depth)
@@ -143,12 +150,6 @@ class DrawingDrafter:
     def run_ahead(self) -> bool:
         """Return false: nothing is drawn ahead, because each round has random numbers of its own."""
         return False
-
-    def _keep_common(self, session: DrawingSession) -> None:
-        """Keep what the table stores of the committed tokens, except the last: its logits are needed."""
-        stored, limit = session.table.tokens, min(session.table.stored_len, len(session.tokens) - 1)
-        common = next((index for index in range(limit) if stored[index] != session.tokens[index]), limit)
-        self._memory.truncate(session.table, common)
 
     def _grow(self, drafts: Sequence[_Draft], in_use: Collection[SequenceId]) -> None:
         """Run passes until all trees are complete."""

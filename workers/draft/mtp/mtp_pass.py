@@ -162,4 +162,4 @@ def load_mtp_drafter(settings: MtpSettings, draft: DraftSection, target: TargetS
     head = load_mtp_pass(settings, target, max(LEAST_SCRATCH, limits.width * draft.max_depth))
     memory = ContextMemory(ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.sequences)
     taps = TapReader((LAST_TAP,), target, head.ends.hidden_size)
-    return EagleTreeDrafter(head, make_shortlist(head.ends, target, head.device), taps, draft, memory, limits)
+    return EagleTreeDrafter(head, make_shortlist(None, target, head.device), taps, draft, memory, limits)

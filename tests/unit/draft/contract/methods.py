@@ -6,7 +6,9 @@ A method that loads weights needs an entry whose settings name tiny weights. A n
 
 from __future__ import annotations
 
+import json
 import runpy
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +58,16 @@ def _draft_model(directories: Directories) -> Mapping[str, Any]:
     return {"path": str(directories.draft), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 4 << 20}}
 
 
+def _parallel_model(directories: Directories) -> Mapping[str, Any]:
+    """Settings of a PARD model: the draft model, whose last token is its mask token."""
+    directory = directories.others / "pard"
+    if not directory.exists():
+        shutil.copytree(directories.draft, directory)
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"pard_token": VOCABULARY - 1}))
+    return {**_draft_model(directories), "path": str(directory)}
+
+
 def _module(kind: str, *taps: int) -> Callable[[Directories], Mapping[str, Any]]:
     """Settings of a method that loads a module of a kind."""
 
@@ -100,6 +112,7 @@ CASES = {
     "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
     "heads": MethodCase(_module("heads", 2)),
     "model": MethodCase(_draft_model, knows_target=True),
+    "model:pard": MethodCase(_parallel_model),
     "none": MethodCase(drafts=False, keeps_sequences=False),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
 }
@@ -136,7 +149,7 @@ COMBINATIONS = (
     "suffix+recycling",
 )
 with example_method():
-    NAMES = (*METHODS.names(), "block:dspark", "eagle:peagle", *COMBINATIONS)
+    NAMES = (*METHODS.names(), "block:dspark", "eagle:peagle", "model:pard", *COMBINATIONS)
     """Every registered method, that of the page, and some that share a tree, joined by `+`."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,30 @@ def memoryless(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     }
     config = PEAGLE | {"draft_vocab_size": VOCABULARY, "norm_before_residual": False}
     return target, public_drafts.write(root / "peagle", config, tensors)
+
+
+@pytest.mark.parametrize(("candidates", "nodes"), [(1, 5), (3, 12)], ids=["chain", "tree"])
+async def test_a_parallel_model_that_knows_the_target_is_right_in_every_slot(
+    candidates: int, nodes: int, memoryless: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A PARD model is a copy of the target: a mask token's embedding is that of all tokens."""
+    target, _ = memoryless
+    draft = tmp_path / "pard"
+    shutil.copytree(target, draft)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"pard_token": VOCABULARY - 1}))
+    drawn = [f"draft.path={draft}", "draft.model.device=cpu", "draft.model.compile=off", "draft.placement=drafter"]
+    drawn += [f"draft.model.candidates={candidates}", "draft.model.kv.pool_bytes=4194304"]
+    plain = await answers(configured(target, "draft.method=none"))
+
+    drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", "draft.max_depth=5"))
+
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    greedy, sampled = drafted[4], drafted[5]  # they have no penalties
+    for one in (greedy, sampled):
+        steps = len(one.tokens) - one.accepted
+        assert steps <= 2 + len(one.tokens) // 6
+    assert len(set(sampled.tokens)) > 2
 
 
 @pytest.mark.parametrize(("candidates", "nodes"), [(1, 5), (3, 12)], ids=["chain", "tree"])

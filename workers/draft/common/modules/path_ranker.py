@@ -69,6 +69,23 @@ class PathRanker:
         ]
 
 
+def rank_by_logits(
+    shortlist: Shortlist, logits: Tensor, depths: int, contexts: Sequence[DecisionContext], siblings: int
+) -> list[RankedPaths]:
+    """Rank the candidates of rows from logits [rows x depths, vocabulary], the same below each candidate.
+
+    `contexts` [rows x depths] are those of the decisions. At most `siblings` candidates are listed below one.
+    """
+    leading = shortlist.leading(logits, contexts, siblings)
+    listed = [list(range(leading.columns.shape[1]))]
+    tokens = shortlist.tokens(leading.columns).view(len(logits) // depths, depths, -1).tolist()
+    confidences = leading.confidences.view(len(logits) // depths, depths, -1).tolist()
+    return [
+        RankedPaths(of_row, [listed] * depths, [[one] for one in shares])
+        for of_row, shares in zip(tokens, confidences, strict=True)
+    ]
+
+
 class _SelectorTables:
     """The selector `h + B SiLU(A [h; e])`, with its products by the embedding and by the head computed beforehand.
 

@@ -61,11 +61,11 @@ def load_served_module(
         loaded.card,
         loaded.ends,
         partial(make_product, weights=weights, directory=target.compile_directory),
-        make_shortlist(loaded.ends, target, device),
+        make_shortlist(loaded.ends.vocabulary, target, device),
     )
 
 
-def make_shortlist(ends: TargetEnds, target: TargetSection, device: torch.device) -> Shortlist:
-    """The ranking of the candidates of rows of logits, which are those of the head of `ends`."""
+def make_shortlist(vocabulary: torch.Tensor | None, target: TargetSection, device: torch.device) -> Shortlist:
+    """The ranking of the candidates of rows of logits, which are those of the tokens of `vocabulary`, or of all."""
     largest = load_largest(device, target.compile_directory)
-    return Shortlist(ends.vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)
+    return Shortlist(vocabulary, knows_noise=target.acceptance == _COUPLED, largest=largest)

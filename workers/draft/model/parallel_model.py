@@ -1,0 +1,164 @@
+"""Drafts with PARD (An et al. 2025): one pass of a language model over mask tokens predicts several tokens at once.
+
+The model is an ordinary one that was trained further. After the committed tokens it reads a mask token at each further
+position; its output there predicts the token of this depth from the committed text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault
+from cluster.core.ids import SequenceId
+from cluster.core.request import SequenceStart
+from workers.draft.common.modules.path_ranker import rank_by_logits
+from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
+from workers.draft.common.modules.ranked_paths import TreeForm
+from workers.draft.common.modules.shortlist import Shortlist
+from workers.draft.common.sessions import Sessions, has_room
+from workers.draft.model.drawing_drafter import MOST_FORWARD_TOKENS, DrawingSession
+from workers.forward.loaded_model import LoadedModel
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.block_table import BlockTable
+from workers.kv.pool import KvPool
+from workers.model.formats.checkpoint import Checkpoint
+from workers.model.formats.eagle3_layout import MASK_KEYS
+
+
+def mask_token_of(directory: Path) -> int | None:
+    """The mask token of a PARD model; `None` for other models. Raises `ModelLoadError` for one out of bounds."""
+    config = Checkpoint.read(directory)
+    key = None if config is None else next((one for one in MASK_KEYS[1:] if config.config.get(one) is not None), None)
+    if config is None or key is None:
+        return None
+    token, size = config.count(key, least=0), config.count("vocab_size")
+    if token >= size:
+        config.refuse(key, f"it must be below vocab_size, {size}")
+    return token
+
+
+class ParallelSession(DrawingSession):
+    """Committed tokens, the table of their keys and values, and the candidates that were drafted last."""
+
+    __slots__ = ("history",)
+
+    def __init__(self, start: SequenceStart, table: BlockTable) -> None:
+        super().__init__(start, table)
+        self.history = PathHistory()
+
+    def forget_draft(self) -> None:
+        """Drop the last draft."""
+        self.history.last = None
+
+
+class ParallelModelDrafter:
+    """Drafts trees of the candidates of all depths, one pass for all rows. It is a `DraftMethod`."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: KvPool,
+        mask_token: int,
+        draft: DraftSection,
+        siblings: int,
+        shortlist: Shortlist,
+    ) -> None:
+        """`pool` must be truncatable; `siblings` is the largest number of candidates below one node."""
+        self._pool = pool
+        self._runner = ModelRunner(model, pool)
+        self._most_context = model.max_context_len
+        self._mask = mask_token
+        self._siblings = siblings
+        self._shortlist = shortlist
+        self._trees = PathTrees(draft, max(1, draft.max_depth), TreeForm(siblings))
+        self._sessions = Sessions(
+            lambda start: ParallelSession(start, pool.new_table()),
+            lambda session: pool.release(session.table),
+            model.vocabulary_size,
+        )
+        self._runner.warm_up()
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        """Propose a tree for each row, in order."""
+        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
+        wanted: list[tuple[DraftRow, DraftBudget, ParallelSession]] = []
+        for row in rows:
+            session = self._sessions.apply(row)
+            if isinstance(session, RowFault):
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=session)
+                continue
+            session.keep_common(self._pool)
+            self._trees.observe(session, session.history)
+            room = max(0, self._most_context - len(session.tokens) + 1)
+            budget = self._trees.within(row.budget).within(row.budget.max_nodes, room)
+            repeated = self._trees.repeated(session, session.history, budget)
+            if repeated is not None:
+                proposals[row.sequence_id] = repeated
+            elif budget.max_depth:
+                wanted.append((row, budget, session))
+        in_use = [row.sequence_id for row, _, _ in wanted]
+        evictable = (one for one in self._sessions.least_recent(without=in_use) if one.table.stored_len)
+        depths = max((budget.max_depth for _, budget, _ in wanted), default=0)
+        ready = [one for one in wanted if self._has_room(one[2], depths, evictable)]
+        if ready:
+            self._draft(ready, depths, proposals)
+        return tuple(proposals[row.sequence_id] for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Drop what is stored for these sequences. Unknown ones are no error."""
+        self._sessions.release(sequence_ids)
+
+    def _has_room(self, session: ParallelSession, depths: int, evictable: Iterator[ParallelSession]) -> bool:
+        """Make room for the session's tokens and the mask tokens, evicting others if need be."""
+        return has_room(
+            lambda: self._pool.reserve(session.table, len(session.tokens) + depths - 1),
+            evictable,
+            lambda one: self._pool.truncate(one.table, 0),
+        )
+
+    def _draft(
+        self,
+        wanted: Sequence[tuple[DraftRow, DraftBudget, ParallelSession]],
+        depths: int,
+        proposals: dict[SequenceId, Proposal],
+    ) -> None:
+        """Rank all rows' candidates to the same depth and build a tree for each."""
+        sessions = [session for _, _, session in wanted]
+        logits = self._logits(sessions, depths)
+        contexts = decision_contexts(sessions, depths)
+        ranked = rank_by_logits(self._shortlist, logits, depths, contexts, self._siblings)
+        for (row, budget, session), paths in zip(wanted, ranked, strict=True):
+            proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
+
+    def _logits(self, sessions: Sequence[ParallelSession], depths: int) -> Tensor:
+        """Logits [sessions x depths, vocabulary] after the committed tokens and after the mask tokens behind them.
+
+        Mask tokens leave nothing in the tables. Long prompts take several passes.
+        """
+        for session in sessions:
+            while len(tokens := session.unstored()) > MOST_FORWARD_TOKENS:
+                self._pass([ForwardRow(session.table, tokens[:MOST_FORWARD_TOKENS], select=())])
+        rows = []
+        for session in sessions:
+            tokens = session.unstored()
+            masks = (self._mask,) * (depths - 1)
+            rows.append(
+                ForwardRow(
+                    session.table, tokens + masks, select=tuple(range(len(tokens) - 1, len(tokens) + depths - 1))
+                )
+            )
+        logits = self._pass(rows).float()
+        for session in sessions:
+            self._pool.truncate(session.table, len(session.tokens))
+        return logits
+
+    def _pass(self, rows: Sequence[ForwardRow]) -> Tensor:
+        """Run a pass and store its tokens."""
+        logits = self._runner.forward(rows)
+        for row in rows:
+            self._runner.commit(row)
+        return logits
