@@ -137,7 +137,8 @@ def _experts(
     layer: Any, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, share: Share
 ) -> StoredExperts | None:
     """The experts of a mixture, all on every rank; `None` for a layer that has none that are stored quantized."""
-    if not isinstance(checkpoint, QuantizedCheckpoint) or not hasattr(layer, "gate_up_proj"):
+    is_mixture = isinstance(getattr(layer, "gate_up_proj", None), nn.Parameter)  # a layer in a network without experts
+    if not isinstance(checkpoint, QuantizedCheckpoint) or not is_mixture:
         return None
     found: list[list[Storage]] = []
     for word in ("gate_up_proj", "down_proj"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.target_section import TargetSection
@@ -40,6 +40,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": tiny.qwen2(**SIZES),
     "qwen3": tiny.qwen3(**SIZES, head_dim=32),
     "gemma3": gemma3(),
+    "phi3": Phi3Config(**SIZES, vocab_size=tiny.VOCABULARY, num_hidden_layers=2, pad_token_id=0, eos_token_id=2),
 }
 
 
@@ -159,8 +160,8 @@ def test_logits_are_those_of_the_dequantized_weights_and_no_neighbour_changes_a_
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq 4 bits", "compressed-tensors 4 bits"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
-def test_families_with_biases_norms_and_tied_heads_are_read(
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "phi3"])
+def test_families_with_biases_norms_tied_heads_and_joined_layers_are_read(
     family: str, name: str, code: str, sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
     if family == "gemma3":  # its layers have 48 inputs
@@ -252,6 +253,13 @@ def test_ranks_that_cut_a_group_are_refused(sources: Callable[[str], Path], tmp_
     written(sources("llama"), tmp_path / "model", "awq")
     with pytest.raises(ConfigurationError, match=r"o_proj: inputs 0 to 48 cut groups of 32 inputs into parts"):
         held(tmp_path / "model", Share(0, 4))
+
+
+def test_a_division_that_is_not_known_is_refused_with_its_name(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    """A family whose query, key and value are one layer gathers its outputs."""
+    written(sources("phi3"), tmp_path / "model", "awq")
+    with pytest.raises(ConfigurationError, match=r"tensor_parallel: 3 is refused: .*self_attn\.\w+ is divided '\w+'"):
+        held(tmp_path / "model", Share(0, 3))
 
 
 def test_layers_that_were_not_converted_stay_plain(code: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
