@@ -98,6 +98,7 @@ def planted(tmp_path: Path) -> Iterator[Any]:
     del sys.modules["cluster.planted"]
 
 
+@pytest.mark.slow
 def test_every_form_of_store_is_found_and_numbers_are_not(planted: Any) -> None:
     stores = [planted.Store(), planted.Slotted(), planted.Holder(), planted.Mapped()]
     closed, running = planted.closed(), planted.running()

@@ -165,6 +165,7 @@ def test_the_summary_says_how_many_open_ports_demand_a_credential() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_and_exits_with_1_on_a_problem(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deploy.cli", "doctor", "--json", "--set", f"target.path={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -72,6 +72,7 @@ def test_a_training_is_measured_before_after_and_at_every_tenth_of_its_time(tmp_
     assert positions == sorted(positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("took", [5.0, 30.0, 90.0])
 def test_measures_during_the_training_take_at_most_their_share_of_its_time(tmp_path: Path, took: float) -> None:
     line = Line()

@@ -62,6 +62,7 @@ def test_the_token_after_the_drafts_may_be_synthetic_as_well(directory: Path) ->
     assert verdict.tokens == (*DRAFTED, synthetic_token(5, len(PROMPT) + len(DRAFTED), tiny.VOCABULARY))
 
 
+@pytest.mark.slow
 def test_the_same_seed_accepts_the_same_drafts_again(directory: Path) -> None:
     """A second engine with the same seed stands for another rank."""
     tree = TokenTree.chain(DRAFTED)

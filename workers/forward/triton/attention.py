@@ -73,10 +73,9 @@ def paged_attention(
     )  # fmt: skip
     if partial:
         join_splits[(len(plan.tokens), heads)](
-            sums, stats, output, sink_logits, plan.tokens, plan.last,
+            sums, stats, output, plan.tokens, plan.last,
             len(plan.tokens), plan.splits, output.stride(0), output.stride(1),
             HEADS=heads, DIM=dim, WIDTH=width, SPLITS_TILE=triton.next_power_of_2(plan.splits),
-            HAS_SINKS=learned_sinks is not None,
         )  # fmt: skip
 
 
@@ -107,13 +106,13 @@ def attend_tiles(
     used = tl.load(counts + row)
     dims = tl.arange(0, WIDTH)
     is_dim = dims < DIM
-    query_tile = tl.load(
-        queries + token[:, None] * query_token + head[:, None] * query_head + dims[None, :],
-        mask=is_query[:, None] & is_dim[None, :],
-        other=0.0,
-    )
+    query_place = queries + token[:, None] * query_token + head[:, None] * query_head + dims[None, :]
+    query_tile = tl.load(query_place, mask=is_query[:, None] & is_dim[None, :], other=0.0)
     most = tl.full([TILE * GROUP_TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE * GROUP_TILE], tl.float32)
+    if HAS_SINKS:  # a first key, of the first split, without a value
+        sink = tl.load(sink_logits + head, mask=is_query, other=0.0).to(tl.float32)
+        most = tl.where(split == 0, sink, most)
+    total = tl.where(most == float("-inf"), 0.0, 1.0)
     result = tl.zeros([TILE * GROUP_TILE, WIDTH], tl.float32)
     # A tile of a prompt ends at the last position that one of its queries sees; words begin behind the prompt.
     reach = tl.max(tl.where(last == start - 1, start + _WORD * WORDS - 1, last), axis=0)
@@ -131,46 +130,38 @@ def attend_tiles(
             sees = sees_keys(words, query, is_query, last, position, key, start, window, sinks, WORDS)
             sees = sees & is_read[None, :] & is_query[:, None]
             is_seen = tl.max(sees.to(tl.int32), axis=0) != 0
-            key_tile = tl.load(
-                keys + slot[:, None] * key_slot + kv_head * key_head + dims[None, :],
-                mask=is_seen[:, None] & is_dim[None, :],
-                other=0.0,
-            )
+            is_loaded = is_seen[:, None] & is_dim[None, :]
+            key_place = keys + slot[:, None] * key_slot + kv_head * key_head + dims[None, :]
+            key_tile = tl.load(key_place, mask=is_loaded, other=0.0)
             products = product(query_tile, tl.trans(key_tile), EXACT) * scale
             if HAS_CAP:
-                products = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 / soft_cap * products) + 1.0))  # tanh
+                products = soft_cap * tanh(products / soft_cap)
             scores = tl.where(sees, products, float("-inf"))
             highest = tl.maximum(most, tl.max(scores, axis=1))
             base = tl.where(highest == float("-inf"), 0.0, highest)
             weights = tl.exp(scores - base[:, None])
             shrink = tl.exp(most - base)
             total = total * shrink + tl.sum(weights, axis=1)
-            value_tile = tl.load(
-                values + slot[:, None] * value_slot + kv_head * value_head + dims[None, :],
-                mask=is_seen[:, None] & is_dim[None, :],
-                other=0.0,
-            )
+            value_place = values + slot[:, None] * value_slot + kv_head * value_head + dims[None, :]
+            value_tile = tl.load(value_place, mask=is_loaded, other=0.0)
             result = result * shrink[:, None] + product(weights, value_tile, EXACT)
             most = highest
     if not IS_SPLIT:
-        if HAS_SINKS:
-            sink = tl.load(sink_logits + head, mask=is_query, other=0.0).to(tl.float32)
-            highest = tl.maximum(most, sink)
-            shrink = tl.exp(most - highest)
-            total = total * shrink + tl.exp(sink - highest)
-            result = result * shrink[:, None]
         result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :],
-            result.to(output.dtype.element_ty),
-            mask=is_query[:, None] & is_dim[None, :],
-        )
+        output_place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
+        tl.store(output_place, result.to(output.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
     else:
         entry = (split * query_count + query) * HEADS + head
         if begin < end:  # the join reads no sums of a split without keys
             tl.store(sums + entry[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
         tl.store(stats + entry, most, mask=is_query)
         tl.store(stats + splits * query_count * HEADS + entry, total, mask=is_query)
+
+
+@triton.jit
+def tanh(value):
+    """The hyperbolic tangent."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * value) + 1.0)
 
 
 @triton.jit
@@ -199,8 +190,8 @@ def product(left, right, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["query_count", "splits"])
 def join_splits(
-    sums, stats, output, sink_logits, tokens, lasts, query_count, splits, output_token, output_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS_TILE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    sums, stats, output, tokens, lasts, query_count, splits, output_token, output_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS_TILE: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all splits of one query and head, in the order of the splits. Padding becomes 0."""
     query, head = tl.program_id(0), tl.program_id(1)
@@ -210,15 +201,10 @@ def join_splits(
     most = tl.load(stats + entry, mask=is_split, other=float("-inf"))
     total = tl.load(stats + splits * query_count * HEADS + entry, mask=is_split, other=0.0)
     highest = tl.max(most, axis=0)
-    if HAS_SINKS:
-        sink = tl.load(sink_logits + head).to(tl.float32)
-        highest = tl.maximum(highest, sink)
     weights = tl.exp(most - tl.where(highest == float("-inf"), 0.0, highest))
     dims = tl.arange(0, WIDTH)
     parts = tl.load(sums + entry[:, None] * WIDTH + dims[None, :], mask=(total > 0.0)[:, None], other=0.0)
     whole = tl.sum(total * weights, axis=0)
-    if HAS_SINKS:
-        whole += tl.exp(sink - highest)
     result = tl.sum(parts * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
     token = tl.load(tokens + query).to(tl.int64)
     place = output + token * output_token + head * output_head + dims

@@ -72,6 +72,7 @@ def test_a_request_without_drafts_asks_for_none() -> None:
     assert target.drafted == sum(target.asked) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step_time", "batch"), [(cpu_step, 1), (cpu_step, 8), (gpu_step, 4)])
 @pytest.mark.parametrize(
     "model",

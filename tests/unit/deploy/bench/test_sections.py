@@ -28,6 +28,7 @@ async def test_agreement_compares_the_first_drafted_token_at_every_position() ->
     assert found == Agreement(4, 7)
 
 
+@pytest.mark.slow
 def test_a_process_reports_its_counters_and_its_errors() -> None:
     configuration = load_configuration({}, {"draft.method": "ngram"})
     with clusters.draft(configuration, clusters.all_cores()[:1]) as process:

@@ -17,6 +17,7 @@ from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.deadline import deadline
+from tests.support.slow import slow_but
 from tests.unit.draft.contract.methods import NAMES_AND_PLACES, Directories, cases_of, values
 from workers.serve.configuration import load_configuration
 
@@ -122,10 +123,15 @@ def plain(directories: Directories) -> list[tuple[int, ...]]:
     return [one.tokens for one in answers]
 
 
-@pytest.mark.parametrize(("name", "place"), NAMES_AND_PLACES)
+FAST = list({name: (name, place) for name, place in NAMES_AND_PLACES if "+" not in name}.values())
+"""Each method at one place."""
+
+
+@pytest.mark.parametrize("name_and_place", slow_but(FAST, NAMES_AND_PLACES), ids="-".join)
 async def test_drafts_change_no_token(
-    name: str, place: str, directories: Directories, plain: list[tuple[int, ...]]
+    name_and_place: tuple[str, str], directories: Directories, plain: list[tuple[int, ...]]
 ) -> None:
+    name, place = name_and_place
     cases = cases_of(name)
     async with serving(name, directories, placement=place) as client:
         answers = await answer_all(client)

@@ -127,6 +127,7 @@ names = st.sampled_from("abc")
 sides = st.tuples(names, st.integers(0, 9), st.lists(st.integers(0, 95), min_size=1, max_size=3), st.integers(0, 4))
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(sides, min_size=1, max_size=3, unique_by=lambda side: side[0]), min_size=1, max_size=6))
 def test_after_any_acceptance_rejection_truncation_or_eviction_every_draft_is_the_models_own(

@@ -24,6 +24,7 @@ from workers.model.encoder_decoder.generation_defaults import read_generation_de
 MIN_LENGTH = 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4])
 async def test_answers_are_as_long_as_those_of_transformers(model: SourcedModel, tmp_path: Path, width: int) -> None:
     values = {"min_length": MIN_LENGTH, "length_penalty": -1.0, "early_stopping": True}

@@ -20,6 +20,7 @@ from tests.unit.forward.encoder_decoder.test_sourced_requests import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["single tokens", "pairs"])
 @pytest.mark.parametrize("repeats", [0, 2])
 async def test_beams_are_those_of_transformers(model: SourcedModel, tmp_path: Path, repeats: int, words: str) -> None:

@@ -121,6 +121,7 @@ def test_a_source_that_cannot_be_loaded_is_read_again(
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0.0, 0.3], ids=["all blocks load", "some loads fail"])
 def test_random_sequences_over_all_tiers_get_their_own_text_and_leak_no_block(
     model: SourcedModel, lost: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

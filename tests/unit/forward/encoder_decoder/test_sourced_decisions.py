@@ -70,6 +70,7 @@ def test_logprobs_are_the_models_own_at_every_accepted_token(model: SourcedModel
         assert [token for token, _ in entry.top] == found.topk(3).indices.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["allowed", "bad words", "minimal length"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_excluded_tokens_never_occur_and_no_draft_changes_the_text(

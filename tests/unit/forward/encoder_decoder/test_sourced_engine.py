@@ -78,6 +78,7 @@ def test_rows_of_one_step_do_not_change_each_other(engine: TargetEngine) -> None
     assert [one.tokens[first : first + 24] for one, first in zip(running, starts, strict=True)] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_a_replayed_answer_goes_on_as_before(model: SourcedModel, engine: TargetEngine, chunk: int) -> None:
     plain = translate(engine, 30, sampling=SAMPLED)
@@ -156,6 +157,7 @@ def test_texts_on_a_gpu_are_those_of_transformers_there(model: SourcedModel) -> 
     check_texts_on(model, "cuda")
 
 
+@pytest.mark.slow
 def test_texts_of_an_engine_are_those_of_transformers_on_its_device(model: SourcedModel) -> None:
     """What the test on a GPU checks, on CPU."""
     check_texts_on(model, "cpu")

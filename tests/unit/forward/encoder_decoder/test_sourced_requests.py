@@ -99,6 +99,7 @@ async def test_beams_are_those_of_transformers(model: SourcedModel, early: Early
         await until(lambda: target.is_empty)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crashes", [(), (2, 5, 9, 10, 17)], ids=["quiet", "crashes"])
 async def test_samples_and_beams_in_too_little_memory_are_as_alone(
     model: SourcedModel, crashes: tuple[int, ...]

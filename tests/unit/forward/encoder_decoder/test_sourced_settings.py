@@ -88,6 +88,7 @@ def test_with_int8_weights_no_draft_changes_the_text(model: SourcedModel, sampli
     assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical", "blockwise"])
 def test_an_acceptance_rule_keeps_greedy_answers_unless_it_is_lossy(model: SourcedModel, rule: str) -> None:
     section = TargetSection(path=str(model.directory), device="cpu", compile="off", kv=KV, acceptance=rule)

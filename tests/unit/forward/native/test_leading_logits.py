@@ -76,6 +76,7 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["native", "emulated"])
 def test_no_logit_is_beyond_the_bounds_of_the_screen(kernels: str, emulated: str) -> None:
     """Inputs of 128 numbers are multiplied as two rows of integers, where the processor multiplies integers."""

@@ -104,6 +104,7 @@ def test_no_bit_of_a_row_depends_on_the_other_rows(dtype: torch.dtype, code: Pat
         check_rows(packed, values(521, inputs))  # the last of few rows
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_tile_registers_multiply_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated registers show that the code for AMX addresses the right numbers, also where rows fill no register."""

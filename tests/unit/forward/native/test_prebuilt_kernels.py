@@ -49,6 +49,7 @@ def image(prebuilt: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     build.load_library.cache_clear()
 
 
+@pytest.mark.slow
 def test_an_image_without_a_compiler_runs_the_kernels(image: Path) -> None:
     library = build.load_library(None)
     assert library is not None and SMALLEST.name in library._name

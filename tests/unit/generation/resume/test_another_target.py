@@ -51,6 +51,7 @@ async def cut_after(client: ServiceClient, progress: StreamProgress, most: int) 
     return responses
 
 
+@pytest.mark.slow
 async def test_a_stream_continues_at_another_target_after_any_event(target: Path) -> None:
     drafted = 0
     async with (

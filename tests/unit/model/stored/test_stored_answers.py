@@ -20,7 +20,8 @@ from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_group import RankGroup, rank_group
 from tests.support.models import quantized, tiny
 from tests.support.models.draft_model import first_row as draft_row
-from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES
+from tests.support.slow import slow_but
+from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW
 from workers.draft.model import DraftModelSettings, create_model
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -80,7 +81,7 @@ def chain(answer: list[int]) -> TokenTree:
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", slow_but(FEW, CHECKPOINTS))
 def test_texts_are_those_of_the_dequantized_weights(name: str, native: str, source: Path, tmp_path: Path) -> None:
     expected = answers(source, tmp_path / "model", name)
     engine = open_engine(tmp_path / "model", native)

@@ -20,6 +20,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.graph_replay import gemma3
 from tests.support.models import quantized, tiny
+from tests.support.slow import slow_but
 from workers.forward.attention import register
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -89,6 +90,8 @@ CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
         compressed_fp8(strategy="block", block_structure=[64, 32]),
     ),
 }
+FEW = ("awq", "gptq in activation order", "compressed-tensors 4 bits", "bitsandbytes nf4", "fp8 in blocks")
+"""Of each method one."""
 ORDERED = [name for name in CHECKPOINTS if "activation order" not in name]
 
 
@@ -145,7 +148,7 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", slow_but(FEW, CHECKPOINTS))
 def test_logits_are_those_of_the_dequantized_weights_and_no_neighbour_changes_a_bit(
     name: str, native: str, code: str, sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -226,7 +229,7 @@ def held(path: Path, share: Share) -> dict[str, StoredLinear]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", ORDERED)
+@pytest.mark.parametrize("name", slow_but(FEW, ORDERED))
 def test_ranks_hold_the_whole_together(name: str, ranks: int, sources: Callable[[str], Path], tmp_path: Path) -> None:
     written(sources("llama"), tmp_path / "model", name)
     whole = held(tmp_path / "model", Share(0, 1))

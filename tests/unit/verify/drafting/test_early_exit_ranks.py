@@ -130,6 +130,7 @@ def group(directory: Path) -> Iterator[TwoRanks]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_two_ranks_draft_and_decide_as_one_does(group: TwoRanks, directory: Path) -> None:
     from workers.verify.build import build_engine
 

@@ -90,6 +90,7 @@ async def test_without_a_bound_the_time_follows_from_the_tokens_asked(
         await answers(directory, GENERATE, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["marian", "bart", "t5"])
 async def test_a_translators_draft_with_a_reduced_vocabulary_assists(family: str, tmp_path: Path) -> None:
     directory = tiny.save(tmp_path / "target", tiny.ENCODER_DECODER_FAMILIES[family]())
