@@ -178,7 +178,7 @@ class Metrics(RequestMetrics):
     def _declare_learning_metrics(self) -> None:
         self._draft_version = self._gauge(
             "pilotfish:draft_version",
-            "Highest number among the learned versions that draft, 0 for none, as of the last step.",
+            "Number of the newest learned version that drafts, 0 for none, as of the last step.",
         )
         self._learned_clients = self._gauge(
             "pilotfish:draft_learned_clients", "Number of clients that have learned draft weights, as of the last step."
@@ -189,7 +189,7 @@ class Metrics(RequestMetrics):
         )
         self._learned_bytes = self._gauge(
             "pilotfish:draft_learned_text_bytes",
-            "Bytes that texts to learn from take in the target's memory, as of the last step.",
+            "Number of bytes that texts to learn from take in the target's memory, as of the last step.",
         )
         self._trainings = self._gauge(
             "pilotfish:draft_trainings",
@@ -198,7 +198,7 @@ class Metrics(RequestMetrics):
         )
         self._learned_tokens = self._gauge(
             "pilotfish:draft_tokens_per_step",
-            "Tokens per step of the target on held-back texts, before and after the last training.",
+            "Number of tokens per step of the target on held-back texts, before and after the last training.",
             "weights",
         )
 

@@ -33,6 +33,7 @@ def request_key(request: GenerationRequest) -> RequestKey:
         max_draft_tokens=None,
         prediction=(),
         returns_drafts=False,
+        allows_learning=False,
         resumed=(),
         client="",  # a part of the id
         # A longer answer begins with the shorter one, unless its last token is forced.

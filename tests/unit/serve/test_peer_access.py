@@ -89,6 +89,16 @@ async def status_of(
     address: str, method: MethodDescriptor, *tokens: str, message: bytes = b""
 ) -> tuple[grpc.StatusCode, str]:
     """The status and the details of a call with these tokens in its metadata."""
+    while True:
+        found = await _status_once(address, method, tokens, message)
+        if found != (grpc.StatusCode.INTERNAL, "Internal error from Core"):
+            return found
+        # A write met the end of the call: grpc.aio then has no status of the server.
+
+
+async def _status_once(
+    address: str, method: MethodDescriptor, tokens: tuple[str, ...], message: bytes
+) -> tuple[grpc.StatusCode, str]:
     metadata = [(TOKEN_KEY, token) for token in tokens]
     path = f"/{method.containing_service.full_name}/{method.name}"
     try:

@@ -150,6 +150,7 @@ def learn_here(served: Served, key: str) -> Mapping[str, torch.Tensor]:
     return candidate.weights
 
 
+@pytest.mark.slow
 def test_repeated_traffic_is_drafted_better_after_a_swap_and_its_texts_stay(served: Served, tmp_path: Path) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
     versions = Versions(tmp_path / "versions", served.weights)
@@ -257,6 +258,7 @@ def test_weights_that_do_not_fit_or_are_not_finite_are_refused(served: Served) -
         served.weights.replace("a", {})
 
 
+@pytest.mark.slow
 def test_weights_that_diverge_are_dropped_and_the_served_ones_stay(served: Served, tmp_path: Path) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
     program = """
@@ -334,6 +336,7 @@ def test_a_rollback_is_followed_during_a_training(served: Served, tmp_path: Path
     learner.close()
 
 
+@pytest.mark.slow
 def test_a_stored_version_is_a_draft_that_a_server_can_load(served: Served, tmp_path: Path) -> None:
     for _ in range(TIMES):
         served.serve()
