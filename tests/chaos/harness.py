@@ -153,6 +153,7 @@ async def run_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
         await _all_ready(cluster)
         streams.end()
         await running
+        await http.aclose()  # idle connections of the clients are no leak of the ingress
         leaks = await _settled(cluster)
         leaks += _growth(await _held_by_role(cluster), first)
         if own.num_fds() > descriptors + 4 * MOST_NEW_DESCRIPTORS:

@@ -138,6 +138,7 @@ async def test_what_one_client_teaches_is_drafted_for_it_alone_and_a_rollback_en
 
 
 async def test_nothing_is_collected_without_consent(directories: Directories) -> None:
+    gc.collect()  # what earlier tests left
     async with two_keys(learning(directories)) as clients:
         await teach(clients, BOB)
         await teach(clients, ALICE, store=False)
