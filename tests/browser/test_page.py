@@ -178,6 +178,30 @@ async def test_markdown_is_shown_safely_and_keeps_the_colours(browser: Browser, 
     assert shown["draft"].startswith("one |two|if a < b:")
 
 
+async def test_a_label_stays_where_it_was_put_however_the_text_goes_on(browser: Browser, url: str) -> None:
+    text = "A **b** c.\n\n- d\n- e\n\nf\n\n\ng"
+    async with opened(browser, url) as page:
+        lost = await page.evaluate(
+            """async (text) => {
+              const { Markdown } = await import(new URL("page/markdown.js", document.baseURI));
+              const lost = [];
+              for (let at = 0; at <= text.length; at++) {
+                const shown = new Markdown(document.createElement("div"), () => "");
+                for (let end = 0; end <= text.length; end++) {
+                  if (end === at) shown.mark("here");
+                  shown.add({ number: end + 1, tokens: [{ text: text.slice(end, end + 1), drafted: false }] });
+                  shown.show();
+                  const count = shown.place.querySelectorAll(".mark").length;
+                  if (count !== (end >= at ? 1 : 0)) lost.push([at, end, count]);
+                }
+              }
+              return lost;
+            }""",
+            text,
+        )
+    assert lost == []
+
+
 async def test_escape_and_enter_stop_an_answer_and_say_so(browser: Browser, tmp_path: Path) -> None:
     api = HttpApi(tmp_path, "hello the world")
     api.engine.context = 400

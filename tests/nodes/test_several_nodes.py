@@ -194,9 +194,9 @@ async def test_streams_of_a_lost_node_go_on_at_the_other_target(
 ) -> None:
     before = generated_by(server)
     over_grpc = asyncio.gather(*(tokens_and_resumed(server, case) for case in LONG))
-    over_http = asyncio.gather(*(tokens_http(server, case) for case in LONG))
     async with asyncio.timeout(ANSWER_SECONDS):
-        await asyncio.to_thread(wait_until_generating, server, before)
+        await asyncio.to_thread(wait_until_generating, server, before)  # alone, they are spread over both targets
+        over_http = asyncio.gather(*(tokens_http(server, case) for case in LONG))
         await asyncio.to_thread(nodes.remove, "first")
         assert not over_grpc.done(), "the answers were complete before the kill"
         answers = await over_grpc

@@ -42,19 +42,22 @@ export class Markdown {
     const blocks = lexer(this.source, OPTIONS);
     let start = 0;
     let kept = 0;
+    let marked = 0;
     while (kept < this.blocks.length - 1 && kept < blocks.length - 1 && this.blocks[kept].raw === blocks[kept].raw) {
       start += blocks[kept].raw.length;
+      marked += this.blocks[kept].marks;
       kept += 1;
     }
     for (const block of this.blocks.splice(kept)) block.node?.remove();
     for (const tail of this.place.querySelectorAll(":scope > .mark")) tail.remove();
-    this.pending = this.marks.filter((mark) => mark.at >= start);
+    this.pending = this.marks.slice(marked); // those that no kept block shows
     for (const block of blocks.slice(kept)) {
       this.at = start;
       start += block.raw.length;
+      const before = this.pending.length;
       const node = this.#block(block);
       if (node) this.place.append(node);
-      this.blocks.push({ raw: block.raw, node });
+      this.blocks.push({ raw: block.raw, node, marks: before - this.pending.length });
     }
     for (const mark of this.pending) this.place.append(element("span", "mark", mark.text));
     this.place.dataset.source = this.source;
