@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy.bench.contestants.answers import Arrival, BenchAnswer
 from deploy.bench.load_test.records import LoadRecord, Measurement
-from deploy.bench.load_test.report import LoadResults, as_json, markdown, write
+from deploy.bench.load_test.report import LoadResults, as_json, chart, markdown, write
 
 
 def record(sent: float, *arrivals: tuple[float, int]) -> LoadRecord:
@@ -82,3 +83,23 @@ def test_the_report_is_json_markdown_and_a_picture(rates: tuple[float, ...], tmp
     assert "Goodput counts the requests with ttft ≤ 500 ms, tpot ≤ 100 ms." in text
     assert "- 2, 4: 1 × HTTP 429" in text
     assert (tmp_path / "out" / "serve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("rates", [(2.0,), (2.0, math.inf)])
+def test_the_picture_names_its_axes_and_tells_its_lines_apart(
+    rates: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    chart(LoadResults("small at http://server", {}, "pilotfish bench serve", [measurement(rate) for rate in rates]))
+
+    (axes,) = drawn[0].axes
+    lines = axes.get_lines()
+    assert axes.get_xlabel() and axes.get_ylabel()
+    assert len(axes.get_legend_handles_labels()[1]) == len(lines) >= 2
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines)
+    seconds = [float(one) for line in lines for one in (line.get_ydata() if len(rates) > 1 else line.get_xdata())]
+    low, high = axes.get_ylim() if len(rates) > 1 else axes.get_xlim()
+    assert low <= min(seconds) and max(seconds) <= high
+    assert low > 0 if len(rates) > 1 else high < 2 * max(seconds)
