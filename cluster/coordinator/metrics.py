@@ -178,10 +178,11 @@ class Metrics(RequestMetrics):
     def _declare_learning_metrics(self) -> None:
         self._draft_version = self._gauge(
             "pilotfish:draft_version",
-            "Number of the newest learned version that drafts, 0 for none, as of the last step.",
+            "Number of the learned version that drafts, the highest of all salts, 0 for none, as of the last step.",
         )
         self._learned_clients = self._gauge(
-            "pilotfish:draft_learned_clients", "Number of clients that have learned draft weights, as of the last step."
+            "pilotfish:draft_learned_clients",
+            "Number of salts (an API key and its cache_salt) that have learned draft weights, as of the last step.",
         )
         self._learned_texts = self._gauge(
             "pilotfish:draft_learned_texts",

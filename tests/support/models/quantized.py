@@ -173,7 +173,7 @@ def compressed_packed(
 
 
 def _symmetric(weight: torch.Tensor, group: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
-    """The same as `_asymmetric` with all zero points in the middle."""
+    """Integers, scales and zero points of groups, with every zero point in the middle of the range."""
     middle = 1 << (bits - 1)
     members = [weight[:, group == index] for index in range(int(group.max()) + 1)]
     scales = torch.stack([part.abs().amax(dim=1) / (middle - 1) for part in members], dim=1).half()

@@ -180,7 +180,7 @@ def test_what_was_measured_with_other_settings_is_forgotten(tmp_path: Path) -> N
 
 
 class LongSteps(Line):
-    """Its steps take `took` seconds each."""
+    """A training on a clock that each step moves on by `took` seconds."""
 
     def __init__(self, took: float) -> None:
         super().__init__()

@@ -108,7 +108,8 @@ class Reservoir:
             while self.stored_bytes > self._most_bytes:
                 self._of_largest_client(lambda one: one.size).drop_oldest()
             if len(self._texts) > _MOST_SALTS:
-                self._texts = {one: kept for one, kept in self._texts.items() if kept is not self._oldest()}
+                oldest = self._oldest()
+                self._texts = {one: kept for one, kept in self._texts.items() if kept is not oldest}
 
     def salts(self) -> tuple[TextsOfSalt, ...]:
         """The texts of all salts."""
@@ -116,7 +117,7 @@ class Reservoir:
             return tuple(texts.of(key) for key, texts in self._texts.items())
 
     def _of_largest_client(self, measure: Callable[[_Texts], int]) -> _Texts:
-        """Of the client whose salts measure the most together, the salt that does."""
+        """The largest salt, by `measure`, of the client whose salts are the largest together."""
         clients: Counter[str] = Counter()
         for texts in self._texts.values():
             clients[texts.client] += measure(texts)
@@ -124,7 +125,7 @@ class Reservoir:
         return max((texts for texts in self._texts.values() if texts.client == client), key=measure)
 
     def _oldest(self) -> _Texts:
-        """Of the client with the most salts, the one whose last text is the oldest."""
+        """The salt whose last text is the oldest, among those of the client with the most salts."""
         client = self._of_largest_client(lambda _: 1).client
         return next(texts for texts in self._texts.values() if texts.client == client)
 

@@ -36,7 +36,7 @@ class ParallelHeads:
         self._ranker = PathRanker(ends, module.selector, make, loaded.shortlist)
 
     def with_weights(self, module: MedusaHeads) -> ParallelHeads:
-        """The same heads with the weights of `module`, except its selector. What is the target's is shared."""
+        """Heads that compute with the weights of `module`, but with this selector, and share what is the target's."""
         other = copy(self)
         other._mix = None if module.mix is None else _mix_of(module.mix, self._make)
         other._heads = self._make(module.weights)

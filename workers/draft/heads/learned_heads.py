@@ -23,7 +23,7 @@ class Replaceable(Protocol):
     """Heads that can be made anew with other weights."""
 
     def with_weights(self: ReplaceableType, module: MedusaHeads) -> ReplaceableType:
-        """The same heads with the weights of `module`."""
+        """Heads that compute with the weights of `module`, and share what is the target's with these."""
         ...
 
 

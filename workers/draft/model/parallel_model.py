@@ -26,13 +26,13 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.model.formats.checkpoint import Checkpoint
-from workers.model.formats.eagle3_layout import MASK_KEYS
+from workers.model.formats.eagle3_layout import PARALLEL_KEYS
 
 
 def mask_token_of(directory: Path) -> int | None:
     """The mask token of a PARD model; `None` for other models. Raises `ModelLoadError` for one out of bounds."""
     config = Checkpoint.read(directory)
-    key = None if config is None else next((one for one in MASK_KEYS[1:] if config.config.get(one) is not None), None)
+    key = None if config is None else next((one for one in PARALLEL_KEYS if config.config.get(one) is not None), None)
     if config is None or key is None:
         return None
     token, size = config.count(key, least=0), config.count("vocab_size")

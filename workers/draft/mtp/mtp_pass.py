@@ -37,8 +37,8 @@ _UNREAD = ("sliding_window", "softcap", "s_aux", "position_bias")
 """Arguments of attention that change its result and are not read here."""
 
 
-class _Record:
-    """Takes the place of pieces in the first pass: it learns the sizes of keys and values."""
+class _KvSizes:
+    """The sizes of keys and values, which a pass writes into it that gets it in place of pieces."""
 
     def __init__(self) -> None:
         self.kv_heads, self.width = 0, 0
@@ -50,7 +50,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001 - pieces have their own
-    pieces: Sequence[WindowPiece] | _Record = (),
+    pieces: Sequence[WindowPiece] | _KvSizes = (),
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of all pieces' tokens, each over its own window, to which it writes their keys and values.
@@ -59,7 +59,7 @@ def _attend(
     keys. Returns [1, tokens, heads, width of values].
     """
     wide, narrow = key.shape[-1], value.shape[-1]
-    if isinstance(pieces, _Record):
+    if isinstance(pieces, _KvSizes):
         unread = [name for name in _UNREAD if others.get(name) is not None]
         if unread or narrow > wide:
             what = f"its attention reads {unread[0]}" if unread else "its values are wider than its keys"
@@ -99,9 +99,9 @@ class MtpPass:
         self.device = ends.embedding.device
         self._head = make_product(ends.head, settings.weights, target.compile_directory)
         size = ends.hidden_size
-        record = _Record()
-        self._block(torch.zeros(1, size, dtype=self._dtype, device=self.device), [0], record)
-        self.context_shape = ContextShape(1, record.kv_heads, record.width, 0, WHOLE_TEXT, scratch)
+        sizes = _KvSizes()
+        self._block(torch.zeros(1, size, dtype=self._dtype, device=self.device), [0], sizes)
+        self.context_shape = ContextShape(1, sizes.kv_heads, sizes.width, 0, WHOLE_TEXT, scratch)
         """What is kept of each position; there is no feature."""
 
     def features(self, taps: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class MtpPass:
         """Logits [rows, vocabulary] of outputs [rows, hidden size]."""
         return self._head(outputs)
 
-    def _block(self, rows: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece] | _Record) -> Tensor:
+    def _block(self, rows: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece] | _KvSizes) -> Tensor:
         """The decoder layer's output [tokens, hidden size] of its input of this shape."""
         places = torch.tensor([positions], device=rows.device)
         rotations = self._layer.rotary(rows.unsqueeze(0), places)

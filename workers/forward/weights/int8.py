@@ -68,7 +68,7 @@ class Int8Storage:
         )
 
     def _grouped(self) -> GroupStorage:
-        """The same matrix with one group for each output."""
+        """The matrix as groups of 8 bits, one group for each output."""
         return GroupStorage(self.integers, self.scale[:, None], 8)
 
     def kernel(self, bias: torch.Tensor | None) -> Int8Kernel:

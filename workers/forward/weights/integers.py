@@ -30,7 +30,7 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpacked_across_words(words: torch.Tensor) -> torch.Tensor:
-    """The same for 3 bits: 32 integers in three words."""
+    """Words int32 `[rows, n]` of integers of 3 bits, 32 in three words → uint8 `[rows, n * 32 / 3]`."""
     threes = (words.reshape(len(words), -1, 3).long() & 0xFFFFFFFF).unbind(dim=2)
     found = []
     for bit in range(0, 96, 3):
@@ -67,7 +67,7 @@ def groups_of_integers(
     zeros: torch.Tensor | None,
     group_of: torch.Tensor,
 ) -> GroupStorage:
-    """The same from integers uint8 `[out, in]`."""
+    """Groups from integers uint8 `[out, in]`; the other arguments are those of `group_storage`."""
     if bits < 8 and integers.shape[1] % 2:
         raise ValueError(f"{integers.shape[1]} inputs in {bits} bits are refused; their number must be even")
     return _grouped(_held(integers, bits), bits, scales, zeros, group_of)
@@ -76,7 +76,7 @@ def groups_of_integers(
 def groups_of_pairs(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_of: torch.Tensor
 ) -> GroupStorage:
-    """The same from integers of 4 bits uint8 `[out, in / 2]`: input 2 i is in the low half of byte i."""
+    """Groups from integers of 4 bits, two in a byte, uint8 `[out, in / 2]`: input 2 i is in the low half of byte i."""
     return _grouped(values, 4, scales, zeros, group_of)
 
 

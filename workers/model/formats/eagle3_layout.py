@@ -20,7 +20,9 @@ EAGLE3_KEYS = frozenset(("norm_before_residual", "norm_before_fc", "fc_norm", "n
 """The keys of EAGLE-3 and EAGLE-3.1 that change the arithmetic."""
 _DEFAULT_TAPS: tuple[Tap, ...] = (2, "middle", -4)
 """The inputs of the layers 2, L // 2 and L - 3 of a target with L layers."""
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+PARALLEL_KEYS = ("pard_token", "ptd_token_id")
+"""Keys of a mask token that only models for parallel drafting have."""
+MASK_KEYS = ("mask_token_id", *PARALLEL_KEYS)
 """The keys of P-EAGLE's mask token: that of `speculators`, and those that vLLM reads."""
 _DEPTHS = 8
 """Tokens that trainers of P-EAGLE predict with one pass, where a checkpoint does not tell it."""

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates, Proposal
@@ -35,6 +34,7 @@ from tests.support.models.public_drafts import (
     Tensors,
     speculators_block,
 )
+from tests.support.models.shown_target import Shown, shown_target
 from workers.draft.block.markov_ranker import MarkovRanker
 from workers.draft.block.masked_pass import MaskedBlockPass
 from workers.draft.common.modules.context_window import ContextWindow
@@ -57,25 +57,10 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 GREEDY = SamplingParameters(temperature=0.0)
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A target and its hidden states over all tokens but the last, [tokens, hidden size] each."""
-
-    directory: Path
-    states: Sequence[Tensor]
-    """Entry i is the input of layer i, and the last one the output of the last layer before the final norm."""
-    embedding: Tensor
-    head: Tensor
-
-
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    directory = tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(num_hidden_layers=LAYERS, rope_theta=5e5))
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    with torch.no_grad():
-        found = model(torch.tensor([TOKENS[:KNOWN]]), output_hidden_states=True)
-    states = [one[0] for one in found.hidden_states[:-1]]
-    return Shown(directory, states, model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach())
+    """A target and its hidden states over all tokens but the last."""
+    return shown_target(tmp_path_factory.mktemp("target"), LAYERS, TOKENS[:KNOWN])
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,21 @@ async def answers(configuration: Configuration) -> Sequence[Answer]:
             await client.close()
 
 
+def check_right_to_the_last_depth(
+    drafted: Sequence[Answer], plain: Sequence[Answer], *, per_step: int, least_distinct: int
+) -> None:
+    """Check that texts are equal, and that steps of a greedy and a sampled answer give `per_step` tokens each.
+
+    The sampled answer must have `least_distinct` tokens that differ: a text that repeats itself proves nothing.
+    """
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    greedy, sampled = drafted[4], drafted[5]  # they have no penalties
+    for one in (greedy, sampled):
+        steps = len(one.tokens) - one.accepted
+        assert steps <= 2 + len(one.tokens) // per_step
+    assert len(set(sampled.tokens)) >= least_distinct
+
+
 @pytest.fixture(scope="module")
 def plain(deeper: Directories) -> list[tuple[int, ...]]:
     """The answers of the target alone."""
@@ -160,12 +175,7 @@ async def test_a_block_drafter_that_knows_the_target_is_right_in_every_slot(
 
     drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", f"draft.max_depth={SLOTS}"))
 
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    greedy, sampled = drafted[4], drafted[5]  # they have no penalties
-    for one in (greedy, sampled):
-        steps = len(one.tokens) - one.accepted
-        assert steps <= 2 + len(one.tokens) // (SLOTS + 1)
-    assert len(set(sampled.tokens)) > SLOTS
+    check_right_to_the_last_depth(drafted, plain, per_step=SLOTS + 1, least_distinct=SLOTS + 1)
 
 
 @pytest.fixture(scope="module")
@@ -216,12 +226,7 @@ async def test_a_parallel_model_that_knows_the_target_is_right_in_every_slot(
 
     drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", "draft.max_depth=5"))
 
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    greedy, sampled = drafted[4], drafted[5]  # they have no penalties
-    for one in (greedy, sampled):
-        steps = len(one.tokens) - one.accepted
-        assert steps <= 2 + len(one.tokens) // 6
-    assert len(set(sampled.tokens)) > 2
+    check_right_to_the_last_depth(drafted, plain, per_step=6, least_distinct=3)
 
 
 @pytest.mark.parametrize(("candidates", "nodes"), [(1, 5), (3, 12)], ids=["chain", "tree"])
@@ -235,9 +240,4 @@ async def test_a_parallel_head_that_knows_the_target_is_right_in_every_slot(
 
     drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", "draft.max_depth=5"))
 
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    greedy, sampled = drafted[4], drafted[5]  # they have no penalties
-    for one in (greedy, sampled):
-        steps = len(one.tokens) - one.accepted
-        assert steps <= 2 + len(one.tokens) // 6
-    assert len(set(sampled.tokens)) > 2
+    check_right_to_the_last_depth(drafted, plain, per_step=6, least_distinct=3)

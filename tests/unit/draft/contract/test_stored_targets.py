@@ -34,7 +34,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 
 @pytest.fixture(scope="module")
 def stored(directories: Directories, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same target in 4 bits."""
+    """The directory of a tiny target whose weights are stored in 4 bits."""
     path = tmp_path_factory.mktemp("stored") / "target"
     quantized.save(directories.target, path, quantized.awq(16), AWQ)
     for file in directories.target.iterdir():

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from tests.support.models import tiny
+from tests.support.models.shown_target import Shown, shown_target
 
 LAYERS, KNOWN, STEPS = 8, 23, 4
 TOKENS = [int(one) for one in torch.randint(0, 96, (KNOWN + STEPS + 1,), generator=torch.Generator().manual_seed(4))]
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A target and its hidden states over `TOKENS[:KNOWN]`, [tokens, hidden size] each."""
-
-    directory: Path
-    states: Sequence[Tensor]
-    """Entry i is the input of layer i, and the last one the output of the last layer before the final norm."""
-    final: Tensor
-    """The last hidden state after the final norm."""
-    embedding: Tensor
-    head: Tensor
-
-
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    directory = tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(num_hidden_layers=LAYERS, rope_theta=5e5))
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    last: list[Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0]))
-    with torch.no_grad():
-        found = model(torch.tensor([TOKENS[:KNOWN]]), output_hidden_states=True)
-    *states, final = (one[0] for one in found.hidden_states)
-    return Shown(
-        directory, [*states, *last], final, model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
-    )
+    """A target and its hidden states over `TOKENS[:KNOWN]`."""
+    return shown_target(tmp_path_factory.mktemp("target"), LAYERS, TOKENS[:KNOWN])

@@ -21,7 +21,8 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import public_drafts
 from tests.support.models.draft_references import Body, Eagle1, Eagle3
 from tests.support.models.public_drafts import DRAFTED, HIDDEN, LLAMA, Tensors
-from tests.unit.draft.eagle.conftest import KNOWN, LAYERS, STEPS, TOKENS, Shown
+from tests.support.models.shown_target import Shown
+from tests.unit.draft.eagle.conftest import KNOWN, LAYERS, STEPS, TOKENS
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass

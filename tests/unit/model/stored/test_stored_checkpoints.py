@@ -15,26 +15,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, PreTrainedConfig, PreTrainedModel
 
-from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.graph_replay import gemma3
+from tests.support.engines.stored_model import TEXT, check_close, load, logits
 from tests.support.models import quantized, tiny
 from tests.support.slow import slow_but
 from workers.forward.attention import register
-from workers.forward.loaded_model import LoadedModel
-from workers.forward.runner import ForwardRow, ModelRunner
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
-from workers.kv.pool import KvPool
 from workers.model.encoder_decoder.shard import Share
 from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.model.stored.loading import load_stored
 
-TEXT = tuple((7 * index) % 90 + 3 for index in range(48))
-BOUND = 1e-3
-"""Largest difference of a logit, as a share of the range of the logits."""
 SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": tiny.llama(**SIZES, head_dim=32),
@@ -91,7 +85,7 @@ CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
     ),
 }
 FEW = ("awq", "gptq in activation order", "compressed-tensors 4 bits", "bitsandbytes nf4", "fp8 in blocks")
-"""Of each method one."""
+"""One checkpoint of each quantization method, for the tests that run on every change."""
 ORDERED = [name for name in CHECKPOINTS if "activation order" not in name]
 
 
@@ -121,30 +115,6 @@ def written(source: Path, path: Path, name: str) -> torch.Tensor:
     with torch.inference_mode():
         found: torch.Tensor = reference(torch.tensor([TEXT])).logits[0]
     return found
-
-
-def load(path: Path, code: str, **values: Any) -> LoadedModel:
-    section = {"path": str(path), "device": "cpu", "compile": "off", "compile_directory": code}
-    return load_model(ModelSection.model_validate(section | {"quantization": "stored"} | values))
-
-
-def logits(model: LoadedModel, *texts: tuple[int, ...]) -> torch.Tensor:
-    """The logits of the first text, `[tokens, vocabulary]`."""
-    pool = KvPool(model.kv_spec, PoolSection(block_size=4), 128)
-    rows = []
-    for text in texts:
-        table = pool.new_table()
-        pool.reserve(table, len(text))
-        rows.append(ForwardRow(table, text, select=tuple(range(len(text)))))
-    return ModelRunner(model, pool).forward(rows)[: len(texts[0])].float().clone()
-
-
-def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    bound = BOUND * float(expected.max() - expected.min())
-    assert float((found - expected).abs().max()) <= bound
-    best = expected.topk(2).values
-    decided = best[:, 0] - best[:, 1] > bound
-    assert torch.equal(found.argmax(1)[decided], expected.argmax(1)[decided])
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
+from tests.support.engines.stored_model import TEXT, check_close, load, logits
 from tests.support.models import tiny
-from tests.unit.model.stored.test_stored_checkpoints import TEXT, check_close, held, load, logits
+from tests.unit.model.stored.test_stored_checkpoints import held
 from workers.forward.weights.experts import StoredExperts
 from workers.model.encoder_decoder.shard import Share
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from deploy.settings import load_settings
+from tests.support.engines.stored_model import TEXT, check_close, load, logits
 from tests.support.models import stored_gguf, tiny
 from workers.forward.attention import register
-from workers.forward.loaded_model import LoadedModel
-from workers.forward.runner import ForwardRow, ModelRunner
 from workers.forward.weights.modules import StoredLinear
-from workers.kv.pool import KvPool
 from workers.model import loading
 from workers.model.encoder_decoder.shard import Share
 from workers.model.loading import load_model
@@ -30,9 +26,6 @@ from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
 from workers.model.stored.source import write_stored_in
 
-TEXT = tuple((7 * index) % 90 + 3 for index in range(48))
-BOUND = 1e-3
-"""Largest difference of a logit, as a share of the range of the logits."""
 SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
 FAMILIES: dict[str, tuple[str, PreTrainedConfig]] = {
     "llama": ("llama", tiny.llama(**SIZES, num_attention_heads=6, num_key_value_heads=3)),
@@ -60,30 +53,6 @@ def converted(directory: Path, family: str, kinds: dict[str, str] = MIXED) -> tu
     write_stored_in(path, directory / "model.gguf")
     with torch.inference_mode():
         return path, reference(torch.tensor([TEXT])).logits[0]
-
-
-def load(path: Path, code: str, **values: Any) -> LoadedModel:
-    section = {"path": str(path), "device": "cpu", "compile": "off", "compile_directory": code}
-    return load_model(ModelSection.model_validate(section | {"quantization": "stored"} | values))
-
-
-def logits(model: LoadedModel, *texts: tuple[int, ...]) -> torch.Tensor:
-    """The logits of the first text, `[tokens, vocabulary]`."""
-    pool = KvPool(model.kv_spec, PoolSection(block_size=4), 128)
-    rows = []
-    for text in texts:
-        table = pool.new_table()
-        pool.reserve(table, len(text))
-        rows.append(ForwardRow(table, text, select=tuple(range(len(text)))))
-    return ModelRunner(model, pool).forward(rows)[: len(texts[0])].float().clone()
-
-
-def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    bound = BOUND * float(expected.max() - expected.min())
-    assert float((found - expected).abs().max()) <= bound
-    best = expected.topk(2).values
-    decided = best[:, 0] - best[:, 1] > bound
-    assert torch.equal(found.argmax(1)[decided], expected.argmax(1)[decided])
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
