@@ -1,9 +1,8 @@
-"""The kernels that decide tokens, interpreted: the same tokens and the same bits as PyTorch's operators."""
+"""The kernels that decide tokens, interpreted or on a GPU: the same tokens and the same bits as PyTorch's operators."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,22 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.core.request import SamplingParameters, ThinkingBudget
+from tests.gpu_proof.device import DEVICE, needs_kernels
 from tests.support.fakes.host_waits import OnGpu
 from workers.sampling.context import AllowedTokens, DecisionContext
 from workers.sampling.decide import Undecidable, decide, is_shardable, merge_winners, shard_winners
 from workers.sampling.decision_table import table_of
 from workers.sampling.noise import chords, gumbel
 
-pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are interpreted with TRITON_INTERPRET=1 alone"
-)
+pytestmark = needs_kernels()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _lines_of_noise() -> None:
-    """The table of the noise is made once, on the CPU."""
-    chords(torch.device("cpu"))
+    """The table of the noise is made once, without a fake device."""
+    chords(DEVICE)
 
 
 SIZES = [1, 33, 4096, 5000]
@@ -99,7 +96,7 @@ def test_decisions_are_those_of_the_reference(data: st.DataObject) -> None:
     kept = logits.clone()
     expected = found(decide, logits, contexts)
     with OnGpu() as gpu:
-        assert found(decide, logits, contexts) == expected
+        assert found(decide, logits.to(DEVICE), contexts) == expected
     assert gpu.waits == ["tolist"]
     torch.testing.assert_close(logits, kept, rtol=0, atol=0, equal_nan=True)
 
@@ -114,7 +111,8 @@ def test_shards_have_the_same_scores_and_tokens_and_merge_to_the_decision(data: 
     for first, end in shards:
         values, tokens = shard_winners(logits[:, first:end], contexts, first)
         with OnGpu():
-            own = shard_winners(logits[:, first:end], contexts, first)
+            found_there = shard_winners(logits[:, first:end].to(DEVICE), contexts, first)
+        own = (found_there[0].cpu(), found_there[1].cpu())
         assert torch.equal(own[0], values)
         assert torch.equal(own[1][values > -math.inf], tokens[values > -math.inf])
         parts.append(own)
@@ -131,14 +129,14 @@ def test_noise_has_the_same_bits() -> None:
     for offset in tokens:
         sampling = [SamplingParameters(temperature=1.0, seed=seed) for seed in seeds]
         contexts = [DecisionContext(own, range(at), 0) for own, at in zip(sampling, positions, strict=True)]
-        values, _ = winners(torch.zeros(4, 1), table_of(contexts, offset, 1), offset)
-        assert torch.equal(values, gumbel(seeds, positions, offset, 1, "cpu").squeeze(1))
+        values, _ = winners(torch.zeros(4, 1, device=DEVICE), table_of(contexts, offset, 1), offset)
+        assert torch.equal(values.cpu(), gumbel(seeds, positions, offset, 1, "cpu").squeeze(1))
 
 
 def test_neighbours_change_nothing() -> None:
     sampling = SamplingParameters(temperature=0.8, top_p=0.9, top_k=100, frequency_penalty=0.5, seed=5)
     others = [replace(sampling, seed=seed, top_k=0) for seed in range(3)]
     contexts = [DecisionContext(own, [3, 4, 4, 90], 1) for own in (sampling, *others)]
-    logits = logits_of(4, 5000, 3, "coarse")
+    logits = logits_of(4, 5000, 3, "coarse").to(DEVICE)
     with OnGpu():
         assert decide(logits, contexts) == [decide(logits[row : row + 1], [contexts[row]])[0] for row in range(4)]

@@ -75,7 +75,7 @@ def paged_attention(
         join_splits[(len(plan.tokens), heads)](
             sums, stats, output, plan.tokens, plan.last,
             len(plan.tokens), plan.splits, output.stride(0), output.stride(1),
-            HEADS=heads, DIM=dim, WIDTH=width, SPLITS_TILE=triton.next_power_of_2(plan.splits),
+            HEADS=heads, DIM=dim, WIDTH=width, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -191,21 +191,29 @@ def product(left, right, EXACT: tl.constexpr):
 @triton.jit(do_not_specialize=["query_count", "splits"])
 def join_splits(
     sums, stats, output, tokens, lasts, query_count, splits, output_token, output_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS_TILE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over all splits of one query and head, in the order of the splits. Padding becomes 0."""
+    """The softmax over all splits of one query and head. Padding becomes 0.
+
+    The splits are added one by one: the order of a sum over a tile of splits would depend on the step's longest row.
+    """
     query, head = tl.program_id(0), tl.program_id(1)
-    split = tl.arange(0, SPLITS_TILE)
-    is_split = split < tl.where(tl.load(lasts + query) == _NO_QUERY, 0, splits)
-    entry = (split * query_count + query) * HEADS + head
-    most = tl.load(stats + entry, mask=is_split, other=float("-inf"))
-    total = tl.load(stats + splits * query_count * HEADS + entry, mask=is_split, other=0.0)
-    highest = tl.max(most, axis=0)
-    weights = tl.exp(most - tl.where(highest == float("-inf"), 0.0, highest))
+    count = tl.where(tl.load(lasts + query) == _NO_QUERY, 0, splits)
     dims = tl.arange(0, WIDTH)
-    parts = tl.load(sums + entry[:, None] * WIDTH + dims[None, :], mask=(total > 0.0)[:, None], other=0.0)
-    whole = tl.sum(total * weights, axis=0)
-    result = tl.sum(parts * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    most = float("-inf")
+    for split in range(count):
+        most = tl.maximum(most, tl.load(stats + (split * query_count + query) * HEADS + head))
+    base = tl.where(most == float("-inf"), 0.0, most)
+    whole = 0.0
+    result = tl.zeros([WIDTH], tl.float32)
+    for split in range(count):
+        entry = (split * query_count + query) * HEADS + head
+        total = tl.load(stats + splits * query_count * HEADS + entry)
+        if total > 0.0:  # a split without keys has no sums
+            weight = tl.exp(tl.load(stats + entry) - base)
+            whole += total * weight
+            result += tl.load(sums + entry * WIDTH + dims) * weight
     token = tl.load(tokens + query).to(tl.int64)
     place = output + token * output_token + head * output_head + dims
+    result = result / tl.where(whole == 0.0, 1.0, whole)
     tl.store(place, result.to(output.dtype.element_ty), mask=dims < DIM)
