@@ -1,4 +1,4 @@
-"""The attention kernels, interpreted or on a GPU: equal to the reference backend for every kind of row, and free of neighbours."""
+"""The attention kernels, interpreted or on a GPU: equal to the reference for every row, and free of neighbours."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_every_kind_of_row_equals_the_reference(shape: Shape) -> None:
     queries = queries_of(rows, shape, torch.float32)
     expected = attended(SdpaBackend(setting), rows, queries)
     poison(setting, rows)
-    for window, ours, theirs in zip(WINDOWS, attended(TritonBackend(setting), rows, queries), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=CLOSE, msg=lambda text, at=window: f"{at}: {text}")
+    for ours, theirs in zip(attended(TritonBackend(setting), rows, queries), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
