@@ -18,6 +18,8 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+# Dozens of processes import the same modules, so each module is compiled once, also where the caller's environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 ENVIRONMENT := OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 PYTEST_OPTIONS := -q --durations=10 --ignore=tests/bench --ignore=tests/browser
 PYTEST := $(ENVIRONMENT) $(BIN)/pytest $(PYTEST_OPTIONS)

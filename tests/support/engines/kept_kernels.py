@@ -1,4 +1,4 @@
-"""CPU kernels that are compiled once for all processes of a test run, and kept for the next run."""
+"""CPU kernels that are compiled once for all processes of a test run, and kept for later runs in any checkout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from deploy.settings import cache_directory, code_directory
 from workers.forward.native import build
 
-KEPT = Path(__file__).parents[3] / ".pytest_cache" / "compiled"
+COMPILED = code_directory(cache_directory())
+"""The directory where Pilotfish keeps what it has compiled on this machine."""
+KEPT = COMPILED / "tests"
 """A directory of compiled code, for processes that a test starts."""
 NARROW = ("-DLANES=8", "-DREGISTERS=16")
 WIDE = ("-DLANES=16", "-DREGISTERS=32")
@@ -35,18 +38,25 @@ def kept_kernels() -> Iterator[None]:
     Another compiler than this machine's compiles as usual.
     """
     known, compile_library = shutil.which("cc") or shutil.which("gcc"), build._build
+    served = COMPILED / f"kernels-{build._identity(build._FLAGS, build._processor())}.so"
+    if build.is_private_file(served):
+        _copy(served, KEPT)
 
     def copied(compiler: str, directory: Path) -> Path:
         if compiler != known:
             return compile_library(compiler, directory)
-        kept = compile_library(compiler, KEPT)
-        library = directory / kept.name
-        if not library.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=directory) as copying:
-                os.replace(shutil.copy(kept, copying), library)  # other processes see a whole file or none
-        return library
+        return _copy(compile_library(compiler, KEPT), directory)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(build, "_build", copied)
         yield
+
+
+def _copy(library: Path, directory: Path) -> Path:
+    """The library's copy in `directory`, made unless it exists. Other processes see a whole file or none."""
+    copy = directory / library.name
+    if not copy.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as copying:
+            os.replace(shutil.copy(library, copying), copy)
+    return copy
