@@ -59,6 +59,7 @@ from cluster.ingress.openai.translate import (
 )
 from pilotfish.v1 import generation_pb2
 
+_VERSION = version("pilotfish")
 _SILENT_SECONDS = 10.0
 """Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
 
@@ -104,7 +105,7 @@ def create_app(
     keys, metrics, load = keys or KeyRing(), metrics or IngressMetrics(), RequestCount()
     app = FastAPI(
         title="Pilotfish",
-        version=version("pilotfish"),
+        version=_VERSION,
         docs_url=None,
         redoc_url=None,
         middleware=[

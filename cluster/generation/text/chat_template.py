@@ -132,8 +132,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
-            self._template = environment.from_string(source)
             tree = environment.parse(source)
+            self._template = environment.from_string(tree)
             variables = meta.find_undeclared_variables(tree)
         except TemplateError as error:
             raise ConfigurationError(f"chat template: {error}") from None

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import uvicorn
@@ -253,13 +255,23 @@ def fake_service(
     limits: LimitsSection | None = None,
     learns_from: LearnsFrom = "none",
 ) -> tuple[GenerationService, ScriptedEngine, Tokenizer]:
-    """A generation service over an engine that generates `text`."""
-    tokenizer = Tokenizer.load(byte_level(directory))
+    """A generation service over an engine that generates `text`. `directory` receives the files of its tokenizer."""
+    byte_level(directory)
+    tokenizer = _tokenizer()
     engine = ScriptedEngine(script_of(tokenizer, text), block)
     service = GenerationService(
         engine, tokenizer, limits or LimitsSection(), created=1_700_000_000, learns_from=learns_from
     )
     return service, engine, tokenizer
+
+
+_TOKENIZER_FILES = TemporaryDirectory(prefix="pilotfish-tokenizer-")
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    """What `byte_level` saves, loaded once: compiling a chat template takes longer than most tests."""
+    return Tokenizer.load(byte_level(Path(_TOKENIZER_FILES.name)))
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,13 @@ class HttpApi:
     def __init__(self, directory: Path, text: str = "hello the world", limits: LimitsSection = LIMITS) -> None:
         generation, self.engine, self.tokenizer = fake_service(directory, text, limits=limits)
         self.client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
-        transport = httpx.ASGITransport(create_app(self.client, limits), raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
+        self._limits = limits
+
+    @cached_property
+    def http(self) -> httpx.AsyncClient:
+        """Calls the application. A test that needs only the service makes none."""
+        transport = httpx.ASGITransport(create_app(self.client, self._limits), raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
 
     async def post(self, path: str, **values: Any) -> httpx.Response:
         return await self.http.post(path, json=values)
