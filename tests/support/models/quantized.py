@@ -45,11 +45,9 @@ def words(values: torch.Tensor, bits: int, order: Sequence[int] | None = None) -
 
 def stream(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Unsigned integers `[rows, n]` → 32-bit words of a row's bits in one stream, so that integers may lie in two."""
-    rows = []
-    for row in values.long().tolist():
-        number = sum(value << (bits * index) for index, value in enumerate(row))
-        rows.append([number >> (32 * word) & 0xFFFFFFFF for word in range(-(-len(row) * bits // 32))])
-    packed = torch.tensor(rows)
+    bit = (values.long().unsqueeze(2) >> torch.arange(bits) & 1).flatten(1)
+    bit = torch.nn.functional.pad(bit, (0, -bit.shape[1] % 32)).view(len(values), -1, 32)
+    packed = (bit << torch.arange(32)).sum(dim=2)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 

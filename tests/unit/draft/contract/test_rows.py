@@ -83,14 +83,22 @@ CASES = [
 FAST = [case for case in CASES if case[0] not in ("bart", "t5_gated")]
 
 
-@pytest.fixture(params=slow_but(FAST, CASES), ids="-".join)
-def subject(request: pytest.FixtureRequest, models: Callable[[str], Directories]) -> Subject:
+@pytest.fixture(scope="module", params=slow_but(FAST, CASES), ids="-".join)
+def loaded(request: pytest.FixtureRequest, models: Callable[[str], Directories]) -> Subject:
+    """A method, which serves one test after another: most of the time goes into loading it."""
     family, name = request.param
     directories = models(family)
     configuration = with_implied_settings(load_configuration(values(name, directories)))
     method = create(configuration.draft, configuration.target)
     assert not hasattr(method, "bind")
     return Subject(method, configuration.draft, decoder_start(directories.target))
+
+
+@pytest.fixture
+def subject(loaded: Subject) -> Iterator[Subject]:
+    yield loaded
+    loaded.method.release([SequenceId(one.name) for one in loaded.sequences()])
+    loaded.method.release([SequenceId("bad")])
 
 
 def decoder_start(directory: Path) -> tuple[int, ...]:

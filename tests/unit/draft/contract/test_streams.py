@@ -23,7 +23,7 @@ from workers.serve.configuration import load_configuration
 
 TIMEOUT_SECONDS = 120.0
 """Far above the duration of any test on a busy machine."""
-TOKENS = 28
+TOKENS = 20
 REPEATED = 77
 """The token that some requests repeat for ever, because of its bias."""
 PHRASE = [40, 41, 42, 43, 44, 45, 46]

@@ -107,9 +107,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return source
 
 
+def write(source: Path, path: Path, name: str) -> dict[str, torch.Tensor]:
+    """Write a quantized checkpoint to `path`. Returns its de-quantized weights."""
+    return quantized.save(source, path, *CHECKPOINTS[name])
+
+
 def written(source: Path, path: Path, name: str) -> torch.Tensor:
     """Write a quantized checkpoint to `path`. Returns the logits of `TEXT` by its de-quantized weights in float32."""
-    plain = quantized.save(source, path, *CHECKPOINTS[name])
+    plain = write(source, path, name)
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     reference.load_state_dict(plain, strict=False)
     with torch.inference_mode():
@@ -154,7 +159,7 @@ def test_families_with_biases_norms_tied_heads_and_joined_layers_are_read(
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_matrices_take_the_bytes_of_their_integers(name: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
-    written(sources("llama"), tmp_path / "model", name)
+    write(sources("llama"), tmp_path / "model", name)
     bits = 8 if "8 bits" in name or "int8" in name or "fp8" in name else 4
     for layer in held(tmp_path / "model", Share(0, 1)).values():
         if isinstance(layer, StoredEmbedding) or layer.out_features == tiny.VOCABULARY:
@@ -169,7 +174,7 @@ def test_matrices_take_the_bytes_of_their_integers(name: str, sources: Callable[
 def test_packed_weights_are_as_small_and_are_kept_on_disk(
     name: str, code: str, sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    written(sources("llama"), tmp_path / "model", name)
+    write(sources("llama"), tmp_path / "model", name)
     plain = load(sources("llama"), code, quantization="none").native
     values = {"path": str(tmp_path / "model"), "device": "cpu", "compile": "off", "compile_directory": code}
     section = TargetSection.model_validate(values | {"quantization": "stored"})
@@ -201,7 +206,7 @@ def held(path: Path, share: Share) -> dict[str, StoredLinear]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", slow_but(FEW, ORDERED))
 def test_ranks_hold_the_whole_together(name: str, ranks: int, sources: Callable[[str], Path], tmp_path: Path) -> None:
-    written(sources("llama"), tmp_path / "model", name)
+    write(sources("llama"), tmp_path / "model", name)
     whole = held(tmp_path / "model", Share(0, 1))
     parts = [held(tmp_path / "model", Share(rank, ranks)) for rank in range(ranks)]
     assert sum(layer.sums_ranks for layer in parts[0].values()) == 4
@@ -214,7 +219,7 @@ def test_ranks_hold_the_whole_together(name: str, ranks: int, sources: Callable[
 def test_activation_order_is_refused_for_ranks_that_cut_inputs(
     name: str, sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    written(sources("llama"), tmp_path / "model", name)
+    write(sources("llama"), tmp_path / "model", name)
     with pytest.raises(
         ConfigurationError,
         match=r"tensor_parallel: 3 is refused: model\.layers\.0\.self_attn\.o_proj: weights in activation order",
@@ -223,21 +228,21 @@ def test_activation_order_is_refused_for_ranks_that_cut_inputs(
 
 
 def test_ranks_that_cut_a_group_are_refused(sources: Callable[[str], Path], tmp_path: Path) -> None:
-    written(sources("llama"), tmp_path / "model", "awq")
+    write(sources("llama"), tmp_path / "model", "awq")
     with pytest.raises(ConfigurationError, match=r"o_proj: inputs 0 to 48 cut groups of 32 inputs into parts"):
         held(tmp_path / "model", Share(0, 4))
 
 
 def test_a_division_that_is_not_known_is_refused_with_its_name(sources: Callable[[str], Path], tmp_path: Path) -> None:
     """A family whose query, key and value are one layer gathers its outputs."""
-    written(sources("phi3"), tmp_path / "model", "awq")
+    write(sources("phi3"), tmp_path / "model", "awq")
     with pytest.raises(ConfigurationError, match=r"tensor_parallel: 3 is refused: .*self_attn\.\w+ is divided '\w+'"):
         held(tmp_path / "model", Share(0, 3))
 
 
 def test_layers_that_were_not_converted_stay_plain(code: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
     source = sources("llama")
-    written(source, tmp_path / "model", "awq")
+    write(source, tmp_path / "model", "awq")
     file = tmp_path / "model" / "model.safetensors"
     tensors, plain = load_file(file), load_file(source / "model.safetensors")
     kept = [key for key in plain if "layers.0.mlp" in key or "layers.1.self_attn.v_proj" in key]
@@ -255,7 +260,7 @@ def test_layers_that_were_not_converted_stay_plain(code: str, sources: Callable[
 def test_a_long_load_says_how_far_it_is(
     sources: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written(sources("llama"), tmp_path / "model", "awq")
+    write(sources("llama"), tmp_path / "model", "awq")
     config = AutoConfig.from_pretrained(tmp_path / "model")
     seconds = count(0, 3)
     with caplog.at_level(logging.INFO):
@@ -272,7 +277,7 @@ def test_a_long_load_says_how_far_it_is(
 
 
 def test_the_directory_itself_is_served(sources: Callable[[str], Path], tmp_path: Path) -> None:
-    written(sources("llama"), tmp_path / "model", "awq")
+    write(sources("llama"), tmp_path / "model", "awq")
     found = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache", stored=True)
     assert found == tmp_path / "model"
     assert not (tmp_path / "cache").exists()
@@ -349,7 +354,7 @@ def test_a_poisoned_tensor_is_named_with_its_bound(
     what: str, code: str, sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
     name, poison, message = POISONED[what]
-    written(sources("llama"), tmp_path / "model", name)
+    write(sources("llama"), tmp_path / "model", name)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     poison(tensors)
@@ -361,7 +366,7 @@ def test_a_poisoned_tensor_is_named_with_its_bound(
 def test_a_shape_that_the_words_do_not_have_is_refused_before_memory_is_taken(
     sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    written(sources("llama"), tmp_path / "model", "compressed-tensors 4 bits")
+    write(sources("llama"), tmp_path / "model", "compressed-tensors 4 bits")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     tensors[f"{UP}.weight_shape"][1] = 1 << 40
