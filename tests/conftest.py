@@ -88,7 +88,7 @@ def deploy() -> Iterator[Deploy]:
 
         def run(configuration: Configuration) -> ServeProcess:
             nonlocal running
-            if running is None:
+            if process.configuration is None:
                 process.start(configuration)
             elif running != configuration:
                 process.redeploy(configuration)

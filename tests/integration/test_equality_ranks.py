@@ -1,7 +1,6 @@
-"""Under Ray Serve with three tensor-parallel ranks, clients receive exactly the tokens of the model alone.
+"""Under Ray Serve with three tensor-parallel ranks, every prompt is answered with exactly the tokens of the model.
 
-A step of three ranks is slow on few cores, so some prompts are asked at once: short and long ones, greedy and sampled,
-with drafts and without. `make nodes` asks every prompt, at once and alone.
+A step of three ranks is slow on few cores, so the answers are short. Prompts are short and long, greedy and sampled.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_equality import Expected, check, check_drafts, configure, shortened
+from tests.integration.test_equality import Expected, check, check_alone, check_drafts, configure, shortened
 from tests.support.clusters.live_cluster import Server
 from tests.support.clusters.serve_process import Deploy
 
@@ -19,9 +18,9 @@ pytestmark = [pytest.mark.weights, pytest.mark.ray]
 
 RANKS = 3
 METHOD = "ngram+model"
-TOKENS = 6
-EVERY = 4
-"""One of so many prompts is asked."""
+TOGETHER = 12
+TOGETHER_TOKENS = 8
+ALONE_TOKENS = 3
 
 
 @pytest.fixture
@@ -30,10 +29,19 @@ def three_ranks(deploy: Deploy, target_directory: Path, draft_directory: Path) -
     return deploy(configure(target_directory, draft_directory, METHOD, RANKS)).server
 
 
-async def test_three_ranks_answer_as_the_model_does(three_ranks: Server, greedy: Expected, sampled: Expected) -> None:
-    some = dict([*greedy.items()][::EVERY] + [*sampled.items()][1::EVERY])
-    drafted = shortened(some, TOKENS)
-    check_drafts(METHOD, await check(three_ranks, drafted, concurrency=len(drafted)))
+async def test_three_ranks_answer_each_prompt_alone_and_twelve_at_once_as_the_model_does(
+    three_ranks: Server, greedy: Expected, sampled: Expected
+) -> None:
+    for expected in (greedy, sampled):
+        check_drafts(METHOD, await check(three_ranks, shortened(expected, TOGETHER_TOKENS), concurrency=TOGETHER))
+        await check_alone(three_ranks, shortened(expected, ALONE_TOKENS))
 
-    plain = {replace(case, max_draft_tokens=0): answer for case, answer in drafted.items()}
-    check_drafts("none", await check(three_ranks, plain, concurrency=len(plain)))
+
+async def test_three_ranks_without_drafts_answer_as_the_model_does(
+    three_ranks: Server, greedy: Expected, sampled: Expected
+) -> None:
+    """The requests disable drafts."""
+    for expected in (greedy, sampled):
+        some = list(shortened(expected, ALONE_TOKENS).items())[::3]
+        plain = {replace(case, max_draft_tokens=0): answer for case, answer in some}
+        check_drafts("none", await check(three_ranks, plain, concurrency=TOGETHER))

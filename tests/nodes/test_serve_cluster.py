@@ -20,7 +20,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from deploy.local.local_cluster import LocalCluster
 from deploy.ray.serve_cluster import ServeCluster
-from deploy.settings import Settings, load_settings
+from deploy.settings import Settings
 from tests.support.clusters.live_cluster import RequestCase, Server, answer_all, tokens_grpc
 from tests.support.clusters.serve_process import Deploy, ServeProcess
 from tests.support.models import tiny, tiny_tokenizer
@@ -59,6 +59,7 @@ def configure(model: Path, **changes: object) -> Configuration:
         "server.http_port": 0,
         "server.grpc_port": 0,
         "server.start_timeout_seconds": TIMEOUT_SECONDS,
+        "server.demo": "on",
         "draft.timeout_seconds": 5.0,
     }
     return load_configuration({}, overrides | {key.replace("__", "."): value for key, value in changes.items()})
@@ -194,12 +195,11 @@ async def check_the_kill_button(cluster: ServeProcess, expected: Expected) -> No
     assert again.pid != killed.pid
 
 
-async def test_the_page_kills_the_drafter_during_an_answer(model: Path, expected: Expected) -> None:
+async def test_the_page_kills_the_drafter_during_an_answer(deploy: Deploy, model: Path, expected: Expected) -> None:
     drafting = {"draft__method": "ngram", "draft__placement": "drafter", "draft__controller": "off"}
-    with ServeProcess(load_settings().cache_directory) as cluster:
-        cluster.start(configure(model, server__demo="on", **drafting))
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            await check_the_kill_button(cluster, expected)
+    cluster = deploy(configure(model, **drafting))
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        await check_the_kill_button(cluster, expected)
 
 
 def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path: Path) -> None:
@@ -230,16 +230,17 @@ async def first_ranks(cluster: ServeProcess) -> set[int]:
     raise TimeoutError("there is no standby process")
 
 
-async def test_a_stopped_cluster_and_a_failed_start_leave_no_process_behind(model: Path, expected: Expected) -> None:
-    with ServeProcess(load_settings().cache_directory) as cluster:
-        drafting = {"draft__method": "suffix", "draft__placement": "target", "draft__controller": "off"}
-        cluster.start(configure(model, target__tensor_parallel=3, target__standby=True, **drafting))
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            await check_drafts_on_the_target(cluster, expected)
-        cluster.drain()
-        cluster.stop()
-        assert not cluster.descendants("ray")
+async def test_a_stopped_cluster_and_a_failed_start_leave_no_process_behind(
+    deploy: Deploy, model: Path, expected: Expected
+) -> None:
+    drafting = {"draft__method": "suffix", "draft__placement": "target", "draft__controller": "off"}
+    cluster = deploy(configure(model, target__tensor_parallel=3, target__standby=True, **drafting))
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        await check_drafts_on_the_target(cluster, expected)
+    cluster.drain()
+    cluster.stop()
+    assert not cluster.descendants("ray")
 
-        with pytest.raises(WorkerUnavailable, match=r"target did not start: target\.max_context_len: 100000 is"):
-            cluster.start(configure(model, target__max_context_len=100_000))
-        assert not cluster.descendants("ray")
+    with pytest.raises(WorkerUnavailable, match=r"target did not start: target\.max_context_len: 100000 is"):
+        cluster.start(configure(model, target__max_context_len=100_000))
+    assert not cluster.descendants("ray")

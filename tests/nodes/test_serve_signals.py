@@ -95,31 +95,8 @@ def running_serve(directory: Path, *settings: str) -> Iterator[RunningServe]:
             server.process.kill()
 
 
-def test_a_second_signal_ends_answers_with_an_error_and_the_process_within_two_seconds(tmp_path: Path) -> None:
-    with running_serve(tmp_path) as server:
-        events: list[str] = []
-        reading = threading.Thread(target=lambda: events.extend(server.stream()), daemon=True)
-        reading.start()
-        while len(events) < 3 and reading.is_alive():
-            time.sleep(0.02)
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        assert server.process.poll() is None  # it drains
-        server.process.send_signal(signal.SIGTERM)
-        begun = time.monotonic()
-        assert server.process.wait(30) == 130
-        assert time.monotonic() - begun < 2.0
-        reading.join(5)
-        *_, last, done = events
-        assert done == "[DONE]"
-        error = json.loads(last)["error"]
-        assert error["code"] == "service_unavailable"
-        assert error["message"] == "the server cannot answer now; try again"
-        time.sleep(0.2)
-        assert "stopped at once" in server.lines[-1]
-
-
-def test_the_lines_of_all_processes_are_one_stream_of_json(tmp_path: Path) -> None:
+def test_one_stream_of_json_lines_and_a_second_signal_that_ends_answers_and_the_process(tmp_path: Path) -> None:
+    """All processes log as JSON. The second signal ends the answers with an error, and the process in two seconds."""
     drafting = ("draft.methods=[ngram]", "draft.placement=drafter", "draft.replicas=1", "log_level=info")
     with running_serve(tmp_path, "server.log_format=json", *drafting) as server:
         url = f"http://{LOOPBACK}:{server.port}/v1/completions"
@@ -129,6 +106,7 @@ def test_the_lines_of_all_processes_are_one_stream_of_json(tmp_path: Path) -> No
         (drafter,) = (one for one in psutil.Process(server.process.pid).children(recursive=True) if is_drafter(one))
         drafter.kill()
         server.wait_for("has joined", 2)
+        check_that_the_second_signal_stops_at_once(server)
     lines = [json.loads(line) for line in server.lines]
     assert all({"time", "level", "process", "pid", "logger", "message"} <= set(line) for line in lines)
     requests = {line["request_id"]: line for line in lines if line["logger"] == "pilotfish.requests"}
@@ -136,7 +114,30 @@ def test_the_lines_of_all_processes_are_one_stream_of_json(tmp_path: Path) -> No
     assert (requests["wrong"]["error"], requests["wrong"]["status"]) == ("InvalidRequest", 400)
     assert {"serve", "ingress", "coordinator"} <= {line["process"] for line in lines}
     assert any(line["level"] in ("warning", "error") and "ray" in line["logger"] for line in lines), "nobody says so"
-    assert (lines[-1]["process"], lines[-1]["message"]) == ("serve", "stopped")
+    assert lines[-1]["process"] == "serve" and "stopped at once" in lines[-1]["message"]
+
+
+def check_that_the_second_signal_stops_at_once(server: RunningServe) -> None:
+    """The answer that is streamed when the first signal arrives ends with an error."""
+    events: list[str] = []
+    reading = threading.Thread(target=lambda: events.extend(server.stream()), daemon=True)
+    reading.start()
+    while len(events) < 3 and reading.is_alive():
+        time.sleep(0.02)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert server.process.poll() is None  # it drains
+    server.process.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    assert server.process.wait(30) == 130
+    assert time.monotonic() - begun < 2.0
+    reading.join(5)
+    *_, last, done = events
+    assert done == "[DONE]"
+    error = json.loads(last)["error"]
+    assert error["code"] == "service_unavailable"
+    assert error["message"] == "the server cannot answer now; try again"
+    time.sleep(0.2)
 
 
 def is_drafter(process: psutil.Process) -> bool:
