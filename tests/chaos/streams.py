@@ -57,7 +57,7 @@ class StreamResults:
 class Streams:
     """`at_once` clients. Each draws its requests, and the kind of door that it uses, from a seed of its own.
 
-    A client whose connection is lost continues at another door of the same kind.
+    A client whose connection is lost continues at another door of the same kind. Between two requests it pauses.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class Streams:
         reference: Reference,
         at_once: int,
         seed: int,
+        *,
+        pause_seconds: float = 0.0,
     ) -> None:
         self.results = StreamResults()
         self._doors = doors
@@ -74,6 +76,7 @@ class Streams:
         self._reference = reference
         self._at_once = at_once
         self._seed = seed
+        self._pause_seconds = pause_seconds
         self._numbers = itertools.count()
         self._is_ending = False
 
@@ -91,6 +94,7 @@ class Streams:
         while not self._is_ending:
             leaves_after = draw.expovariate(2.0) if draw.random() < LEAVE_SHARE else None
             await self._stream(draw.choice(self._requests), draw, leaves_after)
+            await asyncio.sleep(self._pause_seconds)
 
     async def _stream(self, request: SoakRequest, draw: random.Random, leaves_after: float | None) -> None:
         results, name = self.results, f"chaos-{next(self._numbers)}"

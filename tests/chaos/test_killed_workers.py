@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.weights, pytest.mark.ray]
 
 TOKENS = 64
 REVIVAL_SECONDS = 60
-DEATHS = 3
+DEATHS = 2
 PROMPT = "Repeat this list twice: one two three four five six seven eight nine ten."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -79,7 +80,9 @@ def test_internal_services_and_ray_demand_a_credential(open_ports: tuple[Listene
     def demand_of(listener: Listener, metadata: Metadata = ()) -> Demand:
         return probe("127.0.0.1", listener.port, LEASE_METHOD, metadata=metadata)
 
-    internal = [listener for listener in open_ports if demand_of(listener, access.metadata()) is Demand.NOTHING]
+    with ThreadPoolExecutor(len(open_ports)) as at_once:  # a server that does not speak first is waited for
+        demands = at_once.map(lambda listener: demand_of(listener, access.metadata()), open_ports)
+        internal = [one for one, demand in zip(open_ports, demands, strict=True) if demand is Demand.NOTHING]
     assert {listener.process.rpartition(":")[2] for listener in internal} == {"FirstRank", "Draft"}
     assert all(demand_of(listener) is Demand.CREDENTIAL for listener in internal)
     control = [listener for listener in open_ports if listener.process == "gcs_server"]

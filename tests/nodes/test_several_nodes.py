@@ -171,7 +171,8 @@ async def test_streams_outlive_a_rolling_update_that_replaces_every_process(
     work = workload_of(model, ChaosOptions(distinct=12, seed=7))
     client, http = GenerationClient(fixed_address(server.grpc_address)), httpx.AsyncClient()
     doors = [[GrpcDoor(client)], [HttpDoor(http, lambda: server.http_url, "tiny")]]
-    streams = Streams(doors, work.requests, work.reference, at_once=8, seed=7)
+    # New processes start in the time that the clients' pauses leave.
+    streams = Streams(doors, work.requests, work.reference, at_once=8, seed=7, pause_seconds=2.0)
     before = pids(nodes, REPLICA) | pids(nodes, "ray::FirstRank") | pids(nodes, "ray::WorkerRank")
     running = asyncio.create_task(streams.run())
     draft = configuration.draft.model_copy(update={"max_nodes": 4})

@@ -78,7 +78,7 @@ def ci_values(name: str) -> Object:
     return values
 
 
-class UniqueKeys(yaml.SafeLoader):
+class UniqueKeys(yaml.CSafeLoader):
     """Refuses a mapping in which a key stands twice, which plain YAML loaders accept."""
 
 

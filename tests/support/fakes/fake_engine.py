@@ -285,7 +285,7 @@ async def listening(
 
     Protocol.bounds = bounds or Protocol.bounds
     files: dict[str, Any] = {**tls_options(tls)}
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", http=Protocol, **files))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", http=Protocol, **files))
     task = asyncio.create_task(server.serve())
     try:
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
