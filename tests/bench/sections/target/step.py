@@ -22,13 +22,14 @@ from tests.bench.report import Stopwatch, heading, ratios, spread, table, write
 
 CONTEXT, QUICK_CONTEXT = 128, 16
 """Tokens stored for each sequence."""
-SHAPES = ((1, 1), (1, 8), (8, 1), (32, 1))
+SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (32, 1), (1, 8))
 """Number of sequences, and query tokens of each: its last token and a chain of drafted tokens."""
 MODULES = {"native": "off", "compile": "off"}
 VARIANTS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32", "compile": "off"},
     "bfloat16": {"dtype": "bfloat16", "compile": "off"},
     "int8": {"dtype": "bfloat16", "compile": "off", "quantization": "int8"},
+    "stored": {"dtype": "bfloat16", "compile": "off", "quantization": "stored"},
     "bfloat16, modules": MODULES | {"dtype": "bfloat16"},
     "bfloat16, modules compiled": MODULES | {"dtype": "bfloat16", "compile": "on"},
 }
