@@ -243,7 +243,12 @@ class _Needs:
 def _needs(
     key: str, section: TargetSection | DraftModelSection, role: RolePlacement, directory: Path, ranks: int = 1
 ) -> _Needs:
-    process = -(-weight_bytes(directory, section.dtype) // ranks) + (section.kv.pool_bytes or 0)
+    weights = weight_bytes(directory, section.dtype)
+    if section.quantization == "stored":
+        from workers.model.stored.sizes import stored_bytes  # imports torch, which other checks do without
+
+        weights = stored_bytes(directory, section.dtype) or weights
+    process = -(-weights // ranks) + (section.kv.pool_bytes or 0)
     return _Needs(role.role, key, role.device, process, process * ranks)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.core.config.target_section import TargetSection
+from workers.model.stored.sizes import stored_bytes
 
 MIB = 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,6 +37,10 @@ def weight_bytes(section: TargetSection, *, read_by_a_step: bool = False) -> int
     With `read_by_a_step`, input embeddings that are not tied to the head are left out, because a step reads a few of
     their rows only. In `int8`, the weights of linear layers take one byte each.
     """
+    if section.quantization == "stored":
+        stored = stored_bytes(Path(section.path), section.dtype, read_by_a_step=read_by_a_step)
+        if stored is not None:
+            return stored
     config = AutoConfig.from_pretrained(section.path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[section.dtype])

@@ -1,4 +1,7 @@
-"""Counts the weights of a model on disk, from the headers of its safetensors files."""
+"""Counts the weights of a model on disk, from the headers of its safetensors files.
+
+A packed matrix of a quantized checkpoint counts as the matrix that it stands for.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import is_distilled, read_card
+from workers.model.stored.quantized_checkpoint import FORMATS, QuantizedCheckpoint, quantization_of
 
 _TOKEN_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "shared.weight")
 _EMBEDDINGS = (*_TOKEN_EMBEDDINGS, "embed_positions.weight", "wpe.weight")
@@ -120,7 +124,9 @@ def _computed(directory: Path) -> dict[str, tuple[int, ...]]:
 
     They predict several tokens for drafts. Raises `ModelLoadError`.
     """
-    shapes = tensor_shapes(directory)
+    settings = quantization_of(directory)
+    is_packed = settings is not None and settings.get("quant_method") in FORMATS
+    shapes = QuantizedCheckpoint(directory).shapes() if is_packed else tensor_shapes(directory)
     try:
         layers = json.loads((directory / "config.json").read_text("utf-8")).get("num_hidden_layers")
     except (OSError, ValueError, AttributeError):

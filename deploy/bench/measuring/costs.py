@@ -18,6 +18,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.draft_flops import count_draft_flops
 from deploy.bench.measuring.results import Cost, KvLayer
+from workers.model.stored.sizes import stored_bytes
 from workers.model.weight_counts import count_weights
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,7 +79,11 @@ def _first(config: Any, *names: str) -> int:
 
 
 def _weight_bytes(section: ModelSection, parameters: int) -> int:
-    return parameters * (1 if section.quantization == "int8" else _BYTES[section.dtype])
+    """Bytes of that many weights. Those that stay as they are stored are all counted: a decoder has no others."""
+    stored = stored_bytes(Path(section.path), section.dtype) if section.quantization == "stored" else None
+    return (
+        stored if stored is not None else parameters * (1 if section.quantization == "int8" else _BYTES[section.dtype])
+    )
 
 
 def describe_machine() -> dict[str, Any]:

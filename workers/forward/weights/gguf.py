@@ -33,6 +33,16 @@ def gguf_storage(name: str, raw: torch.Tensor, dtype: torch.dtype | None = None)
     return read(raw.reshape(len(raw), -1, size))
 
 
+def stored_nbytes(name: str, raw_bytes: int, dtype: torch.dtype | None = None) -> int:
+    """Bytes of the numbers that `gguf_storage` keeps of a matrix that has `raw_bytes` in its file.
+
+    They differ from the file's for types of 2, 3, 5 and 6 bits, which are kept in 8. Raises `ValueError` for a type
+    that is not read.
+    """
+    size = _PLAIN[name].itemsize if name in _PLAIN else _READERS[name][0] if name in _READERS else 1
+    return raw_bytes // size * gguf_storage(name, torch.zeros(1, size, dtype=torch.uint8), dtype).nbytes
+
+
 def _split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
     """`[out, blocks, n]` → `[out, blocks, *sizes]`."""
     return values.reshape(*values.shape[:2], *sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 
 from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import Storage
-from workers.forward.weights.gguf import gguf_storage
+from workers.forward.weights.gguf import gguf_storage, stored_nbytes
 from workers.model.stored.parts import Region
 
+_LONGEST_ARRAY = 1024
+"""Elements of an array that is read."""
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -37,6 +40,27 @@ _ARCHITECTURES = {
 }
 
 
+class _Reader(gguf.GGUFReader):
+    """Reads a file without the values of its long arrays: those of a vocabulary, read one by one, take seconds."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        order = "<" if self.endianess == gguf.GGUFEndian.LITTLE else ">"
+        kind, count = struct.unpack_from(f"{order}IQ", self.data.data, orig_offs)
+        end = orig_offs + struct.calcsize(f"{order}IQ")
+        scalar = self.gguf_scalar_to_np.get(gguf.GGUFValueType(kind))
+        if count <= _LONGEST_ARRAY or kind == gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        if scalar is not None:
+            end += count * np.dtype(scalar).itemsize
+        else:
+            length, data = struct.Struct(f"{order}Q"), self.data.data
+            for _ in range(count):
+                end += length.size + length.unpack_from(data, end)[0]
+        return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)]
+
+
 class GgufFile:
     """A GGUF file, mapped into memory. Matrices are read one by one; none is de-quantized."""
 
@@ -46,9 +70,9 @@ class GgufFile:
         Raises `ModelLoadError` for a file that cannot be read, or of an unknown architecture.
         """
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._reader = _Reader(path)
             name = self._field("general.architecture")
-        except (OSError, ValueError, KeyError, IndexError) as error:
+        except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
             raise ModelLoadError(f"GGUF file {str(path)!r} cannot be read: {error}") from error
         if name not in _ARCHITECTURES:
             raise ModelLoadError(
@@ -104,6 +128,18 @@ class GgufFile:
             if is_rotated and name in parameter:
                 return values[_unrotated(len(values), heads)]
         return values - self._architecture.norm_offset if "norm" in parameter else values.clone()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor in memory, by the file's names. Raises `ModelLoadError`."""
+        return {name: self._nbytes(tensor) for name, tensor in self._tensors.items()}
+
+    def _nbytes(self, tensor: Any) -> int:
+        if len(tensor.shape) < 2:
+            return int(tensor.n_elements) * (self._dtype or torch.float32).itemsize
+        try:
+            return stored_nbytes(tensor.tensor_type.name, int(tensor.n_bytes), self._dtype)
+        except ValueError as error:
+            raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r}: {error}") from error
 
     def _find(self, parameter: str) -> Any:
         stem, _, suffix = parameter.rpartition(".")

@@ -31,6 +31,8 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "mxfp4": Mxfp4,
 }
 """What reads a checkpoint, by its `quantization_config.quant_method`."""
+_SAMPLED_OUTPUTS = 128
+"""Outputs that tell the bytes of a matrix: as many as a block of scales has."""
 DEQUANTIZED = FORMATS.keys() - {"mxfp4"}
 """The methods whose checkpoints are written de-quantized for other quantizations; `transformers` reads the others."""
 
@@ -151,6 +153,56 @@ class QuantizedCheckpoint:
         except CutRefused:
             raise
         except (ValueError, RuntimeError, IndexError, SafetensorError) as error:
+            raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter; that of a quantized matrix is what it stands for. Raises `ModelLoadError`."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in self._file_of:
+            parameter = self.matrix_of(name)
+            if parameter is None:
+                found[name] = tuple(self._plain(name).shape)
+            elif parameter not in found:
+                found[parameter] = self._quantized_shape(parameter)
+        return found
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each parameter in memory. A few outputs of one matrix of each shape are read.
+
+        Raises `ModelLoadError`.
+        """
+        found: dict[str, int] = {}
+        known: dict[tuple[tuple[str, object], ...], int] = {}
+        for name in self._file_of:
+            parameter = self.matrix_of(name)
+            if parameter is None:
+                tensor = self._plain(name)
+                kept = self._dtype or tensor.dtype if tensor.dtype in FLOATS else tensor.dtype
+                found[name] = tensor.numel() * kept.itemsize
+            elif parameter not in found:
+                like = self._signature(parameter)
+                if like not in known:
+                    known[like] = self._nbytes(parameter)
+                found[parameter] = known[like]
+        return found
+
+    def _signature(self, parameter: str) -> tuple[tuple[str, object], ...]:
+        """What the size of a quantized matrix depends on."""
+        module = parameter.rpartition(".")[0]
+        parts = ((word, self._mapped(f"{module}.{word}")) for word in sorted(self._words[module] & self.format.parts))
+        return tuple((word, (tuple(tensor.shape), tensor.dtype)) for word, tensor in parts)
+
+    def _nbytes(self, parameter: str) -> int:
+        """Bytes of a quantized matrix in memory, from those of its first outputs."""
+        outputs, inputs = self._quantized_shape(parameter)
+        some = min(outputs, _SAMPLED_OUTPUTS)
+        return self.matrix(parameter, None, Region(slice(0, some), slice(0, inputs))).nbytes * outputs // some
+
+    def _quantized_shape(self, parameter: str) -> tuple[int, int]:
+        module = parameter.rpartition(".")[0]
+        try:
+            return self.format.shape(self._parts(module, self._words[module] & self.format.parts))
+        except (ValueError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
 
     def experts(self, parameter: str, shape: Sequence[int]) -> list[Storage] | None:

@@ -1,0 +1,108 @@
+"""Weights that stay as they are stored count as the bytes that they take, wherever memory is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cluster.core.config.target_section import TargetSection
+from deploy import preflight
+from deploy.bench.measuring.costs import configuration_cost
+from deploy.placement import Resources, plan
+from tests.bench.machine import weight_bytes
+from tests.support.models import quantized, stored_gguf, tiny
+from tests.support.slow import slow_but
+from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, write
+from workers.forward.weights.modules import StoredEmbedding, StoredLinear
+from workers.model.encoder_decoder.shard import Share
+from workers.model.stored.gguf_file import GgufFile
+from workers.model.stored.loading import load_stored
+from workers.model.stored.sizes import stored_bytes
+from workers.model.stored.source import write_stored_in
+from workers.model.weight_counts import count_weights
+from workers.serve.configuration import load_configuration
+
+TYPES = {"embed_tokens": "Q8_0", "lm_head": "F16", "v_proj": "Q5_1", "up_proj": "Q4_0", "down_proj": "Q5_0"}
+
+
+def held(source: Path, directory: Path) -> int:
+    """Bytes of the weights of a model that was loaded from `source`."""
+    config = AutoConfig.from_pretrained(directory)
+    module: Any = load_stored(
+        lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), source, torch.bfloat16, Share(0, 1)
+    )
+    kept = [layer for layer in module.modules() if isinstance(layer, (StoredLinear, StoredEmbedding))]
+    tensors = {id(layer.storage): layer.storage.nbytes for layer in kept}
+    biases = [layer.bias for layer in kept if isinstance(layer, StoredLinear) and layer.bias is not None]
+    others = [*biases, *module.parameters()]
+    plain: dict[int, int] = {id(one): one.nbytes for one in others}
+    return sum(tensors.values()) + sum(plain.values())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("plain"), FAMILIES["llama"])
+
+
+@pytest.mark.parametrize("name", slow_but(FEW, CHECKPOINTS))
+def test_a_quantized_checkpoint_takes_what_its_matrices_hold(name: str, plain: Path, tmp_path: Path) -> None:
+    write(plain, tmp_path / "model", name)
+    assert stored_bytes(tmp_path / "model", "bfloat16") == held(tmp_path / "model", tmp_path / "model")
+    assert count_weights(tmp_path / "model") == count_weights(plain)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_takes_what_its_matrices_hold(tied: bool, tmp_path: Path) -> None:
+    config = tiny.llama(hidden_size=96, intermediate_size=192, head_dim=32, tie_word_embeddings=tied)
+    directory = tiny.save(tmp_path / "model", config)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    stored_gguf.write(model, tmp_path / "model.gguf", "llama", TYPES)
+    write_stored_in(directory, tmp_path / "model.gguf")
+    whole = stored_bytes(directory, "bfloat16")
+    assert whole is not None
+    assert whole == held(tmp_path / "model.gguf", directory)
+    table = 0 if tied else tiny.VOCABULARY * 96 * 34 // 32
+    assert stored_bytes(directory, "bfloat16", read_by_a_step=True) == whole - table
+
+
+def test_plain_weights_are_not_stored_ones(plain: Path) -> None:
+    assert stored_bytes(plain, "bfloat16") is None
+
+
+def test_every_plan_of_memory_counts_the_stored_bytes(plain: Path, tmp_path: Path) -> None:
+    quantized.save(plain, tmp_path / "model", *CHECKPOINTS["awq"])
+    size = stored_bytes(tmp_path / "model", "bfloat16")
+    assert size is not None
+    values = {"target.path": str(tmp_path / "model"), "target.quantization": "stored", "target.dtype": "bfloat16"}
+    configuration = load_configuration({}, values | {"target.kv.pool_bytes": 1 << 20})
+
+    def problems(memory: int) -> list[preflight.Problem]:
+        machine = Resources(cpus=2, gpus=0, memory_bytes=memory)
+        placement = plan(configuration, [machine])
+        return list(preflight.memory_problems(configuration, placement, [machine], tmp_path / "model", None))
+
+    assert not problems((1 << 20) + size)
+    assert problems((1 << 20) + size - 1)
+    assert configuration_cost(configuration).target_bytes == size
+    assert weight_bytes(TargetSection.model_validate(configuration.target)) == size
+
+
+def test_what_stands_behind_a_long_vocabulary_is_found(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_token_list([f"token {index}" for index in range(2000)])
+    writer.add_token_types([1] * 2000)
+    writer.add_head_count(3)
+    writer.add_tensor("token_embd.weight", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "model.gguf")
+    assert file.matrix("model.embed_tokens.weight").dequantized().tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
