@@ -89,3 +89,46 @@ def test_splits_are_joined_without_spills(capability: int) -> None:
     arguments |= dict.fromkeys(("query_count", "splits", "output_token", "output_head"), "i32")
     constants = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
     assert assembled(join_splits, arguments, constants, capability, fuses=False).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [896, 4096, 8192])
+@pytest.mark.parametrize("adds", [False, True])
+def test_norms_are_computed_without_spills(capability: int, dim: int, adds: bool) -> None:
+    from workers.forward.triton.norm import norm_warps, normalize_rows
+
+    width = triton.next_power_of_2(dim)
+    pointers = dict.fromkeys(("rows", "added", "weight", "sums", "output"), "*bf16") | {"epsilon": "fp32"}
+    constants = {"DIM": dim, "WIDTH": width, "ADDS": adds}
+    assert assembled(normalize_rows, pointers, constants, capability, warps=norm_warps(width)).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_gates_are_computed_without_spills(capability: int) -> None:
+    from workers.forward.triton.gate import gate_columns
+
+    arguments = dict.fromkeys(("gates", "values", "output"), "*bf16") | dict.fromkeys(("gate_row", "value_row"), "i32")
+    assert assembled(gate_columns, arguments, {"WIDTH": 14336, "COLUMNS": 1024}, capability).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (64, 8, 128), (14, 2, 64)])
+@pytest.mark.parametrize("norms", [False, True])
+def test_heads_are_rotated_and_stored_without_spills(
+    capability: int, heads: int, kv_heads: int, dim: int, norms: bool
+) -> None:
+    from workers.forward.triton.rotary import rotary_warps, rotate_token
+
+    names = ("queries", "keys", "values", "cosines", "sines", "query_weight", "key_weight", "output")
+    arguments = dict.fromkeys((*names, "stored_keys", "stored_values"), "*bf16") | {"slots": "*i64", "epsilon": "fp32"}
+    numbers = ("query_token", "key_token", "value_token", "cosine_token", "sine_token")
+    numbers += ("key_slot", "key_slot_head", "value_slot", "value_slot_head")
+    constants = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TURNED": dim, "WIDTH": dim,
+        "HEAD_TILE": triton.next_power_of_2(heads), "KV_TILE": kv_heads, "HAS_NORMS": norms,
+        "MOST": 3.3895313892515355e38,
+    }  # fmt: skip
+    found = assembled(
+        rotate_token, arguments | dict.fromkeys(numbers, "i32"), constants, capability, warps=rotary_warps(heads, dim)
+    )
+    assert found.spilled_bytes == 0

@@ -55,14 +55,14 @@ def test_a_cuda_graphs_plan_is_computed_on_the_device_without_a_wait() -> None:
 
 
 @pytest.mark.parametrize(("rows", "launches"), [
-    ((Rows(1, 2048),), 12), ((Rows(8, 2048),), 12), ((Rows(4, 300, nodes=7),), 11), ((Rows(1, 0, fresh=2048),), 11),
-    ((Rows(3, 700), Rows(1, 64, fresh=500), Rows(2, 90, nodes=3)), 13),
+    ((Rows(1, 2048),), 10), ((Rows(8, 2048),), 10), ((Rows(4, 300, nodes=7),), 9), ((Rows(1, 0, fresh=2048),), 9),
+    ((Rows(3, 700), Rows(1, 64, fresh=500), Rows(2, 90, nodes=3)), 11),
 ], ids=["decode", "batch", "verify", "prompt", "mixed"])  # fmt: skip
 def test_a_step_runs_whole(rows: tuple[Rows, ...], launches: int) -> None:
-    """A layer launches four products, five fused kernels, a store, and attention: one or two kernels and a join."""
+    """A layer launches four products, two norms, a rotation, a gate, and attention: one or two kernels and a join."""
     step = count_step(SMALL, rows)
     assert step.layer_kernels == launches
-    assert step.eager_launches > len(step.kernels) > LAYERS
+    assert step.eager_launches >= len(step.kernels) > LAYERS
     tokens = sum(kind.count * (kind.fresh + kind.nodes) for kind in rows)
     assert step.flops >= 2 * (step.weight_bytes // 2 - 128256 * 4096) * tokens
 

@@ -17,8 +17,10 @@ from deploy.simulation.device.models import RankModel, load
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.triton import CAPABILITIES, TritonBackend, TritonStep
+from workers.forward.fused_layers import fuse_layers
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
+from workers.forward.projections import Projections
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.forward.triton.tiles import wide_tile
 from workers.kv.pool import KvPool
@@ -108,14 +110,45 @@ class _CountedAttention(TritonBackend):
                 self._counter.add(Kernel("join_splits", 2 * parts))
         return torch.empty_like(queries)
 
-    def write(
+    def write_rotated(
         self,
         layer: int,  # noqa: ARG002 - part of the interface
-        keys: torch.Tensor,
-        values: torch.Tensor,  # noqa: ARG002
+        fresh: Projections,
         metadata: TritonStep,  # noqa: ARG002
-    ) -> None:
-        self._counter.add(Kernel("write_kv", 4 * keys.numel() * keys.element_size()))
+    ) -> torch.Tensor:
+        parts = fresh.queries, fresh.keys, fresh.values, fresh.cosines
+        self._counter.add(Kernel("rotate_token", 2 * sum(part.numel() * part.element_size() for part in parts)))
+        return fresh.queries.new_empty((len(fresh.queries), fresh.queries.shape[1] // fresh.dim, fresh.dim))
+
+
+class _CountedKernels:
+    """The kernels of fused layers, which are counted instead of launched."""
+
+    def __init__(self, counter: KernelCounter) -> None:
+        self._counter = counter
+
+    def normalize(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,  # noqa: ARG002 - part of the interface
+    ) -> torch.Tensor:
+        self._counter.add(Kernel("normalize_rows", (2 * rows.numel() + weight.numel()) * rows.element_size()))
+        return torch.empty_like(rows)
+
+    def add_and_normalize(
+        self,
+        rows: torch.Tensor,
+        added: torch.Tensor,  # noqa: ARG002 - part of the interface
+        weight: torch.Tensor,
+        epsilon: float,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._counter.add(Kernel("normalize_rows", (4 * rows.numel() + weight.numel()) * rows.element_size()))
+        return torch.empty_like(rows), torch.empty_like(rows)
+
+    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        self._counter.add(Kernel("gate_columns", 3 * gates.numel() * gates.element_size()))
+        return gates.new_empty(gates.shape)
 
 
 def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
@@ -132,6 +165,8 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size))
         attention = _CountedAttention(attention_setting(loaded, pool), counter)
         runner = ModelRunner(loaded, pool, attention=ChosenBackend("triton", attention, CAPABILITIES))
+        if not fuse_layers(loaded.module, _CountedKernels(counter)):
+            raise RuntimeError(f"the decoder layers of {model.name} are not fused")
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
         reduced: list[int] = []
         with _all_reduces(loaded.module, model.ranks, reduced), _regions(loaded.module, counter) as begins, counter:

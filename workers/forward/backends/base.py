@@ -22,6 +22,7 @@ import torch
 from cluster.core.ids import BlockId
 from workers.forward.layout import RowShape
 from workers.forward.padded_step import PaddedStep
+from workers.forward.projections import Projections
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore
 
@@ -170,6 +171,12 @@ class AttentionBackend(Protocol[Metadata]):
         NaN and infinities are replaced by finite numbers: the next sequence that gets the block may read it, masked.
         """
         ...
+
+    def write_rotated(self, layer: int, fresh: Projections, metadata: Metadata) -> torch.Tensor:
+        """Rotate queries and keys, and store keys and values. Returns the queries `[tokens, heads, dim]`."""
+        queries, keys, values = fresh.rotated()
+        self.write(layer, keys, values, metadata)
+        return queries
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: Metadata, scaling: float | None) -> torch.Tensor:
         """Attention of the queries `[tokens, heads, dim]` to what is stored, of the same shape.

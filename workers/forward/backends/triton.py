@@ -26,6 +26,7 @@ from workers.forward.backends.base import (
 )
 from workers.forward.layout import RowShape, blocks_read, slots_of
 from workers.forward.padded_step import PaddedStep, RowPadding, WindowBlocks
+from workers.forward.projections import Projections
 from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries, wide_tile
 from workers.kv.groups import AttentionWindow
 from workers.transfer import IntegerArray, to_device_together
@@ -68,10 +69,10 @@ class TritonBackend(AttentionBackend[TritonStep]):
 
     def __init__(self, setting: AttentionSetting) -> None:
         try:
-            from workers.forward.triton import attention, kv_write
+            from workers.forward.triton import attention, kv_write, rotary
         except ImportError as error:
             raise BackendUnavailable(f"the package triton is not installed: {error}") from error
-        self._attention, self._kv_write = attention, kv_write
+        self._attention, self._kv_write, self._rotary = attention, kv_write, rotary
         self._store = setting.store
         self._device = setting.device
         self._caps = [shape.soft_cap for shape in setting.layers]
@@ -140,6 +141,11 @@ class TritonBackend(AttentionBackend[TritonStep]):
         """Store keys and values at the step's slots, in one launch."""
         slots = metadata.slots[self._store.kv_groups.placements[layer].table]
         self._kv_write.write_kv(_with_whole_heads(keys), _with_whole_heads(values), slots, self._store.of(layer))
+
+    def write_rotated(self, layer: int, fresh: Projections, metadata: TritonStep) -> torch.Tensor:
+        """Rotate queries and keys, and store keys and values, in one launch."""
+        slots = metadata.slots[self._store.kv_groups.placements[layer].table]
+        return self._rotary.rotate_and_write(fresh, slots, self._store.of(layer))
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: TritonStep, scaling: float | None) -> torch.Tensor:
         """Attend to the blocks of each row: one launch for narrow rows, one for wide ones."""

@@ -1,0 +1,118 @@
+"""The kernels between a layer's products, interpreted: equal to PyTorch's operators, and free of neighbours."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from torch.nn import functional
+
+from workers.forward.projections import HeadNorms, Projections, rms_norm
+
+pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are interpreted with TRITON_INTERPRET=1 alone"
+)
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+DIMS = [64, 96, 130]
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """A few last bits apart: sums have an order of their own, and the interpreter cuts off bits of bfloat16."""
+    bound = (4 if ours.dtype == torch.bfloat16 else 2) * torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_norm_with_and_without_an_addition(dtype: torch.dtype, dim: int) -> None:
+    from workers.forward.triton.norm import add_and_normalize, normalize
+
+    rows, added, weight = (drawn(5, dim, dtype=dtype, seed=seed) for seed in range(3))
+    sums, normalized = add_and_normalize(rows, added, weight[0], 1e-6)
+    if dtype == torch.bfloat16:
+        close(sums, rows + added)
+    else:
+        assert torch.equal(sums, rows + added)
+    close(normalized, rms_norm(rows + added, weight[0], 1e-6))
+    close(normalize(rows, weight[0], 1e-5), rms_norm(rows, weight[0], 1e-5))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [64, 1500])
+def test_silu_times_the_other_half(dtype: torch.dtype, width: int) -> None:
+    from workers.forward.triton.gate import silu_mul
+
+    both = 5 * drawn(3, 2 * width, dtype=dtype)  # as one product of gates and values
+    gates, values = both.split(width, dim=1)
+    gates[0, :3] = torch.tensor([100.0, -100.0, 0.0])
+    ours = silu_mul(gates, values)
+    assert ours.is_contiguous()
+    close(ours, functional.silu(gates) * values)
+
+
+def projections(tokens: int, dtype: torch.dtype, heads: tuple[int, int, int], turned: int, norms: bool) -> Projections:
+    """Parts of one product, of heads, KV heads and numbers of a head."""
+    count, kv_count, dim = heads
+    whole = 3 * drawn(tokens, (count + 2 * kv_count) * dim, dtype=dtype)
+    angles = drawn(tokens, turned // 2, dtype=torch.float32, seed=1).repeat(1, 2)
+    weights = HeadNorms(drawn(dim, dtype=dtype, seed=2), drawn(dim, dtype=dtype, seed=3), 1e-6) if norms else None
+    parts = whole.split([count * dim, kv_count * dim, kv_count * dim], dim=1)
+    return Projections(*parts, angles.cos().to(dtype), angles.sin().to(dtype), dim, weights)
+
+
+def pool(heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = (torch.full((6, 16, *heads[1:]), 7.0, dtype=dtype) for _ in range(2))
+    return keys, values
+
+
+SLOTS = torch.tensor([3, 90, 17, 18])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "turned"), [((4, 2, 32), 32), ((6, 3, 80), 80), ((3, 1, 64), 16)])
+def test_rotated_queries_and_stored_keys(
+    dtype: torch.dtype, norms: bool, heads: tuple[int, int, int], turned: int
+) -> None:
+    from workers.forward.triton.rotary import rotate_and_write
+
+    fresh = projections(4, dtype, heads, turned, norms)
+    fresh.values[1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    ours, theirs = pool(heads, dtype), pool(heads, dtype)
+    queries = rotate_and_write(fresh, SLOTS, ours)
+    expected, keys, values = fresh.rotated()
+    for stored, part in zip(theirs, (keys, values), strict=True):
+        stored.view(-1, *stored.shape[2:]).index_copy_(0, SLOTS, part.nan_to_num())
+    assert queries.is_contiguous()
+    close(queries, expected)
+    close(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+def test_neighbours_change_no_bit() -> None:
+    from workers.forward.triton.gate import silu_mul
+    from workers.forward.triton.norm import add_and_normalize
+    from workers.forward.triton.rotary import rotate_and_write
+
+    rows, added = (drawn(4, 96, dtype=torch.float32, seed=seed) for seed in range(2))
+    heads = (4, 2, 32)
+    fresh = projections(4, torch.float32, heads, 32, norms=True)
+    together, beside = pool(heads, torch.float32), pool(heads, torch.float32)
+    queries = rotate_and_write(fresh, SLOTS, together)
+    normalized, gated = add_and_normalize(rows, added, rows[0], 1e-6)[1], silu_mul(rows, added)
+    for row in range(4):
+        own = slice(row, row + 1)
+        parts = (part[own] for part in (fresh.queries, fresh.keys, fresh.values, fresh.cosines, fresh.sines))
+        alone = rotate_and_write(Projections(*parts, fresh.dim, fresh.norms), SLOTS[own], beside)
+        assert torch.equal(alone, queries[own])
+        assert torch.equal(add_and_normalize(rows[own], added[own], rows[0], 1e-6)[1], normalized[own])
+        assert torch.equal(silu_mul(rows[own], added[own]), gated[own])
+    assert all(torch.equal(one, other) for one, other in zip(together, beside, strict=True))

@@ -1,0 +1,131 @@
+"""Fuses a model's decoder layers on a GPU, if each of them then agrees with the module's own result there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cluster.core.ids import BlockId
+from cluster.core.kv import KvLayout
+from cluster.core.tree import EMPTY_TREE
+from workers.forward.attention import StepPlan, bind
+from workers.forward.backends.base import AttentionSetting, StepKind
+from workers.forward.backends.choice import choose_backend
+from workers.forward.fused_layers import LayerKernels, TritonKernels, fuse_layers, undo_fuse
+from workers.forward.layer_lists import decoder_layers
+from workers.forward.layout import RowShape
+from workers.forward.loaded_model import LoadedModel
+from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
+from workers.kv.store import KvStore
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (5, 1, 3)
+"""Tokens of the rows of the trial."""
+_BLOCK_SIZE = 16
+
+
+def fuse_on_gpu(model: LoadedModel, make: Callable[[], LayerKernels] = TritonKernels) -> bool:
+    """Fuse the decoder layers of a model on one GPU. Returns whether they are fused; logs why they are not.
+
+    `make` raises `ImportError` where the kernels are not installed.
+    """
+    if model.device.type != "cuda" or model.tensor_parallel > 1 or model.source is not None:
+        return False
+    try:
+        kernels = make()
+    except ImportError as error:
+        logger.info("decoder layers are not fused: the package triton is not installed: %s", error)
+        return False
+    try:
+        problem = fuse_if_equal(model, kernels)
+    except Exception as error:  # a compiler may raise anything
+        undo_fuse(model.module)
+        problem = repr(error)
+    if problem is None:
+        logger.info("the decoder layers of model type %r are fused", model.module.config.model_type)
+        return True
+    logger.warning("the decoder layers of model type %r are not fused: %s", model.module.config.model_type, problem)
+    return False
+
+
+@torch.inference_mode()
+def fuse_if_equal(model: LoadedModel, kernels: LayerKernels) -> str | None:
+    """Fuse the layers, and undo it if one of them then differs from its module. Returns why they are not fused."""
+    if len({(shape.kv_heads, shape.head_dim) for shape in model.layers}) > 1:
+        return "they differ in the shapes of their keys and values"
+    setting = _trial_setting(model)
+    backend = choose_backend(setting, StepKind.RAGGED).backend
+    paged = bind(model.module)
+    paged.step = StepPlan(backend, backend.plan([_row(index, width) for index, width in enumerate(_ROWS)]))
+    try:
+        calls = _record(model, setting.store)
+        if not fuse_layers(model.module, kernels):
+            return "their classes are not known line by line"
+        limit = max(2 * torch.finfo(model.dtype).eps, 1e-4)
+        for index, (layer, call) in enumerate(zip(decoder_layers(model.module), calls, strict=True)):
+            found = layer(*call.arguments, **call.others), *_stored(setting.store)
+            for what, one, other in zip(("output", "keys", "values"), found, call.results, strict=True):
+                difference = float((one.float() - other.float()).norm() / other.float().norm())
+                if not difference <= limit:
+                    undo_fuse(model.module)
+                    return f"{what} of layer {index} differ by {difference:.1e} of their size"
+    finally:
+        paged.step = None
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One call of a layer as `transformers` wrote it."""
+
+    arguments: tuple[Any, ...]
+    others: dict[str, Any]
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """Output, and all stored keys and values after it."""
+
+
+def _record(model: LoadedModel, store: KvStore) -> list[_Call]:
+    """Run the trial's rows through the module, and record each layer."""
+    calls: list[_Call] = []
+
+    def record(_: nn.Module, arguments: tuple[Any, ...], others: dict[str, Any], output: Any) -> None:
+        calls.append(_Call(arguments, others, (output.clone(), *_stored(store))))
+
+    width = sum(_ROWS)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.vocabulary_size, (1, width), generator=generator)
+    positions = torch.tensor([[position for row in _ROWS for position in range(row)]])
+    with ExitStack() as stack:
+        for layer in decoder_layers(model.module):
+            stack.callback(layer.register_forward_hook(record, with_kwargs=True).remove)
+        model.module(
+            input_ids=tokens.to(model.device),
+            position_ids=positions.to(model.device),
+            use_cache=False,
+        )
+    return calls
+
+
+def _stored(store: KvStore) -> tuple[torch.Tensor, torch.Tensor]:
+    return store.keys[0].clone(), store.values[0].clone()
+
+
+def _row(index: int, width: int) -> RowShape:
+    return RowShape([[BlockId(index)]], 0, width, EMPTY_TREE)
+
+
+def _trial_setting(model: LoadedModel) -> AttentionSetting:
+    """One pair of tensors, which every layer writes and reads in turn."""
+    shape = model.layers[0]
+    placements = (LayerPlacement(0, 0, AttentionWindow()),) * len(model.layers)
+    size = (len(_ROWS) + 1, _BLOCK_SIZE, shape.kv_heads, shape.head_dim)
+    keys, values = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
+    store = KvStore(KvCacheGroups(KvLayout(_BLOCK_SIZE), placements, (shape,)), [keys], [values])
+    return AttentionSetting(store, model.layers, len(_ROWS), model.dtype, model.device)

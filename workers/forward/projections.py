@@ -1,0 +1,55 @@
+"""The queries, keys and values of a step's tokens as a layer's projections return them, before they are rotated.
+
+`Projections.rotated` is what kernels that rotate and store them in one launch are compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """The RMSNorm of each head of queries and keys (Qwen3)."""
+
+    queries: torch.Tensor  # [dim]
+    keys: torch.Tensor  # [dim]
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projections:
+    """Queries, keys and values of the step's tokens, with contiguous numbers of a token."""
+
+    queries: torch.Tensor  # [tokens, heads * dim]
+    keys: torch.Tensor  # [tokens, kv_heads * dim]
+    values: torch.Tensor  # [tokens, kv_heads * dim]
+    cosines: torch.Tensor  # [tokens, turned]: the first `turned` numbers of a head are rotated
+    sines: torch.Tensor  # [tokens, turned]
+    dim: int
+    """Numbers of a head."""
+    norms: HeadNorms | None = None
+
+    def rotated(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys after their norms and the rotary embedding, and values, `[tokens, heads, dim]` each."""
+        queries, keys, values = (part.view(len(part), -1, self.dim) for part in (self.queries, self.keys, self.values))
+        if self.norms is not None:
+            queries = rms_norm(queries, self.norms.queries, self.norms.epsilon)
+            keys = rms_norm(keys, self.norms.keys, self.norms.epsilon)
+        return self._rotate(queries), self._rotate(keys), values
+
+    def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        turned = self.cosines.shape[-1]
+        first, second = heads[..., :turned].chunk(2, dim=-1)
+        cosines, sines = self.cosines[:, None], self.sines[:, None]
+        rotated = heads[..., :turned] * cosines + torch.cat((-second, first), dim=-1) * sines
+        return torch.cat((rotated, heads[..., turned:]), dim=-1)
+
+
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, computed in float32 (Zhang and Sennrich, 2019)."""
+    wide = rows.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * scaled.to(rows.dtype)
