@@ -24,9 +24,6 @@ class DraftOrigin(IntEnum):
     """The grammar of the request, which allows no other token."""
 
 
-ORIGINS = tuple(DraftOrigin)
-
-
 @dataclass(frozen=True, slots=True)
 class OriginCounts:
     """Number of accepted draft tokens by origin."""

@@ -32,8 +32,3 @@ def find_half(value: object, field: str = "") -> tuple[str, object] | None:
             if (found := find_half(entry, f"{field}[{position}]")) is not None:
                 return found
     return None
-
-
-def without_halves(text: str) -> str:
-    """Return a text with U+FFFD for each half of a surrogate pair."""
-    return _HALF.sub("\ufffd", text)

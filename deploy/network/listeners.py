@@ -30,11 +30,6 @@ class Listener:
         mapped = getattr(address, "ipv4_mapped", None)
         return (mapped or address).is_loopback
 
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether it is reachable at every address of this machine."""
-        return ipaddress.ip_address(self.host).is_unspecified
-
 
 def cluster_processes() -> tuple[psutil.Process, ...]:
     """All processes of Ray and Pilotfish on this machine, except this one."""

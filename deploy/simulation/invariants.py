@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cluster.core.drafting import Proposal
-from cluster.core.errors import PilotfishError
 from cluster.core.ids import SequenceId
 from cluster.core.verification import VerifyRow
-
-
-class Violation(PilotfishError):
-    """An invariant does not hold."""
 
 
 class Ledger:

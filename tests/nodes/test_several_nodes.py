@@ -70,8 +70,9 @@ def expected(model: Path) -> Expected:
 
     async def answers(configuration: Configuration) -> Expected:
         async with LocalCluster(configuration) as local:
-            server = Server(local.grpc_address, "")
-            return {case: await tokens_grpc(server, case) for case in (*SHORT, *LONG)}
+            server, cases = Server(local.grpc_address, ""), (*SHORT, *LONG)
+            found = await asyncio.gather(*(tokens_grpc(server, case) for case in cases))
+            return dict(zip(cases, found, strict=True))
 
     return asyncio.run(answers(configure(model, draft__method="none", server__grpc_port=0, server__http_port=0)))
 

@@ -31,11 +31,6 @@ Agree = Callable[[int], int]
 """Returns the smallest of all ranks' numbers, on every rank. All ranks must call it equally often."""
 
 
-def single_rank(number: int) -> int:
-    """`Agree` for a target of one rank."""
-    return number
-
-
 def agreed_length(longest: Callable[[int], int], max_length: int, agree: Agree) -> int:
     """The longest prefix length, at most `max_length`, that every rank can open a sequence with.
 

@@ -22,8 +22,6 @@ SIZES = (
 REPETITIONS = 3
 _NARROW = 8
 """Wider steps are measured once: they take several times as long, and a target waits for them when it starts."""
-BUDGET_SECONDS = 0.25
-"""Every size is measured once. Further repetitions begin within this time, so that a target is ready sooner."""
 _GREEDY = SamplingParameters(temperature=0.0)
 _EVERY_KERNEL = (
     SamplingParameters(temperature=0.5),

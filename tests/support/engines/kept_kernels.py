@@ -40,19 +40,19 @@ def kept_kernels() -> Iterator[None]:
     known, compile_library = shutil.which("cc") or shutil.which("gcc"), build._build
     served = COMPILED / f"kernels-{build._identity(build._FLAGS, build._processor())}.so"
     if build.is_private_file(served):
-        _copy(served, KEPT)
+        copy_library(served, KEPT)
 
     def copied(compiler: str, directory: Path) -> Path:
         if compiler != known:
             return compile_library(compiler, directory)
-        return _copy(compile_library(compiler, KEPT), directory)
+        return copy_library(compile_library(compiler, KEPT), directory)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(build, "_build", copied)
         yield
 
 
-def _copy(library: Path, directory: Path) -> Path:
+def copy_library(library: Path, directory: Path) -> Path:
     """The library's copy in `directory`, made unless it exists. Other processes see a whole file or none."""
     copy = directory / library.name
     if not copy.exists():

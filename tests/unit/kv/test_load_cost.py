@@ -7,7 +7,7 @@ from pathlib import Path
 from cluster.core.config.base import MIB
 from tests.support.engines.kv_tiers import key, save, tiers_of
 from workers.kv.load_cost import CostModel, Medium
-from workers.kv.tiers import agreed_length, single_rank
+from workers.kv.tiers import agreed_length
 
 
 def test_until_measured_loading_counts_as_slow_and_computing_as_fast() -> None:
@@ -102,14 +102,10 @@ class TestAgreement:
         assert rounds <= 1 + sum(len(rank) + 1 for rank in ranks)
         return answer
 
-    def test_a_single_rank_takes_its_longest_length(self) -> None:
-        assert agreed_length(lambda bound: min(bound, 7), 10, single_rank) == 7
-        assert agreed_length(lambda bound: 0, 10, single_rank) == 0
-        assert agreed_length(lambda bound: bound, 0, single_rank) == 0
-
     def test_ranks_agree_on_the_smallest_of_their_longest_lengths(self) -> None:
         assert self.run([set(range(8)), set(range(5))]) == 4
         assert self.run([set(range(8)), {0}]) == 0
+        assert self.run([set(range(8))]) == 7
 
     def test_a_length_that_one_rank_cannot_load_is_skipped(self) -> None:
         # With windows a longer prefix may be available where a shorter one is not.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engines.kept_kernels import portable
+from tests.support.engines.kept_kernels import KEPT, copy_library, portable
 from workers.forward.native import build
 from workers.forward.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, processor_flags
 from workers.forward.native.packed_linear import PackedLinear
@@ -35,7 +35,7 @@ def _compiled_soon() -> Iterator[None]:
 def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the library for the smallest instruction set."""
     directory = tmp_path_factory.mktemp("prebuilt")
-    build.build_for(SMALLEST, directory)
+    copy_library(build.build_for(SMALLEST, KEPT), directory)
     return directory
 
 
