@@ -274,25 +274,37 @@ def _tokenizer() -> Tokenizer:
     return Tokenizer.load(byte_level(Path(_TOKENIZER_FILES.name)))
 
 
+_LAST_SECONDS = 0.1
+"""How long `listening` waits for responses at its end."""
+
+
 @asynccontextmanager
 async def listening(
     app: ASGIApp, tls: PublicTlsSection | None = None, bounds: ConnectionBounds | None = None
 ) -> AsyncIterator[str]:
-    """Serve the application on a free loopback port. Yields its address."""
+    """Serve the application on a free loopback port. Yields its address.
+
+    `uvicorn.Server.serve` looks ten times a second whether it shall end, and then waits for another tenth.
+    """
 
     class Protocol(BoundedHttpProtocol):
         pass
 
     Protocol.bounds = bounds or Protocol.bounds
     files: dict[str, Any] = {**tls_options(tls)}
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", http=Protocol, **files))
-    task = asyncio.create_task(server.serve())
+    config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", http=Protocol, **files)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+    await server.on_tick(0)  # makes the headers of responses
     try:
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.001)
         port = server.servers[0].sockets[0].getsockname()[1]
         yield http_url("127.0.0.1", port, has_tls=tls is not None)
     finally:
-        server.should_exit = True
-        server.force_exit = True
-        await task
+        for listener in server.servers:
+            listener.close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        if server.server_state.tasks:
+            await asyncio.wait(server.server_state.tasks, timeout=_LAST_SECONDS)
