@@ -165,7 +165,7 @@ async def test_streams_outlive_an_application_that_is_deployed_again(
     client, http = GenerationClient(fixed_address(f"{LOOPBACK}:{ports[1]}")), httpx.AsyncClient()
     doors = [[GrpcDoor(client)], [HttpDoor(http, lambda: url, "first")]]
     # New processes start in the time that the clients' pauses leave.
-    streams = Streams(doors, work.requests, work.reference, at_once=6, seed=5, pause_seconds=2.0)
+    streams = Streams(doors, work.requests, work.reference, at_once=6, seed=5, pause_seconds=1.0)
     before = await coordinators(url)
     assert len(before) == 1
     application = deployed["applications"][0] | {"import_path": "deploy.ray.application:build_app"}

@@ -72,7 +72,7 @@ async def test_generate_continues_after_every_cut(tmp_path: Path) -> None:
     prompt = Prompt("hello", max_tokens=60, temperature=1.0, seed=3)
     async with fake_replicas(tmp_path, 1, step_delay=STEP_SECONDS, draft__method="none") as cluster:
         texts, cuts, router = [], 0, cluster.router()
-        for interval in (0, 8):
+        for interval in (0, 12):
             stack = AsyncExitStack()
             http = await stack.enter_async_context(listening(create_app(router, LimitsSection())))
             connections = CuttableConnections(int(http.rpartition(":")[2]))

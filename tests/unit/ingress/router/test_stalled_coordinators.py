@@ -38,7 +38,7 @@ async def test_streams_leave_a_coordinator_without_a_target(tmp_path: Path, faul
     async with fake_replicas(tmp_path, 2, step_delay=STEP_SECONDS) as cluster:
         first, second = cluster.replicas
         router = cluster.router()
-        expected = [await answers_of(router, request_of(kind, 8, TOKENS[kind])) for kind in KINDS]
+        expected = await asyncio.gather(*(answers_of(router, request_of(kind, 8, TOKENS[kind])) for kind in KINDS))
         reading = await start_on_the_first(cluster, KINDS)
         getattr(first.target, fault)()
         cluster.hidden.clear()
@@ -54,7 +54,7 @@ async def test_streams_stay_where_no_other_coordinator_is_better(tmp_path: Path)
     async with fake_replicas(tmp_path, 2, step_delay=STEP_SECONDS) as cluster:
         first, second = cluster.replicas
         router = cluster.router()
-        expected = [await answers_of(router, request_of(kind, 8, TOKENS[kind])) for kind in KINDS]
+        expected = await asyncio.gather(*(answers_of(router, request_of(kind, 8, TOKENS[kind])) for kind in KINDS))
         reading = await start_on_the_first(cluster, KINDS)
         first.target.hang()
         cluster.draining = {second.name}
