@@ -135,8 +135,7 @@ async def test_drafts_change_no_token(
     cases = cases_of(name)
     async with serving(name, directories, placement=place) as client:
         answers = await answer_all(client)
-        again = await answer_all(client)
-        without = await answer_all(client, drafts=False)
+        again, without = await asyncio.gather(answer_all(client), answer_all(client, drafts=False))
     assert [one.tokens for one in answers] == [one.tokens for one in again] == [one.tokens for one in without]
     assert all(one.drafted == 0 for one in without)
     if all(case.is_lossless for case in cases):
