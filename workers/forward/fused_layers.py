@@ -12,7 +12,7 @@ module's own result on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -148,9 +148,6 @@ class FusedLayer:
     def _attend(self, normalized: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         attention: Any = self._layer.self_attn
         step, layer = attention.paged_attention.step, attention.layer_idx
-        norms = None
-        if (query_norm := getattr(attention, "q_norm", None)) is not None:
-            norms = HeadNorms(query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon)
         fresh = Projections(
             queries=attention.q_proj(normalized),
             keys=attention.k_proj(normalized),
@@ -158,7 +155,7 @@ class FusedLayer:
             cosines=angles[0][0],
             sines=angles[1][0],
             dim=attention.head_dim,
-            norms=norms,
+            norms=head_norms(attention),
         )
         queries = step.backend.write_rotated(layer, fresh, step.metadata)
         attended = step.backend.attend(layer, queries, step.metadata, attention.scaling)
@@ -181,14 +178,27 @@ class _FollowingNorm:
         return output
 
 
-def fuse_layers(model: nn.Module, kernels: LayerKernels) -> bool:
-    """Fuse the decoder layers, whose linear layers have been replaced. Returns whether their classes are known."""
+def head_norms(attention: Any) -> HeadNorms | None:
+    """The norms of heads of a known attention module, if it has any."""
+    if (query_norm := getattr(attention, "q_norm", None)) is None:
+        return None
+    return HeadNorms(query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon)
+
+
+def has_known_layers(model: nn.Module) -> bool:
+    """Whether all decoder layers, whose linear layers have been replaced, are of known classes."""
     layers = list(decoder_layers(model))
     norm = getattr(decoder_list(model)[0], "norm", None) if layers else None
-    if norm is None or not all(_is_known(layer, norm) for layer in layers):
+    return norm is not None and all(_is_known(layer, norm) for layer in layers)
+
+
+def fuse_layers(model: nn.Module, kernels: LayerKernels) -> bool:
+    """Fuse the decoder layers. Returns whether their classes are known."""
+    if not has_known_layers(model):
         return False
+    layers, norm = list(decoder_layers(model)), cast("nn.Module", decoder_list(model)[0].norm)
     ahead = _Ahead()
-    following = [*(layer.input_layernorm for layer in layers[1:]), norm]
+    following: list[Any] = [*(layer.input_layernorm for layer in layers[1:]), norm]
     for layer, after in zip(layers, following, strict=True):
         layer.forward = FusedLayer(layer, after, ahead, kernels)
     norm.forward = _FollowingNorm(norm, ahead)

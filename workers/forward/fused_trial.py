@@ -1,4 +1,4 @@
-"""Fuses a model's decoder layers on a GPU, if each of them then agrees with the module's own result there."""
+"""Fuses a model's decoder layers on GPUs, if each of them then agrees with the module's own result there."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ from cluster.core.tree import EMPTY_TREE
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import choose_backend
-from workers.forward.fused_layers import LayerKernels, TritonKernels, fuse_layers, undo_fuse
+from workers.forward.fused_layers import (
+    LayerKernels,
+    TritonKernels,
+    fuse_layers,
+    has_known_layers,
+    head_norms,
+    undo_fuse,
+)
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.projections import Projections
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.store import KvStore
+from workers.ranks import least_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -31,23 +40,14 @@ _ROWS = (5, 1, 3)
 _BLOCK_SIZE = 16
 
 
-def fuse_on_gpu(model: LoadedModel, make: Callable[[], LayerKernels] = TritonKernels) -> bool:
-    """Fuse the decoder layers of a model on one GPU. Returns whether they are fused; logs why they are not.
+def fuse_on_gpu(model: LoadedModel) -> bool:
+    """Fuse the decoder layers of a model on GPUs. Returns whether they are fused; logs why they are not.
 
-    `make` raises `ImportError` where the kernels are not installed.
+    All ranks of the model call this together.
     """
-    if model.device.type != "cuda" or model.tensor_parallel > 1 or model.source is not None:
+    if model.device.type != "cuda" or model.source is not None or not has_known_layers(model.module):
         return False
-    try:
-        kernels = make()
-    except ImportError as error:
-        logger.info("decoder layers are not fused: the package triton is not installed: %s", error)
-        return False
-    try:
-        problem = fuse_if_equal(model, kernels)
-    except Exception as error:  # a compiler may raise anything
-        undo_fuse(model.module)
-        problem = repr(error)
+    problem = fuse_if_equal(model, TritonKernels)
     if problem is None:
         logger.info("the decoder layers of model type %r are fused", model.module.config.model_type)
         return True
@@ -56,29 +56,76 @@ def fuse_on_gpu(model: LoadedModel, make: Callable[[], LayerKernels] = TritonKer
 
 
 @torch.inference_mode()
-def fuse_if_equal(model: LoadedModel, kernels: LayerKernels) -> str | None:
-    """Fuse the layers, and undo it if one of them then differs from its module. Returns why they are not fused."""
+def fuse_if_equal(model: LoadedModel, make: Callable[[], LayerKernels]) -> str | None:
+    """Fuse the known layers, and undo it if one of them then differs from its module. Returns why they are not fused.
+
+    All ranks of the model call this together, and do the same. `make` may raise anything.
+    """
     if len({(shape.kv_heads, shape.head_dim) for shape in model.layers}) > 1:
         return "they differ in the shapes of their keys and values"
     setting = _trial_setting(model)
-    backend = choose_backend(setting, StepKind.RAGGED).backend
+    backend = choose_backend(setting, StepKind.RAGGED, model.tensor_parallel).backend
+    step = StepPlan(backend, backend.plan([_row(index, width) for index, width in enumerate(_ROWS)]))
     paged = bind(model.module)
-    paged.step = StepPlan(backend, backend.plan([_row(index, width) for index, width in enumerate(_ROWS)]))
     try:
-        calls = _record(model, setting.store)
-        if not fuse_layers(model.module, kernels):
-            return "their classes are not known line by line"
-        limit = max(2 * torch.finfo(model.dtype).eps, 1e-4)
-        for index, (layer, call) in enumerate(zip(decoder_layers(model.module), calls, strict=True)):
-            found = layer(*call.arguments, **call.others), *_stored(setting.store)
-            for what, one, other in zip(("output", "keys", "values"), found, call.results, strict=True):
-                difference = float((one.float() - other.float()).norm() / other.float().norm())
-                if not difference <= limit:
-                    undo_fuse(model.module)
-                    return f"{what} of layer {index} differ by {difference:.1e} of their size"
+        kernels = make()
+        _launch_each(model, kernels, step)  # before any collective, in which the other ranks would wait for this one
+        problem = None
+    except Exception as error:  # a compiler may raise anything
+        problem = repr(error)
+    if not least_of_all_ranks(int(problem is None), model.tensor_parallel):
+        return problem or "another rank cannot compute them"
+    paged.step = step
+    try:
+        problem = _difference(model, kernels, setting.store)
     finally:
         paged.step = None
+    if not least_of_all_ranks(int(problem is None), model.tensor_parallel):
+        undo_fuse(model.module)
+        return problem or "they differ on another rank"
     return None
+
+
+def _launch_each(model: LoadedModel, kernels: LayerKernels, step: StepPlan) -> None:
+    """Run each kernel of the first layer, and the attention after it, on zeros."""
+    layer: Any = next(decoder_layers(model.module))
+    attention, norm, shape = layer.self_attn, layer.input_layernorm, model.layers[0]
+
+    def zeros(width: int) -> torch.Tensor:
+        return torch.zeros((sum(_ROWS), width), dtype=model.dtype, device=model.device)
+
+    rows = zeros(model.hidden_size)
+    kernels.normalize(rows, norm.weight, norm.variance_epsilon)
+    kernels.add_and_normalize(rows, rows, norm.weight, norm.variance_epsilon)
+    width = layer.mlp.up_proj.out_features
+    both = zeros(2 * width)
+    kernels.silu_mul(both[:, :width], both[:, width:])
+    fresh = Projections(
+        queries=zeros(attention.q_proj.out_features),
+        keys=zeros(attention.k_proj.out_features),
+        values=zeros(attention.v_proj.out_features),
+        cosines=zeros(shape.head_dim),
+        sines=zeros(shape.head_dim),
+        dim=shape.head_dim,
+        norms=head_norms(attention),
+    )
+    queries = step.backend.write_rotated(0, fresh, step.metadata)
+    step.backend.attend(0, queries, step.metadata, attention.scaling)
+
+
+def _difference(model: LoadedModel, kernels: LayerKernels, store: KvStore) -> str | None:
+    """Fuse the layers, and compare each with its module: which one differs. Every rank runs every layer."""
+    calls = _record(model, store)
+    fuse_layers(model.module, kernels)
+    limit = max(2 * torch.finfo(model.dtype).eps, 1e-4)
+    problem = None
+    for index, (layer, call) in enumerate(zip(decoder_layers(model.module), calls, strict=True)):
+        found = layer(*call.arguments, **call.others), *_stored(store)
+        for what, one, other in zip(("output", "keys", "values"), found, call.results, strict=True):
+            difference = float((one.float() - other.float()).norm() / other.float().norm())
+            if problem is None and not difference <= limit:
+                problem = f"{what} of layer {index} differ by {difference:.1e} of their size"
+    return problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,7 +52,7 @@ def logits(model: LoadedModel, taps: tuple[int, ...] = (), options: PassOptions 
 def test_the_layers_of_known_families_are_fused(tmp_path: Path, make: Make) -> None:
     model = loaded(tmp_path, make)
     expected = logits(model, (0, 1))
-    assert fuse_if_equal(model, ReferenceKernels()) is None
+    assert fuse_if_equal(model, ReferenceKernels) is None
     for ours, theirs in zip(logits(model, (0, 1)), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     undo_fuse(model.module)
@@ -94,10 +94,21 @@ class WrongGate(ReferenceKernels):
 def test_kernels_that_compute_something_else_are_not_used(tmp_path: Path) -> None:
     model = loaded(tmp_path, tiny.llama)
     expected = logits(model)
-    problem = fuse_if_equal(model, WrongGate())
+    problem = fuse_if_equal(model, WrongGate)
     assert problem is not None
     assert problem.startswith("output of layer 0 differ by")
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(logits(model), expected, strict=True))
+
+
+class NoKernels(ReferenceKernels):
+    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"no kernel for {gates.shape} and {values.shape}")
+
+
+def test_kernels_that_cannot_be_compiled_are_not_used(tmp_path: Path) -> None:
+    model = loaded(tmp_path, tiny.llama)
+    assert "no kernel for" in (fuse_if_equal(model, NoKernels) or "")
+    assert not any("forward" in vars(layer) for layer in decoder_layers(model.module))
 
 
 def test_nothing_is_fused_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
 from tests.support.engines.rank_processes import free_port, start_ranks
 from tests.support.models import tiny
+from workers.forward.fused_layers import ReferenceKernels
+from workers.forward.fused_trial import fuse_if_equal
 from workers.forward.loaded_model import PassOptions
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -34,10 +37,12 @@ BRANCHING = TokenTree((7, 8, 9, 7), (-1, -1, 0, 2))
 SECONDS = 300.0
 
 
-def passes(directory: Path, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
-    """What one rank computes for two rows, one with a tree."""
+def passes(directory: Path, rank: int = 0, ranks: int = 1, fuses: bool = False) -> dict[str, torch.Tensor]:
+    """What one rank computes for two rows, one with a tree, by layers as they are or by fused ones."""
     section = ModelSection(path=str(directory), device="cpu", compile="off", native="off")
     model = load_model(section, rank=rank, tensor_parallel=ranks)
+    if fuses:
+        assert fuse_if_equal(model, ReferenceKernels) is None
     pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=100)
     runner = ModelRunner(model, pool, TAPS)
     rows = [
@@ -56,9 +61,19 @@ def passes(directory: Path, rank: int = 0, ranks: int = 1) -> dict[str, torch.Te
 def run_rank(rank: int, directory: Path, port: int) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    save_file(passes(directory, rank, RANKS), directory / f"rank-{rank}.safetensors")
+    for fuses in (False, True):
+        save_file(passes(directory, rank, RANKS, fuses), directory / f"rank-{rank}-{fuses}.safetensors")
     distributed.barrier()
     os._exit(0)
+
+
+def check(found: Sequence[dict[str, torch.Tensor]], alone: dict[str, torch.Tensor]) -> None:
+    """The ranks have computed what one rank alone has."""
+    for name in ("tree", "prompt"):
+        for own in found:
+            torch.testing.assert_close(own[name], alone[name], rtol=2**-7, atol=2e-3)
+    for name in alone.keys() - {"tree", "prompt"}:  # each rank has its own part of the vocabulary
+        torch.testing.assert_close(torch.cat([own[name] for own in found], dim=1), alone[name], rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_have_the_hidden_states_and_the_partial_passes_of_one_rank_alone(tmp_path: Path) -> None:
@@ -68,9 +83,5 @@ def test_ranks_have_the_hidden_states_and_the_partial_passes_of_one_rank_alone(t
     for process in ranks:
         process.join(SECONDS)
         assert process.exitcode == 0
-    found = [load_file(directory / f"rank-{rank}.safetensors") for rank in range(RANKS)]
-    for name in ("tree", "prompt"):
-        for own in found:
-            torch.testing.assert_close(own[name], alone[name], rtol=2**-7, atol=2e-3)
-    for name in alone.keys() - {"tree", "prompt"}:  # each rank has its own part of the vocabulary
-        torch.testing.assert_close(torch.cat([own[name] for own in found], dim=1), alone[name], rtol=1e-4, atol=1e-4)
+    for fuses in (False, True):
+        check([load_file(directory / f"rank-{rank}-{fuses}.safetensors") for rank in range(RANKS)], alone)
