@@ -10,7 +10,7 @@ from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter
 from deploy.settings import load_settings
 from deploy.terminal import notices
-from workers.distill.options import DistillOptions
+from workers.distill.options import EAGLE3, DistillOptions
 from workers.model.draft_card import LAYERS
 
 
@@ -20,11 +20,12 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
     chosen = tuple(assignments or ())
     settings = load_settings(config, chosen)
     # These import torch, once all options are checked.
+    from deploy.distillation.eagle3_job import distill_eagle3
     from deploy.distillation.target import LocalTarget
     from deploy.models import resolve_models, served_name
-    from workers.distill.export import check_replaceable
     from workers.distill.job import DistillJob
     from workers.distill.modules.module_pipeline import distill_module
+    from workers.distill.output import check_replaceable
     from workers.distill.student_pipeline import check_options, distill_model
 
     check_replaceable(options.out)
@@ -41,7 +42,7 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
         notices=_TerminalNotices(),
         served=LocalTarget(models.configuration),
     )
-    make = distill_model if options.kind == LAYERS else distill_module
+    make = {LAYERS: distill_model, EAGLE3: distill_eagle3}.get(options.kind, distill_module)
     try:
         make(job)
     except KeyboardInterrupt:

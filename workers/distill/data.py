@@ -15,7 +15,7 @@ from workers.distill.job import DistillJob, Quota
 from workers.distill.loop import TrainingPlan
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import Prompt, Task, by_task, read_prompts, schedule
-from workers.distill.student import frequent_tokens, stored_vocabulary
+from workers.distill.vocabulary import frequent_tokens, stored_vocabulary
 from workers.model.model_files import end_of_sequence_ids
 
 ANSWERS, EVALUATION, VOCABULARY = "answers.jsonl", "evaluation.jsonl", "vocabulary.json"

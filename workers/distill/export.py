@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from cluster.core.errors import ConfigurationError
+from workers.distill.output import check_replaceable, replaced_directory
 from workers.distill.student import Student, config_values
-from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard, is_written_here
+from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
 from workers.model.target_ends import decoder_vocabulary_size
 
 
@@ -34,39 +30,6 @@ def export(student: Student, directory: Path, target_name: str, card: str, pictu
         config = json.dumps(config_values(student) | {"dtype": "bfloat16"}, indent=2)
         (scratch / "config.json").write_text(config + "\n", encoding="utf-8")
         description(student, target_name).write(scratch)
-
-
-@contextmanager
-def replaced_directory(directory: Path, card: str, pictures: dict[str, bytes]) -> Iterator[Path]:
-    """A new directory to write a draft into, which replaces `directory` at the end. It holds the model card already.
-
-    Raises `ConfigurationError` where the directory holds something other than a draft.
-    """
-    check_replaceable(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        (scratch / "README.md").write_text(card, encoding="utf-8")
-        for name, picture in pictures.items():
-            (scratch / name).write_bytes(picture)
-        yield scratch
-        scratch.chmod(0o755)
-        for file in scratch.iterdir():
-            file.chmod(0o644)
-        if directory.exists():
-            shutil.rmtree(directory)
-        scratch.rename(directory)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-
-
-def check_replaceable(directory: Path) -> None:
-    """Raise `ConfigurationError` unless `directory` is absent, is empty, or holds a draft."""
-    if directory.is_dir() and (is_written_here(directory) or not any(directory.iterdir())):
-        return
-    if directory.exists():
-        raise ConfigurationError(f"--out {directory}: needed an empty directory or an earlier draft to replace")
 
 
 def description(student: Student, target_name: str) -> DraftCard:

@@ -10,6 +10,9 @@ from cluster.core.errors import ConfigurationError
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import SHAPES
 
+EAGLE3 = "eagle3"
+"""The kind of a draft that is trained and stored as EAGLE-3. Its module is of the kind `eagle`."""
+
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
     *("evaluate_prompts", "minutes", "steps", "depths"),
@@ -41,7 +44,8 @@ class DistillOptions:
     kind: Annotated[
         str,
         "What is trained: layers (a small model), heads (Medusa), block (a whole block in one pass), eagle "
-        "(EAGLE-3-like), exit (early exit), table (successors of tokens).",
+        "(EAGLE-3-like), eagle3 (EAGLE-3 as a public checkpoint, in one process on one device), exit (early exit), "
+        "table (successors of tokens).",
     ] = LAYERS
     evaluate: Annotated[
         Path | None,
@@ -81,9 +85,11 @@ class DistillOptions:
         "taken, with commas between them. Unset: after the last layer for heads; after a third, two thirds and all "
         "layers for block and eagle.",
     ] = ()
-    depths: Annotated[int | None, "Number of heads (unset: 4), tokens of a block (5), successors in a table (8)."] = (
-        None
-    )
+    depths: Annotated[
+        int | None,
+        "Number of heads (unset: 4), tokens of a block (5), steps of the roll-outs of eagle3 (5), successors in a "
+        "table (8).",
+    ] = None
     mix_rank: Annotated[
         int,
         "Width of the layer that adds the last token to the hidden state that heads read; 0: none. With "
@@ -120,10 +126,9 @@ class DistillOptions:
                 raise ConfigurationError(f"{_option(name)}: {getattr(self, name)} is refused; it must be 0 or above")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigurationError("--minutes and --steps: needed one of them")
-        if self.kind not in (LAYERS, *SHAPES):
-            raise ConfigurationError(
-                f"--kind: {self.kind!r} is refused; it must be one of {', '.join((LAYERS, *SHAPES))}"
-            )
+        kinds = (LAYERS, *SHAPES, EAGLE3)
+        if self.kind not in kinds:
+            raise ConfigurationError(f"--kind: {self.kind!r} is refused; it must be one of {', '.join(kinds)}")
         if self.optimizer not in ("muon", "adamw"):
             raise ConfigurationError(f"--optimizer: {self.optimizer!r} is refused; it must be muon or adamw")
         if self.search and self.kind != "exit":

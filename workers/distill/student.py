@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
 from workers.distill.examples import Batch, make_batch
+from workers.distill.vocabulary import check_size
 from workers.model.distilled import read_draft_files
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
@@ -105,29 +104,12 @@ class Student(nn.Module):
         return positions if self.vocabulary is None else self.vocabulary[positions]
 
 
-def load_target(directory: Path, device: torch.device) -> PreTrainedModel:
-    """Load the frozen target in float32 with PyTorch's attention. Raises `ModelLoadError`."""
-    transformers_logging.disable_progress_bar()
-    try:
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            device_map={"": device},
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
-    target.eval().requires_grad_(False)
-    return target
-
-
 def check_student(target_directory: Path, plan: StudentPlan, vocabulary_size: int | None) -> None:
     """Raise `ConfigurationError` unless such a student can be built. This reads no weights."""
     target: PreTrainedConfig = AutoConfig.from_pretrained(target_directory, trust_remote_code=False)
     _config(target, plan)
     if vocabulary_size is not None:
-        _check_size(vocabulary_size, int(target.vocab_size))
+        check_size(vocabulary_size, int(target.vocab_size))
 
 
 def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
@@ -156,36 +138,6 @@ def head_rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:
     """A float32 copy of the rows of a head (or of its bias) for the tokens in `vocabulary`."""
     values = end.detach().float()
     return values.clone() if vocabulary is None else values[vocabulary.to(values.device)]
-
-
-def frequent_tokens(
-    answers: Iterable[Sequence[int]], size: int, always: Iterable[int], vocabulary_size: int
-) -> tuple[int, ...]:
-    """The `size` most frequent tokens of the answers, ascending, with those in `always` included.
-
-    Among equally frequent tokens the lowest come first. If the answers have fewer tokens, the lowest other tokens are
-    added. Raises `ConfigurationError` for a size that is not between 1 and `vocabulary_size`.
-    """
-    _check_size(size, vocabulary_size)
-    counts: Counter[int] = Counter()
-    for answer in answers:
-        counts.update(answer)
-    first = dict.fromkeys(always)
-    order = [*first, *sorted(counts, key=lambda token: (-counts[token], token)), *range(vocabulary_size)]
-    return tuple(sorted(list(dict.fromkeys(order))[:size]))
-
-
-def _check_size(size: int, vocabulary_size: int) -> None:
-    if not 1 <= size <= vocabulary_size:
-        raise ConfigurationError(f"vocabulary_size: {size} is refused; it must be within 1 and {vocabulary_size}")
-
-
-def stored_vocabulary(path: Path, tokens: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-    """The tokens in the file. If it does not exist, it is written with `tokens()`: later answers do not change them."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(tokens()), encoding="utf-8")
-    return tuple(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedConfig:

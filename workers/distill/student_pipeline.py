@@ -19,13 +19,8 @@ from workers.distill.loop import long_steps, training_plan
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
-from workers.distill.student import (
-    Student,
-    StudentPlan,
-    check_student,
-    load_target,
-    make_student,
-)
+from workers.distill.student import Student, StudentPlan, check_student, make_student
+from workers.distill.target_model import load_target
 from workers.distill.train import Training
 from workers.model.devices import choose_device
 

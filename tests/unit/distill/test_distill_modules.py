@@ -222,3 +222,23 @@ class TestBudget:
 
         assert budget.left_for_answers() == float("inf")
         assert budget.plan() == "plan: no limit of time"
+
+
+def test_an_eagle3_head_becomes_a_public_checkpoint_that_is_served(
+    module_run: ModuleRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module_run.work = tmp_path / "work"
+    more = ("--taps", "0,1,2", "--max-length", "200", "--batch-tokens", "400", "--answer-minutes", "0.5")
+
+    assert module_run.run("eagle3", "--steps", "2", "--depths", "3", *more) == 0
+
+    directory = module_run.directory / "eagle3"
+    loaded = load_drafter(directory, module_run.target, torch.float32, torch.device("cpu"), "eagle")
+    assert loaded.card.target == "tiny" and loaded.card.vocabulary_size == 100 and loaded.card.taps == (0, 1, 2)
+    assert json.loads((directory / "config.json").read_text())["speculators_model_type"] == "eagle3"
+    assert not (directory / CARD).exists()
+    assert "tokens per step on held out, as it is served" in capsys.readouterr().err
+    assert str(module_run.directory) not in (directory / "README.md").read_text()
+    monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
+    assert module_run.run("eagle3", "--steps", "1", "--int8") == 2
+    assert "--int8: refused for kind eagle3" in capsys.readouterr().err

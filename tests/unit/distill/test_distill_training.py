@@ -21,7 +21,8 @@ from workers.distill.chart import loss_curve
 from workers.distill.checkpoints import Progress
 from workers.distill.examples import batches_of_epoch, make_batch
 from workers.distill.loop import TrainingPlan, learning_rate
-from workers.distill.student import Student, StudentPlan, load_target, make_student
+from workers.distill.student import Student, StudentPlan, make_student
+from workers.distill.target_model import load_target
 from workers.distill.train import Training, on_policy
 
 pytestmark = pytest.mark.slow

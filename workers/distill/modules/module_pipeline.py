@@ -16,7 +16,6 @@ from workers.distill.answers import Answer
 from workers.distill.budget import Budget
 from workers.distill.chart import loss_curve
 from workers.distill.data import DistillData, begin_budget, collect_answers, draft_vocabulary
-from workers.distill.export import replaced_directory
 from workers.distill.job import DistillJob
 from workers.distill.modules.exit_search import ExitCandidate, search_exit
 from workers.distill.modules.learner import TappedModule
@@ -24,6 +23,7 @@ from workers.distill.modules.module_card import ModuleFacts, write_card
 from workers.distill.modules.module_plan import CURVE, start_module, wanted_shape, with_defaults
 from workers.distill.modules.module_trainer import ModuleRun, ModuleTrainer, Trained, served_tokens, stored_states
 from workers.distill.options import DistillOptions
+from workers.distill.output import replaced_directory
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import (
     decoder_rows,
@@ -33,7 +33,7 @@ from workers.distill.seq2seq_data import (
     translate_all,
 )
 from workers.distill.seq2seq_student import load_seq2seq_target
-from workers.distill.student import load_target
+from workers.distill.target_model import load_target
 from workers.model.devices import choose_device
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import ExitShape, TableShape

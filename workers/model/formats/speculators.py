@@ -1,22 +1,28 @@
 """The format of the library `speculators` (Red Hat): a `speculators_model_type` and a nested configuration of layers.
 
-https://github.com/vllm-project/speculators defines it.
+https://github.com/vllm-project/speculators defines it. `write_eagle3` writes EAGLE-3 heads in it, which vLLM serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cluster.core.drafting import Tap
-from workers.model.draft_card import DraftDescription
+from workers.model.draft_card import WEIGHTS, WRITER, WRITTEN_BY, DraftDescription
 from workers.model.formats.block_layout import BLOCK_KEYS, block_card, block_weights
-from workers.model.formats.checkpoint import Checkpoint
+from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
+from workers.model.formats.draft_vocabulary import ENDS, MAPS
 from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout
 from workers.model.formats.registry import DraftWeights, register
-from workers.model.public_shapes import MASK_HIDDEN
+from workers.model.public_shapes import MASK_HIDDEN, FeatureShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TYPE, _BODY = "speculators_model_type", "transformer_layer_config"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -113,6 +119,104 @@ def _block(checkpoint: Checkpoint, taps: Sequence[Tap]) -> DraftDescription:
         predicts_next=checkpoint.flag("sample_from_anchor", _BLOCKS[kind]),
         target=_verifier(checkpoint),
     )
+
+
+def write_eagle3(
+    directory: Path,
+    card: DraftDescription,
+    weights: DraftWeights,
+    *,
+    architectures: Sequence[str],
+    speculative_tokens: int,
+    file_bytes: int | None = None,
+) -> None:
+    """Write an EAGLE-3 head of Llama layers into an existing directory, in bfloat16.
+
+    `card` has a `FeatureShape` and layer numbers as taps; `weights` have a head and its vocabulary, and no embedding.
+    `architectures` are those of the target, `speculative_tokens` the tokens of a chain that other engines draft
+    by default. With `file_bytes`, tensors are spread over files of at most so many bytes, or one tensor. Raises
+    `TypeError` for a card of another shape, and for weights of other parts.
+    """
+    import torch
+
+    shape = card.shape
+    if not isinstance(shape, FeatureShape):
+        raise TypeError(f"{type(shape).__name__} is no shape of an EAGLE-3 head")
+    if weights.head is None or weights.vocabulary is None or weights.embedding is not None:
+        raise TypeError("weights: needed a head and its vocabulary, and no embedding")
+    stored = {_LAYOUT.stored(name): value for name, value in weights.tensors.items()} | {ENDS[1]: weights.head}
+    stored = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in stored.items()}
+    tokens = weights.vocabulary.detach().to("cpu", torch.int64)
+    is_drafted = torch.zeros(card.target_vocabulary_size, dtype=torch.bool)
+    is_drafted[tokens] = True
+    stored |= dict(zip(MAPS, (tokens - torch.arange(len(tokens)), is_drafted), strict=True))
+    _save(directory, stored, file_bytes)
+    body = shape.body
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        _TYPE: _EAGLE3,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": _EAGLE3,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
+            "verifier": {"name_or_path": card.target, "architectures": list(architectures)},
+        },
+        _BODY: {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": card.target_vocabulary_size,
+            "hidden_size": body.hidden_size,
+            "num_hidden_layers": body.layers,
+            "num_attention_heads": body.heads,
+            "num_key_value_heads": body.kv_heads,
+            "head_dim": body.head_width,
+            "intermediate_size": body.intermediate_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": body.norm_epsilon,
+            "max_position_embeddings": body.rope.most_positions,
+            "rope_parameters": {"rope_type": "default", "rope_theta": body.rope.theta},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        },
+        "draft_vocab_size": len(tokens),
+        "target_hidden_size": None if shape.target_hidden_size == body.hidden_size else shape.target_hidden_size,
+        _LAYERS: list(card.taps),
+        "norm_before_residual": shape.keeps_normed_residual,
+        "norm_before_fc": shape.tap_norm == "joint",
+        "fc_norm": shape.tap_norm == "each",
+        "norm_output": shape.feeds_normed,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        WRITER: WRITTEN_BY,
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(directory: Path, tensors: Mapping[str, Tensor], file_bytes: int | None) -> None:
+    """Write tensors to one file, or to several with an index, as `transformers` names them."""
+    from safetensors.torch import save_file
+
+    files: list[dict[str, Tensor]] = [{}]
+    sizes = [0]
+    for name, value in tensors.items():
+        if file_bytes is not None and files[-1] and sizes[-1] + value.nbytes > file_bytes:
+            files.append({})
+            sizes.append(0)
+        files[-1][name] = value
+        sizes[-1] += value.nbytes
+    if len(files) == 1:
+        save_file(files[0], directory / WEIGHTS, metadata={"format": "pt"})
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        save_file(part, directory / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, name)
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
+    (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 register(SpeculatorsFormat())

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tests.support.models import tiny
 from workers.distill.answers import Answer, Leading
 from workers.distill.modules.tap_cache import TapCache
-from workers.distill.student import load_target
+from workers.distill.target_model import load_target
 
 PROMPT, LENGTH, ROWS = 5, 14, 24
 _CONFIG = tiny.llama(num_hidden_layers=3, tie_word_embeddings=True, initializer_range=0.15)

@@ -1,0 +1,229 @@
+"""An EAGLE-3 head is trained by its own roll-outs, written as a public checkpoint, read back and served equal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.support.models import tiny
+from workers.distill.answers import Answer
+from workers.distill.eagle3.head import Eagle3Head
+from workers.distill.eagle3.rollout import roll_out
+from workers.distill.eagle3.states import TextStates, lengthened
+from workers.distill.eagle3.texts import WritingPlan, continuations
+from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
+from workers.distill.target_model import load_target
+from workers.draft.common.modules.context_window import ContextWindow
+from workers.draft.eagle.eagle_pass import committed_piece
+from workers.draft.eagle.feature_pass import FeaturePass
+from workers.model.draft_card import DraftDescription, is_written_here
+from workers.model.drafting.files import load_drafter
+from workers.model.drafting.public import PublicModule
+from workers.model.formats.registry import read_draft
+from workers.model.formats.speculators import write_eagle3
+from workers.model.public_shapes import DecoderShape, FeatureShape, RopeShape, TapNorm
+
+CPU = torch.device("cpu")
+LAYERS, TAPS, DRAFTED, DEPTHS = 6, (1, 3, 5), tuple(range(0, 96, 2)), 3
+PROMPT, LENGTH, ROWS = 5, 14, 24
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True, initializer_range=0.15)
+    return tiny.save(tmp_path_factory.mktemp("target"), config)
+
+
+@pytest.fixture(scope="module")
+def target(directory: Path) -> PreTrainedModel:
+    return load_target(directory, CPU)
+
+
+@pytest.fixture(scope="module")
+def answers(target: PreTrainedModel) -> tuple[Answer, ...]:
+    prompts = torch.randint(3, tiny.VOCABULARY, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    written = continuations(target, prompts, [0.0] * ROWS, WritingPlan(LENGTH, (), 0))
+    return tuple(
+        Answer(f"prompts:{row}", "", 0.0, False, tuple(prompt), answer)
+        for row, (prompt, answer) in enumerate(zip(prompts, written, strict=True))
+    )
+
+
+def shape(tap_norm: TapNorm = "each", *, is_normed: bool = True) -> FeatureShape:
+    body = DecoderShape(48, 6, 3, 8, 80, 1, 1e-5, RopeShape(700.0, most_positions=256))
+    return FeatureShape(body, "wide", len(TAPS), 48, tap_norm, keeps_normed_residual=is_normed)
+
+
+def random_head(of: FeatureShape, rows: int = len(DRAFTED)) -> Eagle3Head:
+    """A head of random numbers that bfloat16 holds, so that writing it changes none."""
+    torch.manual_seed(3)
+    head = Eagle3Head(of, rows)
+    with torch.no_grad():
+        for value in head.parameters():
+            drawn = torch.randn_like(value) * value.shape[-1] ** -0.5
+            value.copy_((1 + 0.2 * torch.randn_like(value) if value.dim() == 1 else drawn).bfloat16())
+    return head
+
+
+def write(head: Eagle3Head, directory: Path, file_bytes: int | None = None) -> Path:
+    directory.mkdir(exist_ok=True)
+    card = DraftDescription("tiny", 96, 48, (), len(DRAFTED), kind="eagle", taps=TAPS, shape=head.shape)
+    architectures = ["LlamaForCausalLM"]
+    write_eagle3(
+        directory,
+        card,
+        head.weights(torch.tensor(DRAFTED)),
+        architectures=architectures,
+        speculative_tokens=DEPTHS,
+        file_bytes=file_bytes,
+    )
+    return directory
+
+
+def served(draft: Path, target: Path, taps: Tensor, tokens: list[int], known: int) -> list[Tensor]:
+    """Logits of the committed text of `known` features, and of steps that feed back their own outputs."""
+    loaded = load_drafter(draft, target, torch.float32, CPU, "eagle")
+    assert isinstance(loaded.module, PublicModule)
+    head = FeaturePass(loaded.module, loaded.ends, "float32", scratch=len(tokens))
+    window = ContextWindow(head.context_shape, CPU)
+    piece = committed_piece(window, 0, tokens[1 : known + 1], 1 << 20)
+    outputs = head.run(head.features(taps[:known]), [replace(piece, wanted=range(known))])
+    window.mark(0, known)
+    found = [head.logits(outputs)]
+    for position in range(known, known + DEPTHS - 1):
+        piece = committed_piece(window, position, tokens[position + 1 : position + 2], 1 << 20)
+        outputs = head.run(outputs[-1:], [piece])
+        window.mark(position, position + 1)
+        found.append(head.logits(outputs))
+    return found
+
+
+@pytest.mark.parametrize(("tap_norm", "is_normed"), [("each", True), ("none", False)])
+def test_what_is_trained_is_what_is_served(
+    directory: Path, target: PreTrainedModel, tmp_path: Path, tap_norm: TapNorm, is_normed: bool
+) -> None:
+    """Depth d of a roll-out at a position is step d of a draft that ends there, for every position of a text."""
+    head = random_head(shape(tap_norm, is_normed=is_normed))
+    tokens = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1))
+    taps = torch.randn(1, 11, len(TAPS) * 48, generator=torch.Generator().manual_seed(2))
+    following = target.get_input_embeddings()(tokens[:, 1:])
+
+    with torch.no_grad():
+        rolled = [head.logits(one)[0] for one in roll_out(head, taps, following, DEPTHS)]
+
+    draft = write(head, tmp_path / "draft")
+    for known in (1, 4, 9):
+        steps = served(draft, directory, taps[0].view(11, len(TAPS), 48), tokens[0].tolist(), known)
+        torch.testing.assert_close(steps[0], rolled[0][:known], rtol=1e-5, atol=1e-5)
+        for depth in range(1, DEPTHS):
+            torch.testing.assert_close(steps[depth][0], rolled[depth][known - 1 + depth], rtol=1e-5, atol=1e-5)
+
+
+def test_the_checkpoint_is_one_of_the_library_speculators(tmp_path: Path) -> None:
+    head = random_head(shape())
+
+    card = read_draft(write(head, tmp_path / "draft"))
+
+    assert card.kind == "eagle" and card.taps == TAPS and card.shape == head.shape
+    assert card.target == "tiny" and card.vocabulary_size == len(DRAFTED)
+    assert is_written_here(tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == DEPTHS
+
+
+def test_weights_are_spread_over_small_files(directory: Path, tmp_path: Path) -> None:
+    head = random_head(shape())
+
+    draft = write(head, tmp_path / "parts", file_bytes=20_000)
+
+    files = sorted(draft.glob("*.safetensors"))
+    assert len(files) > 2 and all(file.stat().st_size < 22_000 for file in files)
+    index = json.loads((draft / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    module = load_drafter(draft, directory, torch.float32, CPU, "eagle").module
+    assert isinstance(module, PublicModule)
+    torch.testing.assert_close(module.tensors["fc.weight"], head.fc.weight.detach())
+
+
+@pytest.mark.slow
+def test_a_head_learns_to_draft_the_texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> None:
+    torch.manual_seed(0)
+    head = Eagle3Head(shape(), len(DRAFTED))
+    texts = TextStates(target, answers, TAPS, max_length=64, batch_tokens=128)
+    plan = RollOutPlan(steps=60, depths=DEPTHS, learning_rate=1e-2, batch_tokens=240, is_bfloat16=False)
+    training = RollOutTraining(target, head, torch.tensor(DRAFTED), plan)
+    before = training.measure(texts)
+    losses: list[float] = []
+
+    state = training.run(texts, lambda found: losses.append(found.loss), report_seconds=0.0)
+
+    after = training.measure(texts)
+    assert state.step == 60 and len(losses) == 60
+    assert losses[-1] < 0.8 * losses[0]
+    assert after.tokens_per_step > before.tokens_per_step + 0.2
+    assert after.slots[0] > before.slots[0]
+
+
+def test_stored_states_are_those_of_the_target(target: PreTrainedModel, answers: tuple[Answer, ...]) -> None:
+    texts = TextStates(
+        target, [answers[0], replace(answers[1], answer=answers[1].answer[:4])], TAPS, max_length=64, batch_tokens=16
+    )
+
+    batch = texts.batch([1, 0])
+
+    assert batch.lengths.tolist() == [PROMPT + 4, PROMPT + LENGTH] and batch.first.tolist() == [PROMPT - 1] * 2
+    found = target.get_decoder()(torch.tensor([[*answers[0].prompt, *answers[0].answer]]), output_hidden_states=True)
+    wanted = torch.cat([found.hidden_states[tap][0] for tap in TAPS], dim=-1)
+    torch.testing.assert_close(batch.taps[1], wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(batch.final[1], found.last_hidden_state[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_share_of_texts_gets_others_before_it(answers: tuple[Answer, ...]) -> None:
+    found = lengthened(answers, 0.5, 64, seed=0)
+
+    longer = [one for one, own in zip(found, answers, strict=True) if one.prompt != own.prompt]
+    assert len(longer) == ROWS // 2
+    assert all(40 < len(one.prompt) + len(one.answer) <= 64 for one in longer)
+    assert [one.answer for one in found] == [one.answer for one in answers]
+    assert lengthened(answers, 0.5, 64, seed=0)[0].prompt == found[0].prompt
+
+
+class TestContinuations:
+    def test_greedy_ones_are_those_of_transformers_whatever_the_length_of_a_prompt(self, target: Any) -> None:
+        prompts = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3), (11,)]
+
+        written = continuations(target, prompts, [0.0, 0.0, 1.0], WritingPlan(40, (), 0))
+
+        for prompt, found in zip(prompts[:2], written, strict=False):
+            wanted = target.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=[])
+            assert list(found) == wanted[0, len(prompt) :].tolist()
+        assert target.config._attn_implementation == "sdpa"
+
+    def test_a_row_ends_with_its_stop_token_and_the_others_go_on(self, target: PreTrainedModel) -> None:
+        prompts = [(5, 6, 7), (9, 8, 7), (11, 12, 13)]
+        whole = continuations(target, prompts, [0.0] * 3, WritingPlan(40, (), 0))
+        stop = whole[0][3]
+
+        written = continuations(target, prompts, [0.0] * 3, WritingPlan(40, (stop,), 0))
+
+        for found, full in zip(written, whole, strict=True):
+            end = full.index(stop) + 1 if stop in full else len(full)
+            assert found == full[:end]
+
+    def test_sampling_depends_on_the_seed_and_keeps_to_probable_tokens(self, target: PreTrainedModel) -> None:
+        prompts = [(5, 6, 7)] * 4
+        hot = [5.0] * 4
+
+        first, again, other = (continuations(target, prompts, hot, WritingPlan(8, (), seed)) for seed in (1, 1, 2))
+        probable = continuations(target, prompts, hot, WritingPlan(8, (), 1, floor=1.0))
+
+        assert first == again != other
+        assert probable == continuations(target, prompts, [0.0] * 4, WritingPlan(8, (), 1))

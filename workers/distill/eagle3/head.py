@@ -1,0 +1,167 @@
+"""A trainable EAGLE-3 head (Li et al. 2025): one Llama layer on the embedding and the feature side by side.
+
+Its parameters have the names of `FeatureShape.tensors`, and it computes what `FeaturePass` computes from them. The
+head has an output matrix of its own, `lm_head.weight`, for the tokens that it can propose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cluster.core.errors import ConfigurationError
+from workers.model.drafting.ends import rms_norm
+from workers.model.drafting.layer import rotate
+from workers.model.formats.registry import DraftWeights
+from workers.model.public_shapes import FeatureShape
+
+Context = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values of earlier passes over the same rows, each [rows, tokens, KV heads, head width]."""
+
+LM_HEAD = "lm_head.weight"
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight, self._epsilon)
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: FeatureShape) -> None:
+        super().__init__()
+        body = shape.body
+        self._body = body
+        queries, keys = body.heads * body.head_width, body.kv_heads * body.head_width
+        self.q_proj = nn.Linear(2 * body.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(2 * body.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(2 * body.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, body.hidden_size, bias=False)
+
+    def forward(
+        self, inputs: Tensor, positions: Tensor, context: Context, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        body, theta = self._body, self._body.rope.theta
+        split = (*inputs.shape[:-1], -1, body.head_width)
+        queries = rotate(self.q_proj(inputs).view(split), positions, theta)
+        keys = rotate(self.k_proj(inputs).view(split), positions, theta)
+        values = self.v_proj(inputs).view(split)
+        groups = body.heads // body.kv_heads
+        # Each head with keys of its own: with a mask, no fused kernel of CUDA groups queries.
+        all_keys, all_values = (
+            torch.cat([*(pair[part] for pair in context), own], dim=1).transpose(1, 2).repeat_interleave(groups, dim=1)
+            for part, own in enumerate((keys, values))
+        )
+        found = nn.functional.scaled_dot_product_attention(queries.transpose(1, 2), all_keys, all_values, mask)
+        return self.o_proj(found.transpose(1, 2).flatten(-2)), keys, values
+
+
+class _Mlp(nn.Module):
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return found
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: FeatureShape) -> None:
+        super().__init__()
+        size = shape.body.hidden_size
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = _Norm(size, shape.body.norm_epsilon)
+        self.mlp = _Mlp(size, shape.body.intermediate_size)
+
+
+class Eagle3Head(nn.Module):
+    """The parameters of a head, and its pass over whole rows of text."""
+
+    def __init__(self, shape: FeatureShape, rows: int) -> None:
+        """`rows` is the number of tokens that it can propose. Raises `ConfigurationError` for another shape."""
+        super().__init__()
+        body = shape.body
+        if shape.entry != "wide" or body.layers != 1 or shape.mask_token is not None or body.rope.kind != "default":
+            raise ConfigurationError(f"shape: {shape} is refused; it must be an EAGLE-3 head of one Llama layer")
+        self.shape = shape
+        size, epsilon = body.hidden_size, body.norm_epsilon
+        if shape.tap_norm == "each":
+            self.fc_norm = nn.ModuleList(_Norm(shape.target_hidden_size, epsilon) for _ in range(shape.taps))
+        self.fc = nn.Linear(shape.taps * shape.target_hidden_size, size, bias=False)
+        self.embedding_norm, self.feature_norm = _Norm(size, epsilon), _Norm(size, epsilon)
+        self.layers = nn.ModuleList([_Layer(shape)])
+        self.norm = _Norm(size, epsilon)
+        self.lm_head = nn.Linear(size, rows, bias=False)
+
+    def features(self, taps: Tensor) -> Tensor:
+        """Features [..., hidden size] of taps [..., taps x target's hidden size]."""
+        if self.shape.tap_norm == "each":
+            parts = taps.chunk(self.shape.taps, dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        found: Tensor = self.fc(taps.to(self.fc.weight.dtype))
+        return found
+
+    def forward(
+        self, features: Tensor, following: Tensor, positions: Tensor, context: Context, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs [rows, tokens, hidden size], and the keys and values of this pass.
+
+        `features` and `following` [rows, tokens, hidden size] are features at `positions` [tokens] and embeddings of
+        the tokens one position later. `mask`, bool and broadcast to [rows, heads, tokens, context + tokens], is true
+        where a token attends to. An output is the feature of the next position.
+        """
+        features = features.float()
+        normed = self.feature_norm(features)
+        residual = normed if self.shape.keeps_normed_residual else features
+        layer = self.layers[0]
+        if not isinstance(layer, _Layer):
+            raise TypeError(f"layers: {type(layer).__name__} is refused; it must be _Layer")
+        inputs = torch.cat([self.embedding_norm(following), normed], dim=-1)
+        attended, keys, values = layer.self_attn(inputs, positions, context, mask)
+        residual = residual + attended
+        return residual + layer.mlp(layer.post_attention_layernorm(residual)), keys, values
+
+    def weights(self, vocabulary: Tensor) -> DraftWeights:
+        """What is stored of the head. `vocabulary` [draft vocabulary] are the tokens of its rows, ascending."""
+        tensors = dict(self.state_dict())
+        head = tensors.pop(LM_HEAD)
+        return DraftWeights(tensors, vocabulary, head=head)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits [..., draft vocabulary] of outputs [..., hidden size]."""
+        found: Tensor = self.lm_head(self.norm(outputs))
+        return found
+
+    def start(self, layer: Mapping[str, Tensor], norm: Tensor, head: Tensor) -> None:
+        """Begin as a decoder layer of the target that sees the highest tap, with the target's norm and head.
+
+        `layer` are the parameters of the layer by their names in Llama; those of another size stay random. `norm`
+        [hidden size] and `head` [draft vocabulary, hidden size] are the target's.
+        """
+        size, own = self.shape.body.hidden_size, self.state_dict()
+        with torch.no_grad():
+            for name, value in layer.items():
+                goal = own.get(f"layers.0.{name}")
+                if goal is None:
+                    continue
+                if goal.dim() == 2 and goal.shape[1] == 2 * size and value.shape == goal[:, size:].shape:
+                    goal[:, size:].copy_(value)
+                    goal[:, :size].mul_(0.1)
+                elif goal.shape == value.shape:
+                    goal.copy_(value)
+            if "input_layernorm.weight" in layer:
+                self.feature_norm.weight.copy_(layer["input_layernorm.weight"])
+            self.norm.weight.copy_(norm)
+            self.lm_head.weight.copy_(head)
+            if self.shape.target_hidden_size == size:
+                self.fc.weight.mul_(0.1)
+                self.fc.weight[:, -size:].fill_diagonal_(1.0)

@@ -1,0 +1,143 @@
+"""Texts with the target's hidden states, computed once and kept on the device of the training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.distill.answers import Answer
+
+_CHUNK = 4096
+"""Positions whose logits over the target's whole vocabulary are computed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """Rows of prompt and answer, padded on the right."""
+
+    tokens: Tensor
+    """[rows, length] int64, padded with 0."""
+    lengths: Tensor
+    """[rows] Tokens of each row."""
+    first: Tensor
+    """[rows] The first position whose feature a draft begins from: the last one of the prompt."""
+    taps: Tensor
+    """[rows, length, taps x hidden size], in the type of the target."""
+    final: Tensor
+    """[rows, length, hidden size] The target's last hidden states, after its final norm."""
+
+
+class TextStates:
+    """Texts on a device. Each token takes `taps + 1` hidden states of the target's type there."""
+
+    def __init__(
+        self,
+        target: Any,
+        answers: Sequence[Answer],
+        taps: Sequence[int],
+        *,
+        max_length: int,
+        batch_tokens: int,
+    ) -> None:
+        """Compute the states of all answers, each cut to `max_length` tokens.
+
+        `target` is a decoder-only model of `transformers`. Tap `l` is the residual stream after `l` of its layers, all
+        but the last one.
+        """
+        rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
+        weight = target.get_output_embeddings().weight
+        total, size = sum(map(len, rows)), int(target.config.hidden_size)
+        self.lengths = [len(row) for row in rows]
+        self._prompts = [len(answer.prompt) for answer in answers]
+        self._starts = [0]
+        for length in self.lengths[:-1]:
+            self._starts.append(self._starts[-1] + length)
+        self._tokens = torch.tensor([token for row in rows for token in row], device=weight.device)
+        self._taps = torch.empty((total, len(taps) * size), dtype=weight.dtype, device=weight.device)
+        self._final = torch.empty((total, size), dtype=weight.dtype, device=weight.device)
+        for batch in _by_length(self.lengths, batch_tokens):
+            indices, is_token = self._places(batch)
+            with torch.inference_mode():
+                found = target.base_model(input_ids=self._tokens[indices], use_cache=False, output_hidden_states=True)
+            states = torch.cat([found.hidden_states[tap] for tap in taps], dim=-1)
+            self._taps[indices[is_token]] = states[is_token]
+            self._final[indices[is_token]] = found.last_hidden_state[is_token]
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all texts."""
+        return len(self._tokens)
+
+    @property
+    def learnable(self) -> list[int]:
+        """The texts with a token that a draft can predict: the second one of an answer."""
+        return [row for row, length in enumerate(self.lengths) if length >= self._prompts[row] + 2]
+
+    def batch(self, rows: Sequence[int]) -> TextBatch:
+        """The texts of these numbers."""
+        indices, is_token = self._places(rows)
+        device = indices.device
+        return TextBatch(
+            self._tokens[indices] * is_token,
+            torch.tensor([self.lengths[row] for row in rows], device=device),
+            torch.tensor([self._prompts[row] - 1 for row in rows], device=device),
+            self._taps[indices],
+            self._final[indices],
+        )
+
+    def _places(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Where the tokens of rows are stored [rows, length], and where there is one; elsewhere 0."""
+        device = self._tokens.device
+        starts = torch.tensor([self._starts[row] for row in rows], device=device).unsqueeze(1)
+        lengths = torch.tensor([self.lengths[row] for row in rows], device=device).unsqueeze(1)
+        places = torch.arange(max(self.lengths[row] for row in rows), device=device)
+        is_token = places < lengths
+        return (starts + places) * is_token, is_token
+
+
+def lengthened(answers: Sequence[Answer], share: float, most_tokens: int, seed: int) -> list[Answer]:
+    """The answers, a share of them with other texts before their prompts: as many as fit `most_tokens`.
+
+    A head that never saw two tokens far apart would not know what to make of their distance.
+    """
+    draw = random.Random(seed)  # noqa: S311 - an order, not a secret
+    found = list(answers)
+    for number in draw.sample(range(len(found)), int(share * len(found))):
+        answer = answers[number]
+        before: tuple[int, ...] = ()
+        own = len(answer.prompt) + len(answer.answer)
+        while True:
+            other = answers[draw.randrange(len(answers))]
+            text = (*other.prompt, *other.answer)
+            if len(before) + len(text) + own > most_tokens:
+                break
+            before += text
+        found[number] = replace(answer, prompt=(*before, *answer.prompt))
+    return found
+
+
+def target_probabilities(target: Any, final: Tensor, vocabulary: Tensor) -> Tensor:
+    """The target's probabilities [positions, draft vocabulary], float32, of the tokens that a draft can propose.
+
+    `final` [positions, hidden size] are its last hidden states. A row sums to less than one: the rest are the tokens
+    that cannot be proposed.
+    """
+    head = target.get_output_embeddings()
+    with torch.inference_mode():
+        found = [head(part).float().softmax(dim=-1)[:, vocabulary] for part in torch.split(final, _CHUNK)]
+    return torch.cat(found)
+
+
+def _by_length(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
+    """Numbers of texts in batches of similar length, each of at most so many tokens with padding, or one text."""
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not batches or (len(batches[-1]) + 1) * lengths[number] > most_tokens:
+            batches.append([])
+        batches[-1].append(number)
+    return batches
