@@ -17,16 +17,19 @@
 #include "finish.h"
 #include "groups.h"
 
-/* FEW: most rows whose sums fit the registers beside a block's packed weights. MANY: the same beside widened weights.
+/* FEW: most rows whose sums fit the registers beside a block's packed weights. FEWER: most times that a block is read from the
+   caches for so many rows before widening it once is faster. MANY: the same beside widened weights.
    SEVERAL: numbers of rows and of the blocks that they read together, since one block alone would wait for its sums. */
 #if REGISTERS == 32
 #define FEW 10
+#define FEWER 1
 #define MANY 12
 #define EACH_SEVERAL(DO) DO(1, 4) DO(2, 3) DO(3, 2)
 #define EACH_FEW(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10)
 #define EACH_MANY(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
 #else
 #define FEW 5
+#define FEWER 2
 #define MANY 6
 #define EACH_SEVERAL(DO) DO(1, 3) DO(2, 2)
 #define EACH_FEW(DO) DO(1) DO(2) DO(3) DO(4) DO(5)
@@ -233,25 +236,35 @@ static void prepare(const Matrix *matrix, const float *x, int64_t rows, float *v
     }
 }
 
-/* Add a group's products to the sums of one row. */
-INLINE void apply_group(const Matrix *matrix, const char *head, float inputs, Vector first, Vector second, Vector *sum)
+/* What a group of a block has beside its values, widened once for all rows. */
+typedef struct {
+    Vector scale[2], offset[2]; /* the offset is a minimum, or minus the zero */
+} Head;
+
+INLINE Head head_of(const Matrix *matrix, const char *at)
 {
     const int64_t kind = matrix->scale_kind, half = LANES * number_bytes(matrix);
-    const char *offset = head + 2 * half;
+    Head head = {.scale = {numbers(at, kind), numbers(at + half, kind)}};
+    at += 2 * half;
+    if (matrix->offset == NO_OFFSET) head.offset[0] = head.offset[1] = same(-matrix->zero);
+    else head.offset[0] = numbers(at, kind), head.offset[1] = numbers(at + half, kind);
+    if (matrix->offset == ZERO) head.offset[0] = -head.offset[0], head.offset[1] = -head.offset[1];
+    return head;
+}
+
+/* Add a group's products to the sums of one row. `inputs` is the sum of the group's inputs. */
+INLINE void apply_group(const Head *head, int64_t offset, float inputs, Vector first, Vector second, Vector *sum)
+{
     const Vector all = same(inputs);
-    if (matrix->offset == MINIMUM) {
-        sum[0] = fused(numbers(offset, kind), all, sum[0]);
-        sum[1] = fused(numbers(offset + half, kind), all, sum[1]);
-    } else if (matrix->offset == ZERO) {
-        first = fused(-numbers(offset, kind), all, first);
-        second = fused(-numbers(offset + half, kind), all, second);
+    if (offset == MINIMUM) {
+        sum[0] = fused(head->offset[0], all, sum[0]);
+        sum[1] = fused(head->offset[1], all, sum[1]);
     } else {
-        const Vector zero = same(-matrix->zero);
-        first = fused(zero, all, first);
-        second = fused(zero, all, second);
+        first = fused(head->offset[0], all, first);
+        second = fused(head->offset[1], all, second);
     }
-    sum[0] = fused(numbers(head, kind), first, sum[0]);
-    sum[1] = fused(numbers(head + half, kind), second, sum[1]);
+    sum[0] = fused(head->scale[0], first, sum[0]);
+    sum[1] = fused(head->scale[1], second, sum[1]);
 }
 
 /* --- few rows: weights are widened in registers ------------------------------------------------ */
@@ -271,7 +284,7 @@ INLINE void multiply_few(const Matrix *matrix, const Inputs *inputs, const Outpu
                          const int64_t kind, const int rows, const int blocks)
 {
     const int64_t group = matrix->group, groups = groups_of(matrix), stride = groups * group;
-    const int64_t of_block = groups * group_bytes(matrix), head = head_bytes(matrix);
+    const int64_t of_block = groups * group_bytes(matrix), before = head_bytes(matrix);
     const char *at = group_at(matrix, block, 0);
     const Table table = table_of(matrix, kind);
     Vector total[MOST_SUMS][2];
@@ -282,7 +295,7 @@ INLINE void multiply_few(const Matrix *matrix, const Inputs *inputs, const Outpu
 UNROLL
         for (int s = 0; s < rows * blocks; s++) sum[s][0] = sum[s][1] = (Vector){0};
         if (has_words(kind)) {
-            const char *from = at + head;
+            const char *from = at + before;
             for (int64_t i = 0; i < group; i += WORD, from += COLUMNS * sizeof(uint32_t), x += WORD) {
                 Words words[MOST_BLOCKS][2];
 UNROLL
@@ -300,7 +313,7 @@ UNROLL
                                    value_of(words[b][1], j, &table, kind), sum + b * rows);
             }
         } else {
-            const uint8_t *from = (const uint8_t *)at + head;
+            const uint8_t *from = (const uint8_t *)at + before;
             for (int64_t i = 0; i < group; i++, from += COLUMNS, x++)
 UNROLL
                 for (int b = 0; b < blocks; b++) {
@@ -310,8 +323,14 @@ UNROLL
                 }
         }
 UNROLL
-        for (int s = 0; s < rows * blocks; s++)
-            apply_group(matrix, at + s / rows * of_block, inputs->sums[s % rows * groups + g], sum[s][0], sum[s][1], total[s]);
+        for (int b = 0; b < blocks; b++) {
+            const Head head = head_of(matrix, at + b * of_block);
+UNROLL
+            for (int r = 0; r < rows; r++) {
+                const int s = b * rows + r;
+                apply_group(&head, matrix->offset, inputs->sums[r * groups + g], sum[s][0], sum[s][1], total[s]);
+            }
+        }
     }
 #pragma GCC unroll 1
     for (int s = 0; s < rows * blocks; s++) finish(matrix, output, block + s / rows, row + s % rows, total[s][0], total[s][1]);
@@ -374,30 +393,47 @@ UNROLL
         }
 }
 
-/* Add the products of `count` inputs to sums [rows, COLUMNS]. */
-INLINE void add_slice(const float *wide, int64_t count, const float *x, int64_t stride, const int rows, float *sums)
+/* A slice of a block, widened, and what its products are added to. */
+typedef struct {
+    const float *wide; /* [count, COLUMNS] */
+    int64_t count, offset;
+    int starts;       /* whether a group begins with it */
+    const Head *head; /* that of the group that ends with it, or none */
+} Slice;
+
+/* Add its products to the group's sums [rows, COLUMNS], and those of a group that ends to the totals [rows, COLUMNS]. `inputs`
+   are the sums of the group's inputs, `groups` apart. */
+INLINE void add_slice(const Slice *slice, const float *x, int64_t stride, const float *inputs, int64_t groups, const int rows,
+                      float *sums, float *totals)
 {
+    const float *wide = slice->wide;
     Vector sum[MANY][2];
 UNROLL
     for (int r = 0; r < rows; r++) {
-        sum[r][0] = *(const Vector *)(sums + r * COLUMNS);
-        sum[r][1] = *(const Vector *)(sums + r * COLUMNS + LANES);
+        sum[r][0] = slice->starts ? (Vector){0} : *(const Vector *)(sums + r * COLUMNS);
+        sum[r][1] = slice->starts ? (Vector){0} : *(const Vector *)(sums + r * COLUMNS + LANES);
     }
-    for (int64_t i = 0; i < count; i++, wide += COLUMNS)
+    for (int64_t i = 0; i < slice->count; i++, wide += COLUMNS)
         add_values(x + i, stride, rows, *(const Vector *)wide, *(const Vector *)(wide + LANES), sum);
 UNROLL
     for (int r = 0; r < rows; r++) {
-        *(Vector *)(sums + r * COLUMNS) = sum[r][0];
-        *(Vector *)(sums + r * COLUMNS + LANES) = sum[r][1];
+        if (slice->head) {
+            apply_group(slice->head, slice->offset, inputs[r * groups], sum[r][0], sum[r][1], (Vector *)(totals + r * COLUMNS));
+        } else {
+            *(Vector *)(sums + r * COLUMNS) = sum[r][0];
+            *(Vector *)(sums + r * COLUMNS + LANES) = sum[r][1];
+        }
     }
 }
 
-typedef void ManyFunction(const float *wide, int64_t count, const float *x, int64_t stride, float *sums);
+typedef void ManyFunction(const Slice *slice, const float *x, int64_t stride, const float *inputs, int64_t groups, float *sums,
+                          float *totals);
 
 #define DEFINE_MANY(ROWS)                                                                                              \
-    static void many_##ROWS(const float *wide, int64_t count, const float *x, int64_t stride, float *sums)             \
+    static void many_##ROWS(const Slice *slice, const float *x, int64_t stride, const float *inputs, int64_t groups,   \
+                            float *sums, float *totals)                                                                \
     {                                                                                                                  \
-        add_slice(wide, count, x, stride, ROWS, sums);                                                                 \
+        add_slice(slice, x, stride, inputs, groups, ROWS, sums, totals);                                               \
     }
 EACH_MANY(DEFINE_MANY)
 
@@ -411,19 +447,17 @@ static void multiply_many(const Matrix *matrix, const Inputs *inputs, const Outp
     memset(totals, 0, sizeof totals);
     for (int64_t g = 0; g < groups; g++) {
         const char *at = group_at(matrix, block, g);
-        memset(sums, 0, sizeof sums);
+        const Head head = head_of(matrix, at);
         for (int64_t first = 0; first < group; first += SLICE) {
             const int64_t count = group - first < SLICE ? group - first : SLICE;
+            const Slice slice = {wide, count, matrix->offset, first == 0, first + count == group ? &head : NULL};
             const float *x = inputs->values + g * group + first;
             widen_slice(matrix, at, first, count, wide);
             for (int64_t r = 0; r < rows; r += MANY) {
                 const int64_t some = rows - r < MANY ? rows - r : MANY;
-                many_functions[some - 1](wide, count, x + r * stride, stride, sums + r * COLUMNS);
+                many_functions[some - 1](&slice, x + r * stride, stride, inputs->sums + r * groups + g, groups,
+                                         sums + r * COLUMNS, totals + r * COLUMNS);
             }
-        }
-        for (int64_t r = 0; r < rows; r++) {
-            const Vector *sum = (const Vector *)(sums + r * COLUMNS);
-            apply_group(matrix, at, inputs->sums[r * groups + g], sum[0], sum[1], (Vector *)(totals + r * COLUMNS));
         }
     }
     pilotfish_finish(matrix, output, block, row, totals, rows);
@@ -446,8 +480,15 @@ void pilotfish_multiply_groups(const Matrix *matrix, const float *input, const O
         const int64_t row = rows * chunk / chunks, some = rows * (chunk + 1) / chunks - row;
         if (chunk != known) prepare(matrix, input + row * matrix->inputs, some, values, sums);
         known = chunk, blocks = 1;
-        if (some > FEW) {
+        if (some > FEWER * FEW) {
             multiply_many(matrix, &inputs, output, block, row, some);
+            continue;
+        }
+        if (some > FEW) {
+            for (int64_t r = 0, size = (some + FEWER - 1) / FEWER; r < some; r += size) {
+                const Inputs part = {values + r * width, sums + r * groups};
+                few_functions[(some - r < size ? some - r : size) - 1][kind](matrix, &part, output, block, row + r);
+            }
             continue;
         }
         const int64_t left = end - item < matrix->blocks - block ? end - item : matrix->blocks - block;
