@@ -111,6 +111,9 @@ def _grouped_attention(
     """Attention of one token of each row without copies of the keys for each query head."""
     rows, heads, count, width = query.shape
     if count > 1 or attention_mask is None:
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            # Padding before a prompt sees all of it: where a row sees nothing, some kernels compute no number.
+            attention_mask = attention_mask | ~attention_mask.any(dim=-1, keepdim=True)
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return found
     kv_heads = key.shape[1]
