@@ -108,7 +108,7 @@ t: $(INSTALLED)  ## Run the tests in FILE, without preparing weights (ARGS goes 
 	@OMP_NUM_THREADS=1 $(ENVIRONMENT) $(BIN)/pytest -q -m "$(SMALL)" $(FILE) $(ARGS)
 
 .PHONY: coverage
-coverage: $(INSTALLED)  ## Run the fast tests and print the share of the code that they cover, in percent
+coverage: $(INSTALLED)  ## Run the fast tests and print the percentage of the code that they cover; fails below the floor in pyproject.toml
 	@rm -rf .coverage && mkdir .coverage
 	@OMP_NUM_THREADS=1 $(ENVIRONMENT) $(BIN)/coverage run -m pytest $(PYTEST_OPTIONS) -n 2 --dist loadfile -m "$(SMALL) and not slow"
 	@$(BIN)/coverage combine --quiet && $(BIN)/coverage report --format=total
