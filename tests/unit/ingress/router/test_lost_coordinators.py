@@ -87,7 +87,8 @@ async def test_streams_that_a_whole_cluster_ends_have_its_error_and_new_requests
     async with fake_replicas(tmp_path, 1, step_delay=STEP_SECONDS) as cluster:
         router, (replica,) = cluster.router(), cluster.replicas
         reading = asyncio.create_task(answers_of(router, request_of("sampled", 4, max_tokens=200)))
-        await asyncio.sleep(0.02)
+        while not replica.target.batches:  # noqa: ASYNC110 - until the stream has begun
+            await asyncio.sleep(0.001)
         assert not reading.done()
         router.drain()
         await replica.leave(0.0)
