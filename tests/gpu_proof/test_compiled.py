@@ -87,7 +87,7 @@ def test_splits_are_joined_without_spills(capability: int) -> None:
 
     arguments = {"sums": "*fp32", "stats": "*fp32", "output": "*bf16", "tokens": "*i32", "lasts": "*i32"}
     arguments |= dict.fromkeys(("query_count", "splits", "output_token", "output_head"), "i32")
-    constants = {"HEADS": 32, "DIM": 128, "WIDTH": 128}
+    constants = {"HEADS": 32, "DIM": 128, "WIDTH": 128, "WORDS": 1, "SPLIT": 512}
     assert assembled(join_splits, arguments, constants, capability, fuses=False).spilled_bytes == 0
 
 

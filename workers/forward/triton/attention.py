@@ -75,7 +75,7 @@ def paged_attention(
         join_splits[(len(plan.tokens), heads)](
             sums, stats, output, plan.tokens, plan.last,
             len(plan.tokens), plan.splits, output.stride(0), output.stride(1),
-            HEADS=heads, DIM=dim, WIDTH=width, enable_fp_fusion=False,
+            HEADS=heads, DIM=dim, WIDTH=width, WORDS=plan.words.shape[1], SPLIT=SPLIT_KEYS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -191,14 +191,16 @@ def product(left, right, EXACT: tl.constexpr):
 @triton.jit(do_not_specialize=["query_count", "splits"])
 def join_splits(
     sums, stats, output, tokens, lasts, query_count, splits, output_token, output_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over all splits of one query and head. Padding becomes 0.
+    """The softmax over the splits of one query and head that have keys which it sees. Padding becomes 0.
 
     The splits are added one by one: the order of a sum over a tile of splits would depend on the step's longest row.
     """
     query, head = tl.program_id(0), tl.program_id(1)
-    count = tl.where(tl.load(lasts + query) == _NO_QUERY, 0, splits)
+    last = tl.load(lasts + query)
+    seen = tl.minimum(splits, (last + _WORD * WORDS) // SPLIT + 1)  # words begin at most one position behind the last
+    count = tl.where(last == _NO_QUERY, 0, seen)
     dims = tl.arange(0, WIDTH)
     most = float("-inf")
     for split in range(count):
