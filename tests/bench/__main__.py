@@ -26,6 +26,7 @@ SECTIONS = {
     "round": "where the time of a round goes inside `pilotfish serve`, against the step alone",
     "loop": "a round without its step, of 1 to 256 rows, while none and 10,000 requests wait",
     "widths": "a step of 1 to 1,500 tokens: kernels against modules, reading the weights, the peak of products",
+    "mixture": "verifying 1 to 16 tokens with 8 of 64 experts, and what the controller drafts",
     "device": "random weights in the shapes of large models: plain, compiled, recorded; --contexts 128,4096",
     "throughput": "plain decoding at batch 8 and 32, against transformers generate",
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",

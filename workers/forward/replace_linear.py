@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from workers.forward.experts import fast_experts, is_mixture
 from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
 from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
-from workers.forward.weights.experts import StoredExperts
 from workers.forward.weights.modules import LINEAR_TYPES, StoredLinear
+from workers.forward.weights.plain import TiledWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,17 +26,16 @@ _How = tuple[str, str | None]
 
 
 def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", directory: str | None = None) -> None:
-    """Replace every linear layer by its fastest form; under tensor parallelism, by this rank's shard.
+    """Replace every linear layer and all experts by their fastest form; under tensor parallelism, by this rank's shard.
 
     A layer that is sharded neither by columns nor by rows stays as `transformers` made it. `directory` keeps the
     compiled CPU kernels.
     """
     plan: dict[str, str] = model.tp_plan or {}
+    _replace_experts(model, (quantization, directory))
     # The list holds only parents: a reference to a linear layer would keep its old weights in memory.
     parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
     for path, parent in parents:
-        if isinstance(parent, StoredExperts):
-            parent.use(lambda storage, bias: make_linear_kernel(storage, bias, directory))
         for names in _SIBLINGS:
             _merge(parent, path, names, plan, (quantization, directory))
         for name, child in list(parent.named_children()):
@@ -51,6 +51,24 @@ def has_only_fast_linears(model: nn.Module) -> bool:
         if not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     )
+
+
+def _replace_experts(model: nn.Module, how: _How) -> None:
+    """Replace the experts of all mixtures. On CPU a router beside them multiplies each row by itself."""
+    places = [
+        (parent, name) for parent in model.modules() for name, child in parent.named_children() if is_mixture(child)
+    ]
+    for parent, name in places:
+        layer = getattr(parent, name)
+        if (fast := fast_experts(layer, *how)) is None:
+            continue
+        layer._parameters.clear()  # the packed weights replace them; a sharded layer refers to itself
+        setattr(parent, name, fast)
+        for router in parent.children():
+            for key, weight in list(router.named_parameters(recurse=False)):
+                if type(weight) is nn.Parameter and weight.dim() == 2 and not _is_linear(router) and weight.is_cpu:
+                    tiled = weight.detach().as_subclass(TiledWeight)
+                    setattr(router, key, nn.Parameter(tiled, requires_grad=False))
 
 
 def _is_linear(module: nn.Module) -> bool:

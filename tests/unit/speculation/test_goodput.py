@@ -27,6 +27,11 @@ FLAT = known(lambda rows, tokens: 0.010)
 STEEP = known(lambda rows, tokens: 0.001 + 0.010 * tokens)
 
 
+def mixture_step(rows: int, tokens: int) -> float:
+    """A mixture with 8 of 64 experts for each token: a step reads those of all of its tokens, and little else."""
+    return 0.001 + 0.001 * 64 * (1 - (1 - 8 / 64) ** tokens)
+
+
 def growing(rows: int, size: int, seconds: float) -> LatencyModel:
     """Calls that take no time for size 0, after one sample."""
     model = LatencyModel(grows_from_zero=True)
@@ -71,6 +76,20 @@ def test_on_cpu_one_sequence_gets_a_tree_and_many_get_less_or_none() -> None:
     assert sizes[0] >= 4
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == 0
+
+
+def test_with_a_mixture_of_experts_only_likely_drafts_pay() -> None:
+    """The first drafted token reads 7 experts beside the last token's 8, so that its step takes 16 / 9 of the time."""
+    likely = (0.6, 0.75, 0.8, 0.85, 0.9)
+    forecasts = [chain(acceptance) for acceptance in likely]
+    assert [size_trees([one], known(mixture_step), FREE).nodes[0] for one in forecasts] == [0, 0, 1, 2, 8]
+    assert [size_trees([one], FLAT, FREE).nodes[0] for one in forecasts] == [8] * 5
+
+
+def test_many_rows_touch_all_experts_so_more_tokens_cost_little_again() -> None:
+    mixture = known(mixture_step)
+    assert size_trees([chain(0.6)], mixture, FREE).nodes == (0,)
+    assert min(size_trees([chain(0.6)] * 32, mixture, FREE).nodes) >= 4
 
 
 def test_a_sequence_with_better_drafts_gets_more_nodes() -> None:

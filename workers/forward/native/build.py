@@ -48,6 +48,7 @@ _SOURCES = (
     "groups.c",
     "split.c",
     "tiles.c",
+    "experts.c",
     "decoder.c",
     "leading.c",
     "largest.c",

@@ -306,29 +306,26 @@ static void multiply_split(const Matrix *matrix, const float *input, const Outpu
     }
 }
 
-void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier)
+void pilotfish_multiply_share(const Matrix *matrix, const void *input, const Output *output, int64_t rows, int64_t team)
 {
+    if (!rows) return;
     if (has_groups(matrix)) {
-        if (rows) pilotfish_multiply_groups(matrix, input, output, rows, barrier->team);
-        pilotfish_wait_for_all(barrier);
+        pilotfish_multiply_groups(matrix, input, output, rows, team);
         return;
     }
     if (matrix->kind == INT8_TILES) {
-        if (rows) multiply_split(matrix, input, output, rows, barrier->team);
+        multiply_split(matrix, input, output, rows, team);
         pilotfish_leave_tiles();
-        pilotfish_wait_for_all(barrier);
         return;
     }
     if (pilotfish_on_tiles(matrix)) {
-        multiply_on_tiles(matrix, input, output, rows, barrier->team);
+        multiply_on_tiles(matrix, input, output, rows, team);
         pilotfish_leave_tiles();
-        pilotfish_wait_for_all(barrier);
         return;
     }
     const int64_t size = factor_kind(matrix) == BFLOAT16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t fitting = CHUNK / (matrix->inputs * size), most = fitting > ROWS ? fitting : ROWS;
-    const int64_t chunks = (rows + most - 1) / most, items = chunks * matrix->blocks;
-    const int64_t team = barrier->team, thread = omp_get_thread_num();
+    const int64_t chunks = (rows + most - 1) / most, items = chunks * matrix->blocks, thread = omp_get_thread_num();
     const int64_t end = items * (thread + 1) / team;
     for (int64_t item = items * thread / team; item < end; item++) {
         const int64_t chunk = item / matrix->blocks, block = item % matrix->blocks;
@@ -341,6 +338,11 @@ void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *o
         const int64_t row = rows * chunk / chunks; /* chunks of nearly equal size, since threads have equal numbers of items */
         multiply_block(matrix, input, output, block, row, rows * (chunk + 1) / chunks - row);
     }
+}
+
+void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier)
+{
+    pilotfish_multiply_share(matrix, input, output, rows, barrier->team);
     pilotfish_wait_for_all(barrier);
 }
 

@@ -64,7 +64,10 @@ static inline int64_t factor_kind(const Matrix *matrix)
     return matrix->kind == BFLOAT16 && HAS_BFLOAT16_PRODUCTS ? BFLOAT16 : FLOAT32;
 }
 
-/* Compute this thread's share of a product of `rows` rows, then wait for all threads. */
+/* Compute this thread's share of a product of `rows` rows, for one of `team` threads. */
+void pilotfish_multiply_share(const Matrix *matrix, const void *input, const Output *output, int64_t rows, int64_t team);
+
+/* The same, then wait for all threads. */
 void pilotfish_multiply(const Matrix *matrix, const void *input, const Output *output, int64_t rows, Barrier *barrier);
 
 /* The same for `count` blocks of outputs alone, and few rows. The matrix is no INT8_TILES one. */

@@ -1,61 +1,116 @@
-"""Experts of a mixture whose matrices stay as they are stored, until the CPU kernels take them."""
+"""Experts of a mixture whose matrices are stored in any way, until the CPU kernels take them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
 from torch import nn
 
-from workers.forward.weights.base import LinearKernel, Storage
+from workers.forward.weights.base import Storage
+
+Gate = Callable[[torch.Tensor], torch.Tensor]
+"""What makes the second product's input `[rows, inner]` from the first product `[rows, outputs]`."""
+_VECTOR = 16
+"""Numbers of float32 that torch's operators compute together. Those that are left over may have other bits."""
+_GRAIN = 32768
+"""Most numbers that torch's operators do not divide among threads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expert:
     """The matrices of one expert, and their biases."""
 
-    gate_up: Storage
-    gate_up_bias: torch.Tensor
-    down: Storage
-    down_bias: torch.Tensor
+    first: Storage
+    """From a hidden state to what the gate takes: mostly a gate and a factor for each inner number."""
+    first_bias: torch.Tensor | None
+    second: Storage
+    """From the inner numbers to a hidden state."""
+    second_bias: torch.Tensor | None
 
 
-class StoredExperts(nn.Module):
-    """Stands for the experts of gpt-oss. Each row is multiplied with the matrices of its own experts alone."""
+class PlainExperts:
+    """The experts of a layer, multiplied by torch's operators."""
 
-    def __init__(self, experts: Sequence[Expert], gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """`gate` makes the second product's input `[rows, inner]` from the first product `[rows, 2 * inner]`."""
-        super().__init__()
-        self.experts = tuple(experts)
+    def __init__(self, experts: Sequence[Expert], gate: Gate) -> None:
+        self._inner = experts[0].second.inputs
         self._gate = gate
-        self._kernels: list[tuple[LinearKernel, LinearKernel]] = []
-        self.use(lambda storage, bias: storage.kernel(bias))
+        self._kernels = [(one.first.kernel(one.first_bias), one.second.kernel(one.second_bias)) for one in experts]
 
-    def use(self, kernel: Callable[[Storage, torch.Tensor], LinearKernel]) -> None:
-        """Multiply with these kernels of a matrix and its bias from now on."""
-        self._kernels = [
-            (kernel(one.gate_up, one.gate_up_bias), kernel(one.down, one.down_bias)) for one in self.experts
-        ]
+    def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`x` `[tokens, hidden]` → the weighted sums of its experts' outputs, float32 `[tokens, hidden]`.
 
-    def forward(self, x: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
-        """`x` `[rows, hidden]` → the weighted sum of its experts' outputs, `[rows, hidden]`.
-
-        `router_indices` and `routing_weights` are `[rows, experts of a row]`.
+        `chosen` and `weights` are `[tokens, experts of a token]`. A number that is no expert's chooses none. On CPU no
+        token's sum depends on the other tokens.
         """
-        total = torch.zeros_like(x)
-        for expert in sorted(set(router_indices.flatten().tolist())):
-            rows, places = torch.where(router_indices == expert)
+        found = x.new_zeros((*chosen.shape, x.shape[1]), dtype=torch.float32)
+        for expert in sorted(set(chosen.flatten().tolist()) & set(range(len(self._kernels)))):
+            tokens, places = torch.where(chosen == expert)
             first, second = self._kernels[expert]
-            found = second.multiply(self._gate(first.multiply(x[rows])))
-            total.index_add_(0, rows, (found * routing_weights[rows, places, None]).to(x.dtype))
+            products = second.multiply(gated_rows(self._gate, first.multiply(x[tokens]), self._inner)).float()
+            found[tokens, places] = products * weights[tokens, places, None].float()
+        total = torch.zeros_like(found[:, 0])
+        for place in range(chosen.shape[1]):
+            total += found[:, place]
         return total
 
 
-def gate_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The gate of a layer of `transformers`, without the layer's matrices."""
+class StoredExperts(nn.Module):
+    """Stands for the experts of a layer of `transformers`. Each token is multiplied with its own experts alone."""
+
+    def __init__(self, experts: Sequence[Expert], gate: Gate, *, sums_ranks: bool = False) -> None:
+        """`sums_ranks`: these are one rank's inner numbers, and the sum of all ranks is the output."""
+        super().__init__()
+        self.experts = tuple(experts)
+        self.gate = gate
+        self.sums_ranks = sums_ranks
+        self._plain = PlainExperts(experts, gate)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`x` `[tokens, hidden]` → the weighted sum of its experts' outputs, `[tokens, hidden]`, without other ranks.
+
+        `chosen` and `weights` are `[tokens, experts of a token]`.
+        """
+        return self._plain.mix(x, chosen, weights).to(x.dtype)
+
+
+def gated_rows(gate: Gate, product: torch.Tensor, inner: int) -> torch.Tensor:
+    """The gate of each row of the first product `[rows, outputs]`, `[rows, inner]`: no row depends on the other rows.
+
+    On CPU torch computes what fills no vector, at the end of a tensor or of a thread's part, by other code.
+    """
+    if product.device.type != "cpu":
+        return gate(product)
+    grain = _VECTOR // gcd(_VECTOR, inner)
+    tile = max(grain, _GRAIN // inner // grain * grain)
+    padded = nn.functional.pad(product, (0, 0, 0, -len(product) % grain))
+    parts = [gate(part) for part in torch.split(padded, tile)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[: len(product)]
+
+
+def swiglu(product: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of each row, times the second half: the gate of most families."""
+    gate, up = product.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def gate_of(layer: Any) -> Gate:
+    """What is between the two products of a layer of `transformers`, without the layer's matrices."""
+    from transformers.activations import SiLUActivation  # these take most of a second
+    from transformers.integrations.moe import _default_apply_gate
+
+    is_usual = type(layer)._apply_gate is _default_apply_gate
+    if layer.has_gate and is_usual and type(layer.act_fn) in (SiLUActivation, nn.SiLU):
+        return swiglu
+    if not layer.has_gate:
+        activation: Gate = layer.act_fn
+        return activation
     alone = nn.Module()
-    alone.alpha, alone.limit = layer.alpha, layer.limit
-    gate: Callable[[torch.Tensor], torch.Tensor] = type(layer)._apply_gate.__get__(alone)
+    for name, value in (*vars(layer).items(), *layer.named_children()):
+        if isinstance(value, int | float) or (callable(value) and name != "forward"):
+            setattr(alone, name, value)
+    gate: Gate = type(layer)._apply_gate.__get__(alone)
     return gate

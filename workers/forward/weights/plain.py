@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,6 +114,27 @@ class OneDnnKernel:
         """Multiply all rows at once."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return product
+
+
+class TiledWeight(torch.Tensor):
+    """Weights `[out, in]` of a module with a product of its own, as a router: on CPU no row depends on the other rows.
+
+    Compiled code multiplies as the compiler chooses.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is nn.functional.linear and not torch.compiler.is_compiling() and isinstance(args[1], cls):
+                bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
+                return DenseKernel(args[1].as_subclass(torch.Tensor), bias).multiply(args[0])
+            output = function(*args, **kwargs)
+        is_same = function in _CONVERSIONS and isinstance(output, torch.Tensor)
+        return output.as_subclass(cls) if is_same else output
+
+
+_CONVERSIONS = (torch.Tensor.detach, torch.Tensor.type, torch.Tensor.to, torch.Tensor.float)
 
 
 _exact_widths: dict[tuple[object, ...], tuple[int, ...]] = {}

@@ -15,7 +15,8 @@ from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.stored_model import TEXT, check_close, load, logits
 from tests.support.models import tiny
 from tests.unit.model.stored.test_stored_checkpoints import held
-from workers.forward.weights.experts import StoredExperts
+from workers.forward.experts import FastExperts
+from workers.forward.native.packed_experts import PackedExperts
 from workers.model.encoder_decoder.shard import Share
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -72,16 +73,16 @@ def test_logits_are_those_of_the_dequantized_experts(written: tuple[Path, torch.
     path, expected = written
     model = load(path, str(tmp_path))
     check_close(logits(model, TEXT), expected)
-    experts = [part for part in model.module.modules() if isinstance(part, StoredExperts)]
+    experts = [part for part in model.module.modules() if isinstance(part, FastExperts)]
     assert len(experts) == 2
-    for expert in experts[0].experts:
-        for storage in (expert.gate_up, expert.down):
-            assert storage.nbytes == storage.outputs * storage.inputs * 9 // 16  # 4 bits, and 16 for each 32
+    for one in experts:
+        assert isinstance(one.kernel, PackedExperts)
+        assert one.kernel.nbytes == 4 * (192 * 64 + 64 * 96) * 9 // 16  # 4 bits, and 16 for each 32
 
 
 def test_a_row_of_experts_does_not_depend_on_its_neighbours(written: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     model = load(written[0], str(tmp_path))
-    experts = next(part for part in model.module.modules() if isinstance(part, StoredExperts))
+    experts = next(part for part in model.module.modules() if isinstance(part, FastExperts))
     draw = torch.Generator().manual_seed(1)
     x, chosen = torch.randn(9, 64, generator=draw), torch.randint(0, 4, (9, 1), generator=draw)
     chosen, weights = torch.cat([chosen, (chosen + 1) % 4], dim=1), torch.rand(9, 2, generator=draw)
