@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     T5Config,
 )
 
@@ -52,6 +53,12 @@ def qwen2(**changes: Any) -> PreTrainedConfig:
 def qwen3(**changes: Any) -> PreTrainedConfig:
     """Normalised queries and keys."""
     return Qwen3Config(**(_SHAPE | {"head_dim": 8} | changes))
+
+
+def qwen3_moe(**changes: Any) -> PreTrainedConfig:
+    """A mixture: each token takes 3 of 16 experts."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**(_SHAPE | {"head_dim": 8} | experts | changes))
 
 
 def mistral(**changes: Any) -> PreTrainedConfig:

@@ -80,3 +80,9 @@ def test_with_the_modules_of_transformers_in_float32(family: str, quantization: 
     model = load(tmp_path, config, code, native="off", quantization=quantization)
     assert model.native is None
     check(model)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_with_a_mixture_of_experts_in_float32(quantization: str, code: str, tmp_path: Path) -> None:
+    """A router that chose other experts beside other rows would change much more than a bit."""
+    check(load(tmp_path, tiny.qwen3_moe(num_hidden_layers=2), code, quantization=quantization))
