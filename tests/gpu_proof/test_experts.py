@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from tests.gpu_proof.device import DEVICE, needs_kernels
+from workers.forward.weights.experts import swiglu
 
 pytestmark = needs_kernels()
 
@@ -19,14 +20,13 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, is_transposed: bool = False) -> torch.Tensor:
-    from workers.forward.triton.experts import ExpertMatrices, add_experts, multiply_grouped, route
+    from workers.forward.triton.experts import ExpertMatrices, TritonExperts
 
     first, biases, second = matrices(x.dtype)
     if is_transposed:  # as gpt-oss has them
         first, second = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (first, second))
-    routing = route(chosen, EXPERTS)
-    gated = multiply_grouped(x, ExpertMatrices(first, biases), routing, each=EACH, is_gated=True)
-    return add_experts(multiply_grouped(gated, ExpertMatrices(second), routing), routing, weights)
+    gate = (lambda product: swiglu(product)) if is_transposed else swiglu  # torch applies a gate of another kind
+    return TritonExperts(ExpertMatrices(first, biases), ExpertMatrices(second), gate).mix(x, chosen, weights)
 
 
 def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ operator `pilotfish::experts` is opaque to the compiler, as products of linear l
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from workers.forward.native.packed_experts import PackedExperts
 from workers.forward.operators import define
 from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
-from workers.forward.weights.experts import Expert, PlainExperts, StoredExperts, gate_of
+from workers.forward.weights.experts import Expert, Gate, PlainExperts, StoredExperts, gate_of
 from workers.forward.weights.plain import PlainStorage
 
 
@@ -27,7 +28,7 @@ class ExpertsKernel(Protocol):
     """The experts of a layer in some layout, and the sums of their products."""
 
     def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`x` `[tokens, hidden]` → the weighted sums of its experts' outputs, float32 `[tokens, hidden]`.
+        """`x` `[tokens, hidden]` → the weighted sums of its experts' outputs, `[tokens, hidden]`; on CPU in float32.
 
         `chosen` and `weights` are `[tokens, experts of a token]`. No token's sum depends on the other tokens.
         """
@@ -52,15 +53,11 @@ class FastExperts(nn.Module):
     def __init__(self, kernel: ExpertsKernel, *, sums_ranks: bool) -> None:
         """`sums_ranks`: `kernel` has one rank's inner numbers, and the sum of all ranks is the output."""
         super().__init__()
+        self.kernel = kernel
         handle = next(_handles)
         _entries[handle] = _Entry(kernel, sums_ranks)
         weakref.finalize(self, _entries.pop, handle, None)
         self.register_buffer("handle", torch.tensor(handle), persistent=False)
-
-    @property
-    def kernel(self) -> ExpertsKernel:
-        """What multiplies."""
-        return _entries[int(self.handle)].kernel
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`x` `[tokens, hidden]` → the weighted sum of its experts' outputs, `[tokens, hidden]`.
@@ -79,51 +76,71 @@ def is_mixture(layer: nn.Module) -> bool:
 def fast_experts(layer: nn.Module, quantization: str, directory: str | None) -> FastExperts | None:
     """The fastest form of a layer's experts; `None` for those that stay as `transformers` made them.
 
-    These are experts on CUDA, and those whose kind or sharding is not one of the usual. `quantization` is the setting.
+    These are experts on a GPU, and those whose kind or sharding is not one of the usual. `quantization` is the setting.
     `directory` keeps the compiled CPU kernels.
     """
-    stored = layer if isinstance(layer, StoredExperts) else _stored(layer, quantization)
-    if stored is None:
+    if isinstance(layer, StoredExperts):
+        return FastExperts(_on_cpu(layer.experts, layer.gate, directory), sums_ranks=layer.sums_ranks)
+    matrices = matrices_of(layer)
+    if matrices is None or matrices.first.device.type != "cpu":
         return None
-    library = load_library(directory) if all(map(_is_packed, stored.experts)) else None
-    kind: ExpertsKernel = (
-        PlainExperts(stored.experts, stored.gate)
-        if library is None
-        else PackedExperts(stored.experts, stored.gate, library)
-    )
-    return FastExperts(kind, sums_ranks=stored.sums_ranks)
+    kernel = _on_cpu(matrices.stored(quantization), gate_of(layer), directory)
+    return FastExperts(kernel, sums_ranks=matrices.is_cut)
 
 
-def _stored(layer: Any, quantization: str) -> StoredExperts | None:
-    """A layer's matrices on this rank, each in the storage of the setting `quantization`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertMatrices:
+    """The matrices of all experts of a layer on one rank."""
+
+    first: torch.Tensor
+    """`[experts, out, hidden]`."""
+    first_biases: torch.Tensor | None
+    """`[experts, out]`."""
+    second: torch.Tensor
+    """`[experts, hidden, inner]`."""
+    second_biases: torch.Tensor | None
+    """`[experts, hidden]`."""
+    is_cut: bool
+    """Whether these are one rank's inner numbers."""
+
+    def stored(self, quantization: str) -> list[Expert]:
+        """Each expert in the storage of the setting `quantization`."""
+        none = [None] * len(self.first)
+        first: Any = none if self.first_biases is None else self.first_biases
+        second: Any = none if self.second_biases is None else self.second_biases
+        return [
+            Expert(
+                store(self.first[index], quantization),
+                one,
+                store(self.second[index], quantization, cut_inputs=self.is_cut),
+                other,
+            )
+            for index, (one, other) in enumerate(zip(first, second, strict=True))
+        ]
+
+
+def matrices_of(layer: Any) -> ExpertMatrices | None:
+    """The matrices of a layer of `transformers`; `None` if its kind or its sharding is not one of the usual."""
     from torch.distributed.tensor import DTensor  # takes most of a second
 
-    name = "gate_up_proj" if layer.has_gate else "up_proj"
-    own = [getattr(layer, word, None) for word in (name, "down_proj")]
+    words = "gate_up_proj" if layer.has_gate else "up_proj", "down_proj"
+    own = [getattr(layer, word, None) for word in words]
     if not all(isinstance(one, nn.Parameter) for one in own):
         return None
     is_cut = [isinstance(one, DTensor) for one in own]
     values: list[Any] = [one.to_local() if isinstance(one, DTensor) else one for one in own]
     is_grouped = layer.config._experts_implementation == "grouped_mm" and hasattr(type(layer).forward, "__wrapped__")
-    is_usual = is_grouped and not layer.has_post_expert_norm
     is_sharded_as_usual = not any(is_cut) or (all(is_cut) and not layer.has_bias)
-    if not is_usual or not is_sharded_as_usual or values[0].device.type != "cpu":
+    if not is_grouped or layer.has_post_expert_norm or not is_sharded_as_usual:
         return None
     first, second = (value.detach().transpose(1, 2) if layer.is_transposed else value.detach() for value in values)
-    biases: list[Any] = [
-        getattr(layer, f"{word}_bias").detach() if layer.has_bias else [None] * len(first)
-        for word in (name, "down_proj")
-    ]
-    experts = [
-        Expert(
-            store(first[index], quantization),
-            biases[0][index],
-            store(second[index], quantization, cut_inputs=any(is_cut)),
-            biases[1][index],
-        )
-        for index in range(len(first))
-    ]
-    return StoredExperts(experts, gate_of(layer), sums_ranks=any(is_cut))
+    biases = [getattr(layer, f"{word}_bias").detach() if layer.has_bias else None for word in words]
+    return ExpertMatrices(first, biases[0], second, biases[1], any(is_cut))
+
+
+def _on_cpu(experts: Sequence[Expert], gate: Gate, directory: str | None) -> ExpertsKernel:
+    library = load_library(directory) if all(map(_is_packed, experts)) else None
+    return PlainExperts(experts, gate) if library is None else PackedExperts(experts, gate, library)
 
 
 def _is_packed(expert: Expert) -> bool:

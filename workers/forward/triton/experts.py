@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from workers.forward.triton.attention import product
+from workers.forward.weights.experts import Gate, swiglu
 
 NARROW_TILE, WIDE_TILE = 16, 64
 """Rows of a tile, where experts have few rows and where they have many."""
@@ -66,6 +67,26 @@ def route(chosen: torch.Tensor, experts: int) -> Routing:
     counts = (flat[:, None] == torch.arange(experts, device=flat.device)).sum(0)
     ends, tile_ends = counts.cumsum(0), ((counts + tile - 1) // tile).cumsum(0)
     return Routing(order.int(), rows.int(), ends.int(), tile_ends.int(), tile)
+
+
+class TritonExperts:
+    """The experts of a layer, multiplied by the kernels."""
+
+    def __init__(self, first: ExpertMatrices, second: ExpertMatrices, gate: Gate) -> None:
+        """The kernels apply `swiglu` themselves, and torch any other gate."""
+        self._first, self._second, self._gate = first, second, gate
+
+    def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`x` `[tokens, hidden]` → the weighted sums of its experts' outputs, `[tokens, hidden]`.
+
+        `chosen` and `weights` are `[tokens, experts of a token]`.
+        """
+        routing = route(chosen, len(self._first.weights))
+        is_gated = self._gate is swiglu
+        inner = multiply_grouped(x, self._first, routing, each=chosen.shape[1], is_gated=is_gated)
+        if not is_gated:
+            inner = self._gate(inner).contiguous()
+        return add_experts(multiply_grouped(inner, self._second, routing), routing, weights.contiguous())
 
 
 def warps_of(tile: int) -> int:
