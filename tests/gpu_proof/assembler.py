@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,28 @@ def assembled(
     capability: int,
     *,
     warps: int = 4,
+    stages: int = 3,
     fuses: bool = True,
+    aligned: Sequence[str] = (),
 ) -> Assembled:
-    """Compile a kernel for a GPU and read what the assembler says of it. `fuses` is the launch's `enable_fp_fusion`."""
+    """Compile a kernel for a GPU and read what the assembler says of it. `fuses` is the launch's `enable_fp_fusion`.
+
+    `aligned` are the pointers and strides that are multiples of 16 when the kernel is launched: loads are wider.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(kernel, signature=arguments | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    source = ASTSource(
+        kernel,
+        signature=arguments | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
     compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "enable_fp_fusion": fuses}
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses},
     )
     text = compiled.asm["ptx"]
     found = re.search(r"\.target\s+(\w+)", text)

@@ -24,7 +24,7 @@ MOST_REGISTERS, MOST_SHARED = 255, 160 * 1024
 def test_attention_multiplies_on_tensor_cores_without_spills(
     capability: int, group: int, dim: int, is_wide: bool, kind: str, extra: bool
 ) -> None:
-    from workers.forward.triton.attention import attend_tiles, key_tile
+    from workers.forward.triton.attention import attend_tiles, key_tile, launch_warps
     from workers.forward.triton.tiles import SPLIT_KEYS, wide_tile
 
     tile = wide_tile(group, dim) if is_wide else 4
@@ -47,15 +47,18 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
     width = triton.next_power_of_2(dim)
     constants = {
         "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": group, "TILE": max(tile, 16 // group),
-        "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": key_tile(dim),
-        "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra, "EXACT": False,
+        "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": key_tile(dim, is_wide=is_wide),
+        "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "IS_WIDE": is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
+        "EXACT": False,
     }  # fmt: skip
     found = assembled(
         attend_tiles,
         pointers | dict.fromkeys(numbers, "i32"),
         constants,
         capability,
-        warps=8 if tile * group >= 64 else 4,
+        warps=launch_warps(tile, group, is_wide=is_wide),
+        stages=2 if is_wide else 1,
+        aligned=[*list(pointers)[:7], *numbers[5:]],
     )
     assert found.spilled_bytes == 0, found
     assert found.registers <= MOST_REGISTERS

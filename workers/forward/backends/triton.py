@@ -105,7 +105,19 @@ class TritonBackend(AttentionBackend[TritonStep]):
             for found in queries.values():
                 last, positions, words = next(sent).int(), next(sent).int(), next(sent)
                 splits = part.splits(size, SPLIT_KEYS)
-                found.append(Queries(items, tokens, last, positions, words, starts, part.tile, splits))
+                found.append(
+                    Queries(
+                        items,
+                        tokens,
+                        last,
+                        positions,
+                        words,
+                        starts,
+                        tile=part.tile,
+                        is_wide=part.is_wide,
+                        splits=splits,
+                    )
+                )
         return TritonStep(slot_tensor, queries, {key: self._received(sent) for key in read})
 
     def plan_padded(self, step: PaddedStep) -> TritonStep:
@@ -127,6 +139,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
                     words=words[:, None],
                     starts=read.sees.stored.int(),
                     tile=_NARROW_TILE,
+                    is_wide=False,
                     splits=-(-read.order.shape[1] * step.block_size // SPLIT_KEYS),
                 )
             ]
@@ -214,8 +227,8 @@ class _Part:
 
     def __init__(self, rows: Sequence[RowShape], firsts: IntegerArray, wide_tile: int) -> None:
         """The wide rows, in tiles of so many queries; with 0 the narrow ones."""
-        self._is_wide = wide_tile > 0
-        self.members = [index for index, row in enumerate(rows) if (row.width > WORD) is self._is_wide]
+        self.is_wide = wide_tile > 0
+        self.members = [index for index, row in enumerate(rows) if (row.width > WORD) is self.is_wide]
         self.tile = wide_tile or _NARROW_TILE
         self._rows = [rows[index] for index in self.members]
         items: list[tuple[int, int, int]] = []
@@ -235,7 +248,7 @@ class _Part:
 
     def splits(self, size: int, keys: int) -> int:
         """Splits of the row with the most keys."""
-        return 1 if self._is_wide else max(-(-(-(-row.end // size) * size) // keys) for row in self._rows)
+        return 1 if self.is_wide else max(-(-(-(-row.end // size) * size) // keys) for row in self._rows)
 
     def seen(self, window: AttentionWindow) -> list[IntegerArray]:
         """The last committed position that each query sees, its own position, and its words of tree nodes."""

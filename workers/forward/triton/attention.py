@@ -18,13 +18,23 @@ from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries
 
 _KEY_NUMBERS = 4096
 """Numbers of the keys of one iteration: 32 keys of 128 numbers, 16 of 256. More would not fit registers."""
+_PROGRAMS, _LEAST_IN_TURN = 2048, 8
+"""Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
+In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
+computing the others."""
 _WORD, _NO_QUERY = tl.constexpr(64), tl.constexpr(NO_QUERY)
 
 
-def key_tile(dim: int) -> int:
+def key_tile(dim: int, *, is_wide: bool = False) -> int:
     """Keys of one iteration, for heads of `dim` numbers. Padded heads take more registers: they have half as many."""
     width: int = triton.next_power_of_2(dim)
-    return max(16, min(32, _KEY_NUMBERS // width // (1 if dim == width else 2)))
+    keys = max(16, min(32, _KEY_NUMBERS // width // (1 if dim == width else 2)))
+    return 2 * keys if is_wide and dim == width <= 128 else keys
+
+
+def launch_warps(tile: int, group: int, *, is_wide: bool) -> int:
+    """Warps of a program, for tiles of so many queries of the heads that share a KV head."""
+    return 8 if not is_wide and tile * triton.next_power_of_2(group) >= 64 else 4
 
 
 def paged_attention(
@@ -52,11 +62,13 @@ def paged_attention(
     group = heads // kv_heads
     width = triton.next_power_of_2(dim)
     partial = plan.splits > 1
+    tiles = len(plan.items) * kv_heads
     shape = (plan.splits, len(plan.tokens), heads)
     sums = torch.empty((*shape, width) if partial else (1,), dtype=torch.float32, device=queries.device)
     stats = torch.empty((2, *shape) if partial else (1,), dtype=torch.float32, device=queries.device)
     sink_logits = stats if learned_sinks is None else learned_sinks
-    attend_tiles[(len(plan.items), kv_heads, plan.splits)](
+    in_turn = min(plan.splits, max(_LEAST_IN_TURN, _PROGRAMS // max(1, tiles)))
+    attend_tiles[(len(plan.items), kv_heads, in_turn)](
         queries, keys, values, output, sums, stats, sink_logits,
         plan.items, plan.tokens, plan.last, plan.positions, plan.words, plan.starts,
         read.blocks, read.order, read.counts,
@@ -65,10 +77,10 @@ def paged_attention(
         output.stride(0), output.stride(1),
         HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
         TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
-        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(dim),
-        SPLIT=SPLIT_KEYS, IS_SPLIT=partial,
+        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(dim, is_wide=plan.is_wide),
+        SPLIT=SPLIT_KEYS, IS_SPLIT=partial, IS_WIDE=plan.is_wide,
         HAS_CAP=soft_cap is not None, HAS_SINKS=learned_sinks is not None,
-        num_warps=8 if plan.tile * triton.next_power_of_2(group) >= 64 else 4,
+        num_warps=launch_warps(plan.tile, group, is_wide=plan.is_wide), num_stages=2 if plan.is_wide else 1,
         EXACT=queries.dtype == torch.float32 or not queries.is_cuda,  # the interpreter has no products of bfloat16
     )  # fmt: skip
     if partial:
@@ -88,10 +100,11 @@ def attend_tiles(
     query_token, query_head, key_slot, key_head, value_slot, value_head, output_token, output_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr,
     WORDS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, EXACT: tl.constexpr,
+    SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, IS_WIDE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, one KV head and one split of the keys: an online softmax over the row's blocks."""
-    item, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One tile of queries, one KV head and some splits of the keys: an online softmax over the row's blocks in each."""
+    item, kv_head = tl.program_id(0), tl.program_id(1)
     row = tl.load(items + 3 * item)
     first = tl.load(items + 3 * item + 1)
     count = tl.load(items + 3 * item + 2)
@@ -100,37 +113,43 @@ def attend_tiles(
     is_query = (index // GROUP_TILE < count) & (index % GROUP_TILE < GROUP)
     head = kv_head * GROUP + index % GROUP_TILE
     token = tl.load(tokens + query, mask=is_query, other=0).to(tl.int64)
-    last = tl.load(lasts + query, mask=is_query, other=-1)
+    last = tl.load(lasts + query, mask=is_query, other=_NO_QUERY)
     position = tl.load(positions + query, mask=is_query, other=0)
     start = tl.load(starts + row)
-    used = tl.load(counts + row)
     dims = tl.arange(0, WIDTH)
     is_dim = dims < DIM
     query_place = queries + token[:, None] * query_token + head[:, None] * query_head + dims[None, :]
     query_tile = tl.load(query_place, mask=is_query[:, None] & is_dim[None, :], other=0.0)
-    most = tl.full([TILE * GROUP_TILE], float("-inf"), tl.float32)
-    if HAS_SINKS:  # a first key, of the first split, without a value
-        sink = tl.load(sink_logits + head, mask=is_query, other=0.0).to(tl.float32)
-        most = tl.where(split == 0, sink, most)
-    total = tl.where(most == float("-inf"), 0.0, 1.0)
-    result = tl.zeros([TILE * GROUP_TILE, WIDTH], tl.float32)
-    # A tile of a prompt ends at the last position that one of its queries sees; words begin behind the prompt.
+    # A tile ends at the last position that one of its queries sees; words begin behind the prompt. The index of a block
+    # among those that a row reads is at most its place in the sequence.
     reach = tl.max(tl.where(last == start - 1, start + _WORD * WORDS - 1, last), axis=0)
-    begin = split * SPLIT
-    end = used * SIZE
+    row_end = tl.minimum(tl.load(counts + row), (reach + SIZE) // SIZE) * SIZE
+    split_count = 1
     if IS_SPLIT:
-        end = tl.minimum(end, begin + SPLIT)
-    for key_first in range(begin, end, KEY_TILE):
-        flat = key_first + tl.arange(0, KEY_TILE)
-        is_read = flat < end
-        entry = row * most_blocks + flat // SIZE
-        key = tl.load(order + entry, mask=is_read, other=0) * SIZE + flat % SIZE
-        if tl.min(tl.where(is_read, key, 2147483647), axis=0) <= reach:
+        split_count = tl.minimum(splits, splits_seen(tl.max(last, axis=0), WORDS, SPLIT))
+    for split in range(tl.program_id(2), split_count, tl.num_programs(2)):
+        most = tl.full([TILE * GROUP_TILE], float("-inf"), tl.float32)
+        if HAS_SINKS:  # a first key, of the first split, without a value
+            sink = tl.load(sink_logits + head, mask=is_query, other=0.0).to(tl.float32)
+            most = tl.where(split == 0, sink, most)
+        total = tl.where(most == float("-inf"), 0.0, 1.0)
+        result = tl.zeros([TILE * GROUP_TILE, WIDTH], tl.float32)
+        begin = split * SPLIT
+        end = row_end
+        if IS_SPLIT:
+            end = tl.minimum(end, begin + SPLIT)
+        for key_first in range(begin, end, KEY_TILE):
+            flat = key_first + tl.arange(0, KEY_TILE)
+            is_read = flat < end
+            entry = row * most_blocks + flat // SIZE
+            key = tl.load(order + entry, mask=is_read, other=0) * SIZE + flat % SIZE
             slot = tl.load(blocks + entry, mask=is_read, other=0).to(tl.int64) * SIZE + flat % SIZE
             sees = sees_keys(words, query, is_query, last, position, key, start, window, sinks, WORDS)
             sees = sees & is_read[None, :] & is_query[:, None]
             is_seen = tl.max(sees.to(tl.int32), axis=0) != 0
-            is_loaded = is_seen[:, None] & is_dim[None, :]
+            # A load whose mask depends on what is seen cannot begin before the last iteration ends. Wide tiles gain by
+            # that; narrow ones gain by reading nothing else.
+            is_loaded = (is_read if IS_WIDE else is_seen)[:, None] & is_dim[None, :]
             key_place = keys + slot[:, None] * key_slot + kv_head * key_head + dims[None, :]
             key_tile = tl.load(key_place, mask=is_loaded, other=0.0)
             products = product(query_tile, tl.trans(key_tile), EXACT) * scale
@@ -144,18 +163,26 @@ def attend_tiles(
             total = total * shrink + tl.sum(weights, axis=1)
             value_place = values + slot[:, None] * value_slot + kv_head * value_head + dims[None, :]
             value_tile = tl.load(value_place, mask=is_loaded, other=0.0)
+            if IS_WIDE:  # what no query sees may be anything: a weight of 0 would not make a NaN 0
+                value_tile = tl.where(is_seen[:, None], value_tile, 0.0)
             result = result * shrink[:, None] + product(weights, value_tile, EXACT)
             most = highest
-    if not IS_SPLIT:
-        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-        output_place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
-        tl.store(output_place, result.to(output.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
-    else:
-        entry = (split * query_count + query) * HEADS + head
-        if begin < end:  # the join reads no sums of a split without keys
-            tl.store(sums + entry[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
-        tl.store(stats + entry, most, mask=is_query)
-        tl.store(stats + splits * query_count * HEADS + entry, total, mask=is_query)
+        if not IS_SPLIT:
+            result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+            output_place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
+            tl.store(output_place, result.to(output.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
+        else:
+            entry = (split * query_count + query) * HEADS + head
+            if begin < end:  # the join reads no sums of a split without keys
+                tl.store(sums + entry[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
+            tl.store(stats + entry, most, mask=is_query)
+            tl.store(stats + splits * query_count * HEADS + entry, total, mask=is_query)
+
+
+@triton.jit
+def splits_seen(last, WORDS: tl.constexpr, SPLIT: tl.constexpr):
+    """No fewer splits than have keys that a query sees whose last position is `last`."""
+    return (last + _WORD * WORDS) // SPLIT + 1
 
 
 @triton.jit
@@ -199,8 +226,7 @@ def join_splits(
     """
     query, head = tl.program_id(0), tl.program_id(1)
     last = tl.load(lasts + query)
-    seen = tl.minimum(splits, (last + _WORD * WORDS) // SPLIT + 1)  # words begin at most one position behind the last
-    count = tl.where(last == _NO_QUERY, 0, seen)
+    count = tl.where(last == _NO_QUERY, 0, tl.minimum(splits, splits_seen(last, WORDS, SPLIT)))
     dims = tl.arange(0, WIDTH)
     most = float("-inf")
     for split in range(count):

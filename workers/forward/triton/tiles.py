@@ -43,6 +43,8 @@ class Queries:
     """`[rows]`: position of the first bit of the first word."""
     tile: int
     """Queries of a tile, a power of two."""
+    is_wide: bool
+    """Whether these are the queries of prompts, in wide tiles."""
     splits: int
     """Splits of the row with the most keys; 1 computes all keys of a row in one."""
 
