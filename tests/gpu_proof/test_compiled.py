@@ -47,7 +47,7 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
     width = triton.next_power_of_2(dim)
     constants = {
         "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": group, "TILE": max(tile, 16 // group),
-        "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": key_tile(dim, is_wide=is_wide),
+        "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": key_tile(dim),
         "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "IS_WIDE": is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
         "EXACT": False,
     }  # fmt: skip
@@ -56,8 +56,8 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
         pointers | dict.fromkeys(numbers, "i32"),
         constants,
         capability,
-        warps=launch_warps(tile, group, is_wide=is_wide),
-        stages=2 if is_wide else 1,
+        warps=launch_warps(tile, group, dim, is_wide=is_wide),
+        stages=3 if is_wide else 1,
         aligned=[*list(pointers)[:7], *numbers[5:]],
     )
     assert found.spilled_bytes == 0, found

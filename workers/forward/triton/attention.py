@@ -25,16 +25,15 @@ computing the others."""
 _WORD, _NO_QUERY = tl.constexpr(64), tl.constexpr(NO_QUERY)
 
 
-def key_tile(dim: int, *, is_wide: bool = False) -> int:
+def key_tile(dim: int) -> int:
     """Keys of one iteration, for heads of `dim` numbers. Padded heads take more registers: they have half as many."""
     width: int = triton.next_power_of_2(dim)
-    keys = max(16, min(32, _KEY_NUMBERS // width // (1 if dim == width else 2)))
-    return 2 * keys if is_wide and dim == width <= 128 else keys
+    return max(16, min(32, _KEY_NUMBERS // width // (1 if dim == width else 2)))
 
 
-def launch_warps(tile: int, group: int, *, is_wide: bool) -> int:
+def launch_warps(tile: int, group: int, dim: int, *, is_wide: bool) -> int:
     """Warps of a program, for tiles of so many queries of the heads that share a KV head."""
-    return 8 if not is_wide and tile * triton.next_power_of_2(group) >= 64 else 4
+    return 8 if not is_wide and (tile * triton.next_power_of_2(group) >= 64 or dim > 128) else 4
 
 
 def paged_attention(
@@ -77,10 +76,10 @@ def paged_attention(
         output.stride(0), output.stride(1),
         HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
         TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
-        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(dim, is_wide=plan.is_wide),
+        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(dim),
         SPLIT=SPLIT_KEYS, IS_SPLIT=partial, IS_WIDE=plan.is_wide,
         HAS_CAP=soft_cap is not None, HAS_SINKS=learned_sinks is not None,
-        num_warps=launch_warps(plan.tile, group, is_wide=plan.is_wide), num_stages=2 if plan.is_wide else 1,
+        num_warps=launch_warps(plan.tile, group, dim, is_wide=plan.is_wide), num_stages=3 if plan.is_wide else 1,
         EXACT=queries.dtype == torch.float32 or not queries.is_cuda,  # the interpreter has no products of bfloat16
     )  # fmt: skip
     if partial:
