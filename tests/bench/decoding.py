@@ -82,6 +82,13 @@ class Decoding:
             self._tokens[verdict.sequence_id].extend(verdict.tokens)
         return seconds
 
+    def verify(self, name: str, drafted: Sequence[int]) -> None:
+        """Verify a chain of drafted tokens for one sequence, in a step of its own."""
+        tokens = self._tokens[SequenceId(name)]
+        tree = TokenTree.chain(drafted) if drafted else EMPTY_TREE
+        verdicts, _ = self._step([VerifyRow(SequenceId(name), len(tokens), (tokens[-1],), tree)])
+        tokens.extend(verdicts[0].tokens)
+
     def text(self, name: str) -> tuple[int, ...]:
         """The tokens of a sequence, prompt included."""
         return tuple(self._tokens[SequenceId(name)])

@@ -9,7 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 PAGE = Path(__file__).resolve().parents[2] / "BENCHMARKS.md"
-QUESTIONS = ("peers", "drafts", "batch", "prompts", "round", "memory", "faults", "translation", "gpu")
+QUESTIONS = ("peers", "drafts", "batch", "prompts", "round", "memory", "faults", "translation", "device", "gpu")
 _BEGIN, _END = "<!-- figures: {} -->", "<!-- end -->"
 
 Result = Mapping[str, Any]
@@ -19,23 +19,26 @@ def page() -> str:
     """Return BENCHMARKS.md with its tables made anew. The text between them is written by hand."""
     text = PAGE.read_text("utf-8")
     results = {file.stem: json.loads(file.read_text("utf-8")) for file in sorted(RESULTS.glob("*.json"))}
+    told: set[str] = set()
     for question in QUESTIONS:
         before, rest = text.split(_BEGIN.format(question))
         after = rest.split(_END, 1)[1]
-        text = f"{before}{_BEGIN.format(question)}\n{_table(question, results)}\n{_END}{after}"
+        text = f"{before}{_BEGIN.format(question)}\n{_table(question, results, told)}\n{_END}{after}"
     return text
 
 
-def _table(question: str, results: Mapping[str, Result]) -> str:
+def _table(question: str, results: Mapping[str, Result], told: set[str]) -> str:
+    """The figures of a question, and the commands of their runs that no table before has. Adds the runs to `told`."""
     lines = [f"| what | {'predicted' if question == 'gpu' else 'measured'} | run |", "|---|---|---|"]
     commands = []
     for name, result in results.items():
         figures = [figure for figure in result["figures"] if figure["question"] == question]
         run = f"[{name}](tests/bench/results/{name}.json), {result['machine']}, {result['date']}"
         lines += [f"| {figure['what']} | {measured(figure, result)} | {run} |" for figure in figures]
-        if figures:
+        if figures and name not in told:
+            told.add(name)
             commands.append(f"- {name}: `{result['command'].replace('`', '')}`{_note(result)}")
-    return "\n".join([*lines, "", *commands])
+    return "\n".join([*lines, *(["", *commands] if commands else [])])
 
 
 def _note(result: Result) -> str:

@@ -19,6 +19,7 @@ import torch
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.roofs import ReadBandwidth
 from deploy.settings import load_settings
+from tests.bench.decoding import Decoding
 from tests.bench.machine import weight_bytes
 from tests.bench.options import Options
 from tests.bench.random_model import Shape
@@ -29,8 +30,9 @@ from workers.model.devices import choose_device
 
 CHUNK = 2048
 """Most tokens of a prompt in one step."""
-CONTEXTS = {"cuda": (128, 4096), "cpu": (128,)}
-BATCHES, DRAFTED = (1, 8, 32, 128), (0, 4, 8, 32)
+CONTEXTS = {"cuda": (128, 2048), "cpu": (128,)}
+BATCHES, DRAFTED = (1, 8, 64), (0, 3, 7, 31)
+TEXTS, TEXT_TOKENS, BESIDE = 4, 48, 8
 WARM_STEPS, TIMED_STEPS = 10, 12
 """A size of step is recorded as a CUDA graph when it occurs for the eighth time."""
 ON_GPU = ("target.kv.pool_bytes=null", "target.kv.memory_fraction=0.5")
@@ -66,7 +68,9 @@ MODELS = {
 NOTES = """
 - floor: weight bytes that a step reads ÷ read bandwidth. Steps hold random tokens, which are rejected.
 - stored: tokens of each sequence before the first step; every step adds one.
-- plain: layers as PyTorch runs them; compiled: `target.compile: on` without CUDA graphs; recorded: with them.
+- fused: `target.compile: auto`; compiled: `on`; recorded: steps of recurring sizes are CUDA graphs, as by default.
+- texts: greedy texts of random weights, whose best tokens often lie close: alone, in a batch of 8, and with drafts of
+  four right tokens.
 - replayed: share of the timed steps that were replayed. Larger ones (`GraphLimits`) run without a graph.
 - one of n ranks: the only rank of a group over NCCL (gloo on CPU). The all-reduces after each attention and each
   feed-forward network run inside the step, recorded where the step is; an all-gather decides. With one rank they move
@@ -110,31 +114,34 @@ def run(options: Options) -> None:
     write(f"read bandwidth: {spread([value / 1e9 for value in found], 0)} GB/s")
     rows: list[list[str]] = []
     prompts: list[list[str]] = []
+    texts: list[list[str]] = []
     for model in MODELS[device]:
         for form in FORMS:
             if device == "cuda":
                 torch.cuda.empty_cache()  # the next pool is a share of the free memory
             with group_of_one(device) if model.in_a_group else nullcontext():
-                lines, prompt = _in_form(options, model, form, sizes, max(found))
+                lines, prompt, text = _in_form(options, model, form, sizes, max(found))
                 gc.collect()  # nothing refers to the model any more
             rows += lines
             prompts.append([model.name, form.name, *prompt])
+            texts.append([model.name, form.name, *text])
     figures = ("step, ms", "÷ floor", "÷ no draft", "steps × batch, 1/s", "replayed")
     table(("model", "form", "stored", "batch", "drafted each", *figures), rows)
     table(("model", "form", "prompt, tokens", "tokens/s", "TFLOP/s in weights"), prompts)
+    table(("model", "form", "equal beside others", "equal with drafts", "steps with drafts", "tokens each"), texts)
     write(NOTES.strip())
 
 
 def _in_form(
     options: Options, model: Model, form: Form, sizes: Sizes, bandwidth: float
-) -> tuple[list[list[str]], list[str]]:
-    """The lines of a model in one form in the table of steps, and the figures of its prompt."""
+) -> tuple[list[list[str]], list[str], list[str]]:
+    """The lines of a model in one form in the table of steps, the figures of its prompt, and those of its texts."""
     with _random_model(options, model, form) as section:
         floor = weight_bytes(section, read_by_a_step=True) / bandwidth
         with built(section, form, CHUNK) as measured:
             write(f"{model.name}, {form.name}: attention by {measured.attention}")
             rows = _steps([model.name, form.name], measured, sizes, floor)
-            return rows, _prompt(measured, sizes, section)
+            return rows, _prompt(measured, sizes, section), _texts(measured.engine, 2 if options.quick else TEXTS)
 
 
 @contextmanager
@@ -216,3 +223,36 @@ def _prompt(measured: Measured, sizes: Sizes, section: TargetSection) -> list[st
     rates = [sizes.prompt / value for value in seconds[1:]]  # the first one compiles
     parameters = weight_bytes(section, read_by_a_step=True) / 2
     return [str(sizes.prompt), spread(rates, 0), spread([2 * parameters * rate / 1e12 for rate in rates])]
+
+
+def _texts(engine: Decoding, count: int) -> list[str]:
+    """How many texts are the same in a batch, and with drafts; the steps with drafts; the tokens of each text."""
+    vocabulary = engine.engine.info().vocabulary_size
+    prompts = [[(131 * index + 17 * at * at + at) % vocabulary for at in range(64)] for index in range(BESIDE)]
+    alone = [_written(engine, {"alone": prompt})["alone"] for prompt in prompts[:count]]
+    batch = _written(engine, {str(index): prompt for index, prompt in enumerate(prompts)})
+    with_drafts, steps = [], 0
+    for prompt, text in zip(prompts, alone, strict=False):
+        engine.add("drafted", prompt)
+        while (end := len(engine.text("drafted"))) < len(text):
+            engine.verify("drafted", text[end : end + 4])
+            steps += 1
+        with_drafts.append(engine.text("drafted")[: len(text)])
+        engine.clear()
+    return [
+        f"{sum(batch[str(index)] == text for index, text in enumerate(alone))} of {count}",
+        f"{sum(one == other for one, other in zip(with_drafts, alone, strict=True))} of {count}",
+        f"{steps / count:.1f}",
+        str(TEXT_TOKENS),
+    ]
+
+
+def _written(engine: Decoding, prompts: dict[str, list[int]]) -> dict[str, tuple[int, ...]]:
+    """The texts of prompts that are decoded together, prompts included."""
+    for name, prompt in prompts.items():
+        engine.add(name, prompt)
+    for _ in range(TEXT_TOKENS - 1):
+        engine.step()
+    found = {name: engine.text(name) for name in prompts}
+    engine.clear()
+    return found

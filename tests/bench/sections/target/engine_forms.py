@@ -1,4 +1,4 @@
-"""One target three ways: layers as they are, compiled, and compiled with steps that are recorded as CUDA graphs."""
+"""One target in several forms: layers fused by Triton kernels or compiled, steps run as they come or recorded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ class Form:
     """Whether steps of recurring sizes are recorded as CUDA graphs. On CPU they are only padded and called again."""
 
 
-FORMS = (Form("plain", "off", False), Form("compiled", "on", False), Form("compiled, recorded", "on", True))
+FORMS = (
+    Form("fused", "auto", False),
+    Form("fused, recorded", "auto", True),
+    Form("compiled, recorded", "on", True),
+)
+"""Layers of families that are not fused are compiled with `auto`, too."""
 
 
 @dataclass(slots=True)
