@@ -127,10 +127,7 @@ def attend_tiles(
     if IS_SPLIT:
         split_count = tl.minimum(splits, splits_seen(tl.max(last, axis=0), WORDS, SPLIT))
     for split in range(tl.program_id(2), split_count, tl.num_programs(2)):
-        most = tl.full([TILE * GROUP_TILE], float("-inf"), tl.float32)
-        if HAS_SINKS:  # a first key, of the first split, without a value
-            sink = tl.load(sink_logits + head, mask=is_query, other=0.0).to(tl.float32)
-            most = tl.where(split == 0, sink, most)
+        most = learned_sink(sink_logits, head, is_query, split, HAS_SINKS)
         total = tl.where(most == float("-inf"), 0.0, 1.0)
         result = tl.zeros([TILE * GROUP_TILE, WIDTH], tl.float32)
         begin = split * SPLIT
@@ -143,14 +140,12 @@ def attend_tiles(
             entry = row * most_blocks + flat // SIZE
             key = tl.load(order + entry, mask=is_read, other=0) * SIZE + flat % SIZE
             slot = tl.load(blocks + entry, mask=is_read, other=0).to(tl.int64) * SIZE + flat % SIZE
-            sees = sees_keys(words, query, is_query, last, position, key, start, window, sinks, WORDS)
-            sees = sees & is_read[None, :] & is_query[:, None]
+            sees = sees_keys(words, query, is_query, last, position, key, is_read, start, window, sinks, WORDS)
             is_seen = tl.max(sees.to(tl.int32), axis=0) != 0
             # A load whose mask depends on what is seen cannot begin before the last iteration ends. Wide tiles gain by
             # that; narrow ones gain by reading nothing else.
             is_loaded = (is_read if IS_WIDE else is_seen)[:, None] & is_dim[None, :]
-            key_place = keys + slot[:, None] * key_slot + kv_head * key_head + dims[None, :]
-            key_tile = tl.load(key_place, mask=is_loaded, other=0.0)
+            key_tile = load_rows(keys + kv_head * key_head, slot * key_slot, dims, is_loaded)
             products = product(query_tile, tl.trans(key_tile), EXACT) * scale
             if HAS_CAP:
                 products = soft_cap * tanh(products / soft_cap)
@@ -160,8 +155,7 @@ def attend_tiles(
             weights = tl.exp(scores - base[:, None])
             shrink = tl.exp(most - base)
             total = total * shrink + tl.sum(weights, axis=1)
-            value_place = values + slot[:, None] * value_slot + kv_head * value_head + dims[None, :]
-            value_tile = tl.load(value_place, mask=is_loaded, other=0.0)
+            value_tile = load_rows(values + kv_head * value_head, slot * value_slot, dims, is_loaded)
             if IS_WIDE:  # what no query sees may be anything: a weight of 0 would not make a NaN 0
                 value_tile = tl.where(is_seen[:, None], value_tile, 0.0)
             result = result * shrink[:, None] + product(weights, value_tile, EXACT)
@@ -179,6 +173,21 @@ def attend_tiles(
 
 
 @triton.jit
+def learned_sink(logits, head, is_query, split, HAS_SINKS: tl.constexpr):
+    """The logit of a first key without a value, which the first split has, or that of no key."""
+    most = tl.where(is_query, float("-inf"), float("-inf"))
+    if HAS_SINKS:
+        most = tl.where(split == 0, tl.load(logits + head, mask=is_query, other=0.0).to(tl.float32), most)
+    return most
+
+
+@triton.jit
+def load_rows(stored, rows, dims, is_loaded):
+    """The numbers at `dims` of each row, 0 where they are not loaded."""
+    return tl.load(stored + rows[:, None] + dims[None, :], mask=is_loaded, other=0.0)
+
+
+@triton.jit
 def splits_seen(last, WORDS: tl.constexpr, SPLIT: tl.constexpr):
     """No fewer splits than have keys that a query sees whose last position is `last`."""
     return (last + _WORD * WORDS) // SPLIT + 1
@@ -191,7 +200,7 @@ def tanh(value):
 
 
 @triton.jit
-def sees_keys(words, query, is_query, last, position, key, start, window, sinks, WORDS: tl.constexpr):
+def sees_keys(words, query, is_query, last, position, key, is_read, start, window, sinks, WORDS: tl.constexpr):
     """Whether each query sees each key: the keys up to its last one, within the window, and those its words name."""
     sees = key[None, :] <= last[:, None]
     if window > 0:
@@ -201,7 +210,7 @@ def sees_keys(words, query, is_query, last, position, key, start, window, sinks,
         in_words = (bit >= 0) & (bit < _WORD * WORDS) & is_query[:, None]
         word = tl.load(words + query[:, None] * WORDS + bit // _WORD, mask=in_words, other=0)
         sees = sees | (in_words & (((word >> (bit % _WORD).to(tl.int64)) & 1) != 0))
-    return sees
+    return sees & is_read[None, :] & is_query[:, None]
 
 
 @triton.jit
