@@ -24,6 +24,7 @@ _LEAST_TAIL = 1e-6
 """Least share outside of top-p for which the tokens in its far tail are told apart by a bound."""
 
 _Bits = npt.NDArray[np.uint8]
+_NO_COLUMNS, _NO_NUMBERS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,7 @@ def table_of(contexts: Sequence[DecisionContext], offset: int, size: int) -> Dec
     masks = np.full(len(contexts), -1, dtype=np.int32)
     masks[[*with_bits, *without]] = np.arange(len(with_bits) + len(without), dtype=np.int32)
     bits = [changes.excluded for changes in found if changes.excluded is not None]
+    listed = [changes for changes in found if len(changes.columns)]
     counts = [len(changes.columns) for changes in found]
     truncated = [(row, context.sampling) for row, context in enumerate(contexts) if context.is_truncated]
     samplings = [sampling for _, sampling in truncated]
@@ -90,10 +92,10 @@ def table_of(contexts: Sequence[DecisionContext], offset: int, size: int) -> Dec
         mask_count=len(with_bits) + len(without),
         excluded=_words(bits, size),
         ends=np.cumsum([0, *counts], dtype=np.int32),
-        columns=np.concatenate([np.zeros(0, np.int32), *(changes.columns for changes in found)]),
+        columns=np.concatenate([_NO_COLUMNS, *(changes.columns for changes in listed)]),
         rows=np.repeat(np.arange(len(contexts), dtype=np.int32), counts),
-        factors=np.concatenate([np.zeros(0, np.float32), *(changes.factors for changes in found)]),
-        terms=np.concatenate([np.zeros(0, np.float32), *(changes.terms for changes in found)]),
+        factors=np.concatenate([_NO_NUMBERS, *(changes.factors for changes in listed)]),
+        terms=np.concatenate([_NO_NUMBERS, *(changes.terms for changes in listed)]),
         truncated=np.array([row for row, _ in truncated], dtype=np.int32),
         limits=np.array([min(sampling.top_k or size, size) for sampling in samplings], dtype=np.int64),
         shares=np.array([min(sampling.top_p, 1.0) for sampling in samplings], dtype=np.float64),
@@ -108,8 +110,7 @@ class _Changes:
     """What changes single logits of one row: its entries, and bits of the columns that cannot be chosen."""
 
     def __init__(self, context: DecisionContext, offset: int, size: int) -> None:
-        self.columns = np.zeros(0, dtype=np.int32)
-        self.factors = self.terms = np.zeros(0, dtype=np.float32)
+        self.columns, self.factors, self.terms = _NO_COLUMNS, _NO_NUMBERS, _NO_NUMBERS
         self.excluded: _Bits | None = None
         """uint8 `[size]`, 1 for columns that cannot be chosen; `None` if the row has no such columns, but few."""
         if context.forced_token is not None:
@@ -121,7 +122,8 @@ class _Changes:
         terms = additions(context)
         terms |= dict.fromkeys(context.excluded_tokens, -math.inf)
         self._exclude(context, offset, size)
-        self._change(factors, terms, offset, size)
+        if factors or terms:
+            self._change(factors, terms, offset, size)
 
     def _force(self, column: int, size: int) -> None:
         self.excluded = np.ones(size, dtype=np.uint8)
