@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _TREE = TokenTree((1, 2, 3, 4, 5), (-1, -1, 0, 0, 3))
 _SPARE_BLOCKS = 3
+_MANY_TOKENS = 1100
+"""More than one program reads of a row: backends divide the keys of long rows, and join what they found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ def _passes_trial(plugin: BackendPlugin, setting: AttentionSetting, kind: StepKi
 
 
 def _trial_rows(size: int) -> list[RowShape]:
-    """A tree, a token and a prompt, with blocks of `size` tokens that lie anywhere in the pool."""
-    shapes = [(2 * size + 3, 1, _TREE), (size, 1, EMPTY_TREE), (0, 5, EMPTY_TREE)]
+    """A tree, tokens after few and many others, and a prompt, with blocks of `size` tokens anywhere in the pool."""
+    shapes = [(2 * size + 3, 1, _TREE), (size, 1, EMPTY_TREE), (_MANY_TOKENS, 1, EMPTY_TREE), (0, 5, EMPTY_TREE)]
     needed = [-(-(stored + fresh + len(tree)) // size) for stored, fresh, tree in shapes]
     order = torch.randperm(sum(needed) + _SPARE_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
     free: Iterator[int] = iter(order)
@@ -140,7 +142,7 @@ def _trial_step(backend: AttentionBackend[Any], setting: AttentionSetting, kind:
     if kind is StepKind.RAGGED:
         metadata = backend.plan(rows)
     else:
-        size = graph_size(rows, tokens, setting.block_size, fixed_blocks=2 * len(rows[0].blocks[0]))
+        size = graph_size(rows, tokens, setting.block_size, fixed_blocks=setting.blocks)
         if size is None:
             raise ValueError(f"the trial's rows fit no graph with blocks of {setting.block_size} tokens")
         width = size.tokens

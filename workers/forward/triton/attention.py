@@ -33,7 +33,9 @@ def key_tile(dim: int) -> int:
 
 def launch_warps(tile: int, group: int, dim: int, *, is_wide: bool) -> int:
     """Warps of a program, for tiles of so many queries of the heads that share a KV head."""
-    return 8 if not is_wide and (tile * triton.next_power_of_2(group) >= 64 or dim > 128) else 4
+    if is_wide:
+        return 4 if dim > 64 else 8
+    return 8 if tile * triton.next_power_of_2(group) >= 64 or dim > 128 else 4
 
 
 def paged_attention(
