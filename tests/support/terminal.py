@@ -6,6 +6,7 @@ import asyncio
 import os
 import pty
 import re
+import signal
 import sys
 import termios
 from collections.abc import AsyncIterator
@@ -51,6 +52,12 @@ class Terminal:
         self._output.put_nowait(os.read(self._leader, 1 << 16).decode(errors="replace"))
 
 
+def _log_in(follower: int) -> None:
+    """Give the process its terminal, and SIGINT, which a script's background processes ignore."""
+    os.login_tty(follower)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @asynccontextmanager
 async def in_terminal(*arguments: str) -> AsyncIterator[Terminal]:
     """`pilotfish` with arguments, in a terminal whose Ctrl-C it gets as SIGINT."""
@@ -61,7 +68,7 @@ async def in_terminal(*arguments: str) -> AsyncIterator[Terminal]:
         stdout=follower,
         stderr=follower,
         env=os.environ | {"NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "200"},
-        preexec_fn=lambda: os.login_tty(follower),
+        preexec_fn=lambda: _log_in(follower),
     )
     terminal = Terminal(leader, follower, process)
     asyncio.get_running_loop().add_reader(leader, terminal.read)
