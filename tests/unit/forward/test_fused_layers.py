@@ -32,7 +32,7 @@ def loaded(directory: Path, make: Make, device: str = "cpu", dtype: str = "float
 
 
 def logits(model: LoadedModel, taps: tuple[int, ...] = (), options: PassOptions = WHOLE_PASS) -> list[torch.Tensor]:
-    """Of a prompt and a token after it, with the hidden states of the taps."""
+    """The logits of a prompt and of one token after it, and the hidden states that the taps recorded."""
     pool = KvPool(model.kv_spec, KvSection(block_size=16), blocks=4)
     runner = ModelRunner(model, pool, taps)
     table = pool.new_table()

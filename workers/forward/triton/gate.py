@@ -12,7 +12,7 @@ import triton.language as tl
 _COLUMNS = 1024
 """Columns of one program."""
 _LARGEST = tl.constexpr(88.0)
-"""Its exponential is a finite float32; what is divided by it is as good as 0."""
+"""Bound of the negated gate. Its exponential is a finite float32, and SiLU beyond it is as good as 0."""
 
 
 def silu_mul(gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
