@@ -9,8 +9,7 @@ from deploy.bench.evaluation.quality import Quality
 from deploy.bench.evaluation.tasks.task import Task
 from deploy.bench.evaluation.token_costs import token_costs
 from deploy.bench.measuring import measures
-from deploy.bench.measuring.exactness import Exactness
-from deploy.bench.measuring.results import CellResult, Entry, joined_use, over_tasks
+from deploy.bench.measuring.results import CellResult, Entry, Exactness, joined_use, over_tasks
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, number, or_unknown
 from deploy.draft_origins import origin_shares
 

@@ -24,7 +24,7 @@ class LoadResults:
 
     title: str
     machine: Mapping[str, Any]
-    """The machine of the client, from `deploy.bench.measuring.costs.describe_machine`."""
+    """The machine of the client, from `deploy.bench.measuring.machine.describe_machine`."""
     command: str
     measurements: list[Measurement] = field(default_factory=list)
     was_stopped: bool = False

@@ -1,16 +1,10 @@
-"""Memory and arithmetic of a configuration, and the machine that it runs on."""
+"""Memory and arithmetic of a configuration."""
 
 from __future__ import annotations
 
-import os
-import platform
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from transformers import AutoConfig
 
 from cluster.core.config.model_section import ModelSection
@@ -22,12 +16,6 @@ from workers.model.stored.sizes import stored_bytes
 from workers.model.weight_counts import count_weights
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_VERSIONS = ("pilotfish", "torch", "transformers", "grpcio", "ray")
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process, in bytes."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Cost:
@@ -84,28 +72,3 @@ def _weight_bytes(section: ModelSection, parameters: int) -> int:
     return (
         stored if stored is not None else parameters * (1 if section.quantization == "int8" else _BYTES[section.dtype])
     )
-
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores, threads, memory, GPUs, versions and the time (UTC)."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "memory_bytes": int(psutil.virtual_memory().total),
-        "gpus": gpus,
-        "load": [round(value, 2) for value in os.getloadavg()],
-        "versions": {name: version(name) for name in _VERSIONS} | {"python": platform.python_version()},
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

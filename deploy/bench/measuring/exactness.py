@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from deploy.bench.contestants.answers import BenchPass, PassRequest
+from deploy.bench.measuring.results import Exactness
 from workers.sampling.noise import gumbel_of
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
@@ -19,34 +20,6 @@ computations of one logit differ by a few such steps.
 
 Gap = Callable[[tuple[int, ...], int, int], Awaitable[float | None]]
 """By how much the target's logit of the first token exceeds that of the second, after a context."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exactness:
-    """Number of answers by how they compare with plain decoding."""
-
-    equal: int = 0
-    explained: int = 0
-    """They differ first where the target's logits of both tokens are closer than rounding may change them."""
-    wrong: int = 0
-    not_compared: int = 0
-    """They come from other random numbers, or a side has no token ids."""
-    largest_gap: float = 0.0
-    """Largest difference of logits among the explained and the wrong answers, where it is known."""
-
-    def __add__(self, other: Exactness) -> Exactness:
-        return Exactness(
-            self.equal + other.equal,
-            self.explained + other.explained,
-            self.wrong + other.wrong,
-            self.not_compared + other.not_compared,
-            max(self.largest_gap, other.largest_gap),
-        )
-
-    def __str__(self) -> str:
-        """`equal / explained / wrong`, and how many answers are not compared."""
-        counts = f"{self.equal} / {self.explained} / {self.wrong}"
-        return f"{counts} ({self.not_compared} not compared)" if self.not_compared else counts
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from deploy.bench.contestants.answers import BenchPass, ResourceUse
 from deploy.bench.measuring.competitors import Skipped
-from deploy.bench.measuring.exactness import Exactness
 
 FORMAT_VERSION = 1
 
@@ -26,6 +25,34 @@ class Cell:
     def __str__(self) -> str:
         """For messages."""
         return f"{self.task}, batch {self.batch}, temperature {self.temperature:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Number of answers by how they compare with plain decoding."""
+
+    equal: int = 0
+    explained: int = 0
+    """They differ first where the target's logits of both tokens are closer than rounding may change them."""
+    wrong: int = 0
+    not_compared: int = 0
+    """They come from other random numbers, or a side has no token ids."""
+    largest_gap: float = 0.0
+    """Largest difference of logits among the explained and the wrong answers, where it is known."""
+
+    def __add__(self, other: Exactness) -> Exactness:
+        return Exactness(
+            self.equal + other.equal,
+            self.explained + other.explained,
+            self.wrong + other.wrong,
+            self.not_compared + other.not_compared,
+            max(self.largest_gap, other.largest_gap),
+        )
+
+    def __str__(self) -> str:
+        """`equal / explained / wrong`, and how many answers are not compared."""
+        counts = f"{self.equal} / {self.explained} / {self.wrong}"
+        return f"{counts} ({self.not_compared} not compared)" if self.not_compared else counts
 
 
 @dataclass(frozen=True, slots=True)

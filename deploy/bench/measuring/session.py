@@ -14,9 +14,9 @@ from deploy.bench.contestants.answers import BenchPass, BenchTasks, PassRequest
 from deploy.bench.contestants.contestant import Contestant
 from deploy.bench.contestants.local import LocalContestant
 from deploy.bench.measuring.competitors import Skipped
-from deploy.bench.measuring.exactness import Exactness, Gap, Judge, compare
+from deploy.bench.measuring.exactness import Gap, Judge, compare
 from deploy.bench.measuring.meter import ResourceMeter
-from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Entry
+from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Entry, Exactness
 from deploy.terminal import notices
 
 Report = Callable[[float, str], None]

@@ -13,7 +13,7 @@ from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
-from deploy.bench.measuring.costs import describe_machine
+from deploy.bench.measuring.machine import describe_machine
 from deploy.bench.measuring.results import BenchResults
 
 

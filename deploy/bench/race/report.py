@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from deploy.bench.contestants.answers import BenchPass
 from deploy.bench.measuring import measures
-from deploy.bench.measuring.exactness import Exactness
-from deploy.bench.measuring.results import BenchResults, CellResult, Entry, over_tasks, plain_passes
+from deploy.bench.measuring.results import BenchResults, CellResult, Entry, Exactness, over_tasks, plain_passes
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, number, or_unknown
 from deploy.draft_origins import origin_shares
 

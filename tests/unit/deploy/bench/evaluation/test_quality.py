@@ -16,8 +16,7 @@ from deploy.bench.evaluation.tasks.arithmetic import score_arithmetic
 from deploy.bench.evaluation.tasks.task import Example, Task
 from deploy.bench.evaluation.token_costs import token_costs
 from deploy.bench.measuring.competitors import Skipped
-from deploy.bench.measuring.exactness import Exactness
-from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry, KvLayer
+from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry, Exactness, KvLayer
 from deploy.bench.measuring.roofs import Roofs
 from tests.unit.deploy.bench.race.test_report import MACHINE
 

@@ -6,7 +6,8 @@ import pytest
 
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest
 from deploy.bench.measuring import measures
-from deploy.bench.measuring.exactness import Exactness, Judge, compare, first_difference, noise_gap
+from deploy.bench.measuring.exactness import Judge, compare, first_difference, noise_gap
+from deploy.bench.measuring.results import Exactness
 
 
 def answer(*arrivals: tuple[float, int, int], drafted: int = 0) -> BenchAnswer:

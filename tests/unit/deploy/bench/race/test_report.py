@@ -10,8 +10,7 @@ import pytest
 
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass
 from deploy.bench.measuring.competitors import Skipped
-from deploy.bench.measuring.exactness import Exactness
-from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry
+from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry, Exactness
 from deploy.bench.race.report import markdown
 from deploy.bench.report.charts import speedup_by_task, throughput_by_batch
 
