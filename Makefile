@@ -87,8 +87,15 @@ serve: $(WEIGHTS)  ## Start the cluster and keep it up (CONFIG=preset or file, A
 distill: $(WEIGHTS)  ## Make a draft model (ARGS='--prompts FILE --layers 0,1,29 --minutes 60 --out DIRECTORY')
 	$(BIN)/pilotfish distill --config $(CONFIG) $(ARGS)
 
-# Small tests run in two processes with one thread each. Tests with Ray or real weights run one at a time.
-test: fast essential  ## Run the fast tests, and one path through everything real (ARGS goes to pytest)
+# Small tests run in two processes with one thread each. Tests with Ray or real weights run one at a time, the essential one
+# beside the small ones, which leave a part of two cores idle. What it writes is shown at the end.
+test: $(WEIGHTS)  ## Run the fast tests, and one path through everything real (ARGS goes to pytest)
+	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT; \
+	$(MAKE) --no-print-directory -j 2 fast beside SHOWN="$$shown"; status=$$?; cat "$$shown"; exit $$status
+
+.PHONY: beside
+beside:
+	@$(MAKE) --no-print-directory essential >$(SHOWN) 2>&1
 
 .PHONY: fast
 fast: $(INSTALLED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.models import mtp_targets, tiny, tiny_tokenizer
-from tests.support.models.mtp_targets import FAMILIES, LAYERS
+from tests.support.models.mtp_targets import LAYERS
 from tests.unit.draft.contract.methods import HIDDEN, VOCABULARY
 from tests.unit.draft.contract.test_public_drafts import (
     answers,
+    answers_alone,
     check_right_to_the_last_depth,
     configured,
 )
@@ -21,7 +21,7 @@ from tests.unit.draft.contract.test_public_drafts import (
 DEPTH = 4
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp(request.param) / "target")
     tiny.save(directory, mtp_targets.config(request.param, VOCABULARY))
@@ -29,21 +29,26 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return directory
 
 
-@pytest.fixture(scope="module")
-def plain(target: Path) -> list[tuple[int, ...]]:
-    """The answers of the target alone."""
-    return [one.tokens for one in asyncio.run(answers(configured(target, "draft.method=none")))]
+@pytest.mark.parametrize(
+    ("target", "place"),
+    [
+        ("deepseek_v3", "target"),
+        ("glm4_moe", "drafter"),
+        pytest.param("deepseek_v3", "drafter", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "target", marks=pytest.mark.slow),
+    ],
+    indirect=["target"],
+)
+async def test_the_layer_of_the_target_changes_no_token(place: str, target: Path) -> None:
+    plain = await answers_alone(target)
 
-
-@pytest.mark.parametrize("place", ["target", "drafter"])
-async def test_the_layer_of_the_target_changes_no_token(place: str, target: Path, plain: list[tuple[int, ...]]) -> None:
     drafted = await answers(configured(target, "draft.method=mtp", f"draft.placement={place}"))
 
-    assert [one.tokens for one in drafted] == plain
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert all(one.drafted > 0 for one in drafted)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def successors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose layers add nothing, so that the token before decides alone, with a layer that does the same.
 
@@ -63,13 +68,22 @@ def successors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory
 
 
-@pytest.mark.parametrize(("candidates", "nodes"), [(1, DEPTH), (3, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("successors", "candidates", "nodes"),
+    [
+        pytest.param("deepseek_v3", 1, DEPTH, id="deepseek_v3-chain"),
+        pytest.param("deepseek_v3", 3, 12, id="deepseek_v3-tree", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 1, DEPTH, id="glm4_moe-chain", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 3, 12, id="glm4_moe-tree"),
+    ],
+    indirect=["successors"],
+)
 async def test_a_layer_that_knows_the_target_is_right_to_the_last_depth(
     candidates: int, nodes: int, successors: Path
 ) -> None:
     """Greedy and sampled: each depth is fed with the token drafted before it, with the noise of its own position."""
     drawn = ["draft.method=mtp", "draft.mtp.weights=float32", f"draft.mtp.candidates={candidates}"]
-    plain = await answers(configured(successors, "draft.method=none"))
+    plain = await answers_alone(successors)
 
     drafted = await answers(configured(successors, *drawn, f"draft.max_nodes={nodes}", f"draft.max_depth={DEPTH}"))
 

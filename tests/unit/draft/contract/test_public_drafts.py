@@ -96,6 +96,16 @@ async def answers(configuration: Configuration) -> Sequence[Answer]:
             await client.close()
 
 
+_ALONE: dict[Path, Sequence[Answer]] = {}
+
+
+async def answers_alone(target: Path) -> Sequence[Answer]:
+    """The answers of a target without drafts, which are computed once."""
+    if target not in _ALONE:
+        _ALONE[target] = await answers(configured(target, "draft.method=none"))
+    return _ALONE[target]
+
+
 def check_right_to_the_last_depth(
     drafted: Sequence[Answer], plain: Sequence[Answer], *, per_step: int, least_distinct: int
 ) -> None:
@@ -111,32 +121,28 @@ def check_right_to_the_last_depth(
     assert len(set(sampled.tokens)) >= least_distinct
 
 
-@pytest.fixture(scope="module")
-def plain(deeper: Directories) -> list[tuple[int, ...]]:
-    """The answers of the target alone."""
-    return [one.tokens for one in asyncio.run(answers(configured(deeper.target, "draft.method=none")))]
-
-
 @pytest.mark.parametrize(
     ("draft", "place"),
     [
         ("eagle3", "target"),
-        ("eagle3", "drafter"),
-        ("peagle", "target"),
+        pytest.param("eagle3", "drafter", marks=pytest.mark.slow),
+        pytest.param("peagle", "target", marks=pytest.mark.slow),
         ("peagle", "drafter"),
         ("eagle", "target"),
         ("medusa", "target"),
         ("dflash", "target"),
-        ("dspark", "target"),
+        pytest.param("dspark", "target", marks=pytest.mark.slow),
         ("dspark", "drafter"),
     ],
 )
 async def test_a_public_draft_changes_no_token(
-    draft: str, place: str, deeper: Directories, drafts: dict[str, Path], plain: list[tuple[int, ...]]
+    draft: str, place: str, deeper: Directories, drafts: dict[str, Path]
 ) -> None:
+    plain = await answers_alone(deeper.target)
+
     drafted = await answers(configured(deeper.target, f"draft.path={drafts[draft]}", f"draft.placement={place}"))
 
-    assert [one.tokens for one in drafted] == plain
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert all(one.drafted > 0 for one in drafted)
 
 
@@ -171,7 +177,7 @@ async def test_a_block_drafter_that_knows_the_target_is_right_in_every_slot(
     """Greedy and sampled: each slot is conditioned on the token before it, with the noise of its own position."""
     target, draft = successors
     drawn = [f"draft.path={draft}", "draft.block.weights=float32", f"draft.block.candidates={candidates}"]
-    plain = await answers(configured(target, "draft.method=none"))
+    plain = await answers_alone(target)
 
     drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", f"draft.max_depth={SLOTS}"))
 
@@ -222,7 +228,7 @@ async def test_a_parallel_model_that_knows_the_target_is_right_in_every_slot(
     (draft / "config.json").write_text(json.dumps(config | {"pard_token": VOCABULARY - 1}))
     drawn = [f"draft.path={draft}", "draft.model.device=cpu", "draft.model.compile=off", "draft.placement=drafter"]
     drawn += [f"draft.model.candidates={candidates}", "draft.model.kv.pool_bytes=4194304"]
-    plain = await answers(configured(target, "draft.method=none"))
+    plain = await answers_alone(target)
 
     drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", "draft.max_depth=5"))
 
@@ -236,7 +242,7 @@ async def test_a_parallel_head_that_knows_the_target_is_right_in_every_slot(
     """Greedy and sampled: the last slot of the one pass is as right as the first, with the noise of its position."""
     target, draft = memoryless
     drawn = [f"draft.path={draft}", "draft.eagle.weights=float32", f"draft.eagle.candidates={candidates}"]
-    plain = await answers(configured(target, "draft.method=none"))
+    plain = await answers_alone(target)
 
     drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", "draft.max_depth=5"))
 

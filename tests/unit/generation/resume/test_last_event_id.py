@@ -19,6 +19,7 @@ from cluster.core.config.sections import LimitsSection
 from cluster.ingress.http import create_app
 from tests.support.clusters.fake_coordinators import CuttableConnections, FakeReplicas, fake_replicas
 from tests.support.fakes.fake_engine import listening
+from tests.support.slow import slow_but
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello the world"}]}
 PLAIN: dict[str, Any] = {"prompt": "hello the world"}
@@ -147,14 +148,15 @@ async def test_a_stream_cut_after_any_event_continues_at_another_ingress(tmp_pat
             assert len({event_id for event_id, _ in (*first, *rest)}) == len(first) + len(rest)
 
 
-async def test_streams_survive_dying_ingresses_and_coordinators(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", slow_but([3], [3, 8]))
+async def test_streams_survive_dying_ingresses_and_coordinators(tmp_path: Path, rounds: int) -> None:
     draw, deaths = random.Random(9), 0
     path, values = BODIES["several answers"]
     bodies = [body_of(values | {"seed": seed, "max_tokens": 40}) for seed in range(4)]
     async with ingresses(tmp_path, 2, step_delay=0.002) as both:
         expected = [read(await both.events(0, path, body)) for body in bodies]
         direct = list(both.urls)
-        for round_number in range(8):
+        for round_number in range(rounds):
             dying = [CuttableConnections(int(url.rpartition(":")[2])) for url in direct]
             for connections in dying:
                 await connections.start()
@@ -179,7 +181,7 @@ async def test_streams_survive_dying_ingresses_and_coordinators(tmp_path: Path) 
             assert [one.choices for one in await asyncio.gather(*reading)] == [one.choices for one in expected]
             for connections in dying:
                 await connections.close()
-    assert deaths > 8
+    assert deaths > rounds
 
 
 async def test_a_body_without_a_seed_continues_with_the_seed_of_its_stream(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -33,6 +32,8 @@ def error_of(response: httpx.Response) -> tuple[int, str, str]:
 
 
 async def test_tokens_are_counted_as_the_model_reads_them(tmp_path: Path) -> None:
+    import anthropic
+
     api = api_that_writes(tmp_path, TEXT)
     body: Any = {"model": MODEL, "messages": HI, "system": "Be brief.", "tools": [TOOL]}
     async with anthropic_client(api) as client:
@@ -141,6 +142,8 @@ async def test_errors_before_the_route_have_anthropics_form(tmp_path: Path) -> N
 
 
 async def test_callers_without_a_key_get_anthropics_error(tmp_path: Path) -> None:
+    import anthropic
+
     api = api_that_writes(tmp_path, TEXT)
     keys = KeyRing(parse_keys("alice alice-key-0123456789", "keys"))
     async with listening(create_app(api.client, LimitsSection(), keys=keys)) as url, httpx.AsyncClient() as http:

@@ -6,9 +6,8 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 
@@ -18,6 +17,9 @@ from cluster.ingress.endpoints.conversations import Conversations
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import MODEL, listening
 from tests.support.fakes.http_app import HI, HttpApi, error_of
+
+if TYPE_CHECKING:
+    import anthropic
 
 TEXT = "hello the world"
 CALL = 'Yes. <tool_call>{"name": "swim", "arguments": {"to": "the world"}}</tool_call>'
@@ -39,6 +41,8 @@ def openai_client(api: HttpApi) -> openai.AsyncOpenAI:
 
 @asynccontextmanager
 async def anthropic_client(api: HttpApi) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic  # 3,000 modules, which processes that only collect tests do not need
+
     async with (
         listening(create_app(api.client, LimitsSection())) as url,
         anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,

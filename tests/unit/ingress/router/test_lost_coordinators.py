@@ -12,8 +12,8 @@ from cluster.core.errors import Aborted, DeadlineExceeded, InvalidRequest, NotRe
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.fake_coordinators import fake_replicas
 from tests.support.clusters.routed_requests import KINDS, RoutedAnswer, answers_of, collect, request_of
+from tests.support.slow import slow_but
 
-ROUNDS = 24
 STEP_SECONDS = 0.002
 
 
@@ -26,14 +26,15 @@ async def undisturbed(directory: Path, requests: list[generation_pb2.GenerateReq
     return answers
 
 
-async def test_every_stream_survives_the_death_of_its_coordinator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", slow_but([6], [6, 24]))
+async def test_every_stream_survives_the_death_of_its_coordinator(tmp_path: Path, rounds: int) -> None:
     draw = random.Random(5)
     requests = [request_of(kind, number) for number in range(2) for kind in KINDS]
     expected = await undisturbed(tmp_path, requests)
     resumed = 0
     async with fake_replicas(tmp_path, 2, step_delay=STEP_SECONDS) as cluster:
         router = cluster.router()
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             cluster.resumed.clear()
             chosen = draw.sample(range(len(requests)), 6)
             reading = [asyncio.create_task(answers_of(router, requests[index])) for index in chosen]
@@ -45,8 +46,8 @@ async def test_every_stream_survives_the_death_of_its_coordinator(tmp_path: Path
             assert len(cluster.resumed) <= 20 * running
             resumed += len(set(cluster.resumed))
         await router.close()
-        assert sum(replica.starts for replica in cluster.replicas) == 2 + ROUNDS
-    assert resumed > ROUNDS
+        assert sum(replica.starts for replica in cluster.replicas) == 2 + rounds
+    assert resumed > rounds
 
 
 async def test_a_stream_continues_at_the_only_coordinator_once_it_is_reborn(tmp_path: Path) -> None:
