@@ -14,6 +14,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.weights.base import CutRefused, Storage
@@ -59,7 +60,7 @@ def load_stored(
     `ModelLoadError`, `ConfigurationError`.
     """
     checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         module: PreTrainedModel = make()
     plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}
     names = {id(owner): name for name, owner in module.named_modules()}
