@@ -76,8 +76,8 @@ def is_mixture(layer: nn.Module) -> bool:
 def fast_experts(layer: nn.Module, quantization: str, directory: str | None) -> FastExperts | None:
     """The fastest form of a layer's experts; `None` for those that stay as `transformers` made them.
 
-    These are experts on a GPU, and those whose kind or sharding is not one of the usual. `quantization` is the setting.
-    `directory` keeps the compiled CPU kernels.
+    These are experts on a GPU (see `workers.forward.expert_trial`), and those whose kind or sharding is not one of the
+    usual. `quantization` is the setting. `directory` keeps the compiled CPU kernels.
     """
     if isinstance(layer, StoredExperts):
         return FastExperts(_on_cpu(layer.experts, layer.gate, directory), sums_ranks=layer.sums_ranks)

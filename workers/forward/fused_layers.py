@@ -2,7 +2,8 @@
 
 A layer launches four products, the attention, one kernel that rotates and stores, one for SiLU · mul, and two that add
 to the residual stream and normalize it: the sum after a layer's feed-forward network is normalized in the same launch
-for the layer that follows. The modules stay what they are, so hooks on layers see the residual stream, and a layer of
+for the layer that follows. In a mixture the feed-forward network is the router's product, a kernel that chooses, and
+the experts. The modules stay what they are, so hooks on layers see the residual stream, and a layer of
 which parts are skipped runs as `transformers` wrote it.
 
 A layer is fused only if its classes are among those that are known line by line, and if it then agrees with the
@@ -18,12 +19,36 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workers.forward.expert_choice import ExpertChoice
 from workers.forward.layer_lists import decoder_layers, decoder_list
 from workers.forward.linear import FastLinear, MergedLinear
 from workers.forward.projections import HeadNorms, Projections, rms_norm
 
-_FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
-"""Prefix of the classes of `transformers` by its module: their layers differ in biases and in norms of heads alone."""
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What distinguishes the layers of a family from Llama's, biases and norms of heads apart."""
+
+    module: str
+    """Of `transformers`."""
+    mixture: str = ""
+    """Class of the feed-forward network that is a mixture, without the family's prefix."""
+    router: str = "gate"
+    """Name of the mixture's router."""
+    is_gpt_oss: bool = False
+    """Norms multiply before they round, each pair of rotated numbers has one angle, and heads have learned sinks."""
+
+
+_FAMILIES = {
+    "Llama": _Family("llama"),
+    "Mistral": _Family("mistral"),
+    "Qwen2": _Family("qwen2"),
+    "Qwen3": _Family("qwen3"),
+    "Mixtral": _Family("mixtral", "SparseMoeBlock"),
+    "Qwen3Moe": _Family("qwen3_moe", "SparseMoeBlock"),
+    "GptOss": _Family("gpt_oss", "MLP", "router", is_gpt_oss=True),
+}
+"""By the prefix of their classes."""
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -46,6 +71,10 @@ class LayerKernels(Protocol):
         """`silu(gates) * values`, of rows that may lie apart."""
         ...
 
+    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers of each row's experts, `[rows, experts of a token]` each, as `choice.of` returns them."""
+        ...
+
 
 class ReferenceKernels:
     """The operations in plain PyTorch, which the kernels are compared with."""
@@ -65,14 +94,18 @@ class ReferenceKernels:
         """`silu(gates) * values`."""
         return functional.silu(gates) * values
 
+    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers of each row's experts."""
+        return choice.of(logits)
+
 
 class TritonKernels:
     """The operations as Triton kernels, one launch each. Making them raises `ImportError` without `triton`."""
 
     def __init__(self) -> None:
-        from workers.forward.triton import gate, norm
+        from workers.forward.triton import experts, gate, norm
 
-        self._gate, self._norm = gate, norm
+        self._experts, self._gate, self._norm = experts, gate, norm
 
     def normalize(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """RMSNorm of each row."""
@@ -88,14 +121,52 @@ class TritonKernels:
         """`silu(gates) * values`."""
         return self._gate.silu_mul(gates, values)
 
+    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers of each row's experts."""
+        return self._experts.choose(logits, choice)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixture:
+    """The parts of a feed-forward network with experts."""
+
+    router: nn.Module
+    experts: nn.Module
+    choice: ExpertChoice
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """The router's logits of `rows` `[rows, hidden]`, `[rows, experts]`."""
+        router: Any = self.router
+        return functional.linear(rows, router.weight, getattr(router, "bias", None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Norm:
+    """A norm, as the kernels take it."""
+
+    module: nn.Module
+    weight: torch.Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: Any, family: _Family) -> _Norm:
+        """The norm of a module of a known family."""
+        weight = module.weight.detach().float() if family.is_gpt_oss else module.weight
+        return cls(module, weight, module.variance_epsilon)
+
 
 @dataclass(slots=True, eq=False)
-class _Ahead:
-    """The residual stream after the last layer that ran, already normalized for the module that follows."""
+class _Pass:
+    """What a layer leaves for those that follow it in a pass."""
 
     stream: torch.Tensor | None = None
+    """The residual stream after the last layer that ran."""
     norm: nn.Module | None = None
     normalized: torch.Tensor | None = None
+    """The stream, normalized for the module that follows."""
+    half: torch.Tensor | None = None
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Cosines and sines of all numbers of a head, made from `half` of the cosines."""
 
     def take(self, stream: torch.Tensor, norm: nn.Module) -> torch.Tensor | None:
         """What `norm` makes of this very tensor, if it is known. It is forgotten in any case."""
@@ -103,13 +174,23 @@ class _Ahead:
         self.stream = self.norm = self.normalized = None
         return found
 
+    def whole(self, angles: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all numbers of a head, from those of its first half. Made once in a pass."""
+        if self.angles is None or self.half is not angles[0]:
+            self.half = angles[0]
+            self.angles = torch.cat((angles[0], angles[0]), -1), torch.cat((angles[1], angles[1]), -1)
+        return self.angles
+
 
 class FusedLayer:
     """The forward pass of a decoder layer."""
 
-    def __init__(self, layer: nn.Module, following: nn.Module, ahead: _Ahead, kernels: LayerKernels) -> None:
+    def __init__(self, layer: nn.Module, following: _Norm, shared: _Pass, kernels: LayerKernels) -> None:
         """`following` is the norm that reads what this layer returns."""
-        self._layer, self._following, self._ahead, self._kernels = layer, following, ahead, kernels
+        self._layer, self._following, self._pass, self._kernels = layer, following, shared, kernels
+        self._family = family = family_of(layer)
+        self._norms = [_Norm.of(getattr(layer, name), family) for name in _NORMS]
+        self._mixture = mixture_of(layer)
 
     def __call__(
         self,
@@ -126,39 +207,47 @@ class FusedLayer:
             output: torch.Tensor = type(layer).forward(layer, hidden_states, *arguments, **others)
             return output
         stream = hidden_states[0].contiguous()
-        first = layer.input_layernorm
-        normalized = self._ahead.take(hidden_states, first)
+        first, second = self._norms
+        normalized = self._pass.take(hidden_states, first.module)
         if normalized is None:
-            normalized = self._kernels.normalize(stream, first.weight, first.variance_epsilon)
-        stream, normalized = self._add(stream, self._attend(normalized, position_embeddings), _NORMS[1])
-        mlp = layer.mlp
-        gated = self._kernels.silu_mul(mlp.gate_proj(normalized), mlp.up_proj(normalized))
-        following: Any = self._following
-        stream, normalized = self._kernels.add_and_normalize(
-            stream, mlp.down_proj(gated), following.weight, following.variance_epsilon
-        )
+            normalized = self._kernels.normalize(stream, first.weight, first.epsilon)
+        stream, normalized = self._add(stream, self._attend(normalized, position_embeddings), second)
+        stream, normalized = self._add(stream, self._feed_forward(normalized), self._following)
         result = stream[None]
-        self._ahead.stream, self._ahead.norm, self._ahead.normalized = result, following, normalized
+        self._pass.stream, self._pass.norm, self._pass.normalized = result, self._following.module, normalized
         return result
 
-    def _add(self, stream: torch.Tensor, added: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        norm: Any = getattr(self._layer, name)
-        return self._kernels.add_and_normalize(stream, added, norm.weight, norm.variance_epsilon)
+    def _add(self, stream: torch.Tensor, added: torch.Tensor, norm: _Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kernels.add_and_normalize(stream, added, norm.weight, norm.epsilon)
+
+    def _feed_forward(self, normalized: torch.Tensor) -> torch.Tensor:
+        mlp: Any = self._layer.mlp
+        output: torch.Tensor
+        if self._mixture is None:
+            output = mlp.down_proj(self._kernels.silu_mul(mlp.gate_proj(normalized), mlp.up_proj(normalized)))
+        else:
+            weights, chosen = self._kernels.choose(self._mixture.logits(normalized), self._mixture.choice)
+            output = self._mixture.experts(normalized, chosen, weights)
+        return output
 
     def _attend(self, normalized: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         attention: Any = self._layer.self_attn
         step, layer = attention.paged_attention.step, attention.layer_idx
+        cosines, sines = self._pass.whole(angles) if self._family.is_gpt_oss else angles
         fresh = Projections(
             queries=attention.q_proj(normalized),
             keys=attention.k_proj(normalized),
             values=attention.v_proj(normalized),
-            cosines=angles[0][0],
-            sines=angles[1][0],
+            cosines=cosines[0],
+            sines=sines[0],
             dim=attention.head_dim,
             norms=head_norms(attention),
         )
         queries = step.backend.write_rotated(layer, fresh, step.metadata)
-        attended = step.backend.attend(layer, queries, step.metadata, attention.scaling)
+        if (sinks := getattr(attention, "sinks", None)) is None:
+            attended = step.backend.attend(layer, queries, step.metadata, attention.scaling)
+        else:
+            attended = step.backend.attend_with_sinks(layer, queries, step.metadata, attention.scaling, sinks)
         output: torch.Tensor = attention.o_proj(attended.flatten(1))
         return output
 
@@ -166,12 +255,12 @@ class FusedLayer:
 class _FollowingNorm:
     """The forward pass of the norm after the last layer."""
 
-    def __init__(self, norm: nn.Module, ahead: _Ahead) -> None:
-        self._norm, self._ahead = norm, ahead
+    def __init__(self, norm: nn.Module, shared: _Pass) -> None:
+        self._norm, self._pass = norm, shared
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[1, tokens, hidden]`."""
-        known = self._ahead.take(hidden_states, self._norm)
+        known = self._pass.take(hidden_states, self._norm)
         if known is not None:
             return known[None]
         output: torch.Tensor = type(self._norm).forward(self._norm, hidden_states)
@@ -183,6 +272,22 @@ def head_norms(attention: Any) -> HeadNorms | None:
     if (query_norm := getattr(attention, "q_norm", None)) is None:
         return None
     return HeadNorms(query_norm.weight, attention.k_norm.weight, query_norm.variance_epsilon)
+
+
+def mixture_of(layer: Any) -> Mixture | None:
+    """The mixture of a known layer; `None` if its feed-forward network is none."""
+    family = family_of(layer)
+    if not family.mixture or not hasattr(layer.mlp, "experts"):
+        return None
+    router = getattr(layer.mlp, family.router)
+    is_of_all = not getattr(router, "norm_topk_prob", True)
+    choice = ExpertChoice(router.top_k, is_of_all, is_wide=family.module == "mixtral")
+    return Mixture(router, layer.mlp.experts, choice)
+
+
+def family_of(layer: nn.Module) -> _Family:
+    """The family of a known layer."""
+    return _FAMILIES[type(layer).__name__.removesuffix("DecoderLayer")]
 
 
 def has_known_layers(model: nn.Module) -> bool:
@@ -197,11 +302,11 @@ def fuse_layers(model: nn.Module, kernels: LayerKernels) -> bool:
     if not has_known_layers(model):
         return False
     layers, norm = list(decoder_layers(model)), cast("nn.Module", decoder_list(model)[0].norm)
-    ahead = _Ahead()
+    shared, family = _Pass(), family_of(layers[0])
     following: list[Any] = [*(layer.input_layernorm for layer in layers[1:]), norm]
     for layer, after in zip(layers, following, strict=True):
-        layer.forward = FusedLayer(layer, after, ahead, kernels)
-    norm.forward = _FollowingNorm(norm, ahead)
+        layer.forward = FusedLayer(layer, _Norm.of(after, family), shared, kernels)
+    norm.forward = _FollowingNorm(norm, shared)
     return True
 
 
@@ -214,40 +319,57 @@ def undo_fuse(model: nn.Module) -> None:
 
 def _is_known(layer: nn.Module, norm: nn.Module) -> bool:
     """Whether a layer computes what `FusedLayer` does."""
-    for prefix, family in _FAMILIES.items():
-        if type(layer).__name__ != f"{prefix}DecoderLayer" or not _is_of(layer, family):
-            continue
-        parts = dict(layer.named_children())
-        if set(parts) != {"self_attn", "mlp", *_NORMS}:
-            return False
-        attention, mlp = parts["self_attn"], parts["mlp"]
-        names = {name for name, _ in attention.named_children()}
-        norms = [norm, *(parts[name] for name in _NORMS), *(getattr(attention, name) for name in names & _HEAD_NORMS)]
-        linears = [getattr(attention, name, None) for name in _PROJECTIONS]
-        linears += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-        return (
-            type(attention).__name__ == f"{prefix}Attention"
-            and type(mlp).__name__ == f"{prefix}MLP"
-            and _is_of(attention, family)
-            and _is_of(mlp, family)
-            and names in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
-            and all(_is_rms_norm(one, f"{prefix}RMSNorm", family) for one in norms)
-            and all(isinstance(one, FastLinear | MergedLinear) for one in linears)
-            and _is_silu(mlp.act_fn)
-            and not any(_has_hooks(one) for one in (layer, attention, mlp, *norms))
-        )
-    return False
+    prefix = type(layer).__name__.removesuffix("DecoderLayer")
+    family, parts = _FAMILIES.get(prefix), dict(layer.named_children())
+    if family is None or set(parts) != {"self_attn", "mlp", *_NORMS}:
+        return False
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    names = {name for name, _ in attention.named_children()}
+    norms = [norm, *(parts[name] for name in _NORMS), *(getattr(attention, name) for name in names & _HEAD_NORMS)]
+    linears = [getattr(attention, name, None) for name in _PROJECTIONS]
+    return (
+        all(_is_of(part, family) for part in (layer, attention, mlp, *norms))
+        and type(attention).__name__ == f"{prefix}Attention"
+        and names in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
+        and all(type(one).__name__ == f"{prefix}RMSNorm" and _is_whole(one) for one in norms)
+        and all(isinstance(one, FastLinear | MergedLinear) for one in linears)
+        and set(attention._parameters) == ({"sinks"} if family.is_gpt_oss else set())
+        and _is_whole(attention)
+        and not any(_has_hooks(one) for one in (layer, attention, mlp, *norms))
+        and (_is_mixture(mlp, prefix, family) if hasattr(mlp, "experts") else _is_dense(mlp, prefix))
+    )
 
 
-def _is_of(module: nn.Module, family: str) -> bool:
-    return type(module).__module__ == f"transformers.models.{family}.modeling_{family}"
+def _is_dense(mlp: Any, prefix: str) -> bool:
+    """Whether this is the usual feed-forward network."""
+    linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    is_known = type(mlp).__name__ == f"{prefix}MLP" and all(
+        isinstance(one, FastLinear | MergedLinear) for one in linears
+    )
+    return is_known and _is_silu(mlp.act_fn)
 
 
-def _is_rms_norm(norm: nn.Module, name: str, family: str) -> bool:
-    """Whether a norm has one weight that each rank holds whole."""
+def _is_mixture(mlp: Any, prefix: str, family: _Family) -> bool:
+    """Whether this is a known router before experts, and nothing else."""
+    router = getattr(mlp, family.router, None)
+    return (
+        type(mlp).__name__ == f"{prefix}{family.mixture}"
+        and type(router).__name__ == f"{prefix}TopKRouter"
+        and {name for name, _ in mlp.named_children()} == {family.router, "experts"}
+        and _is_whole(router)
+        and not any(_has_hooks(one) for one in (router, mlp.experts))
+    )
+
+
+def _is_of(module: nn.Module, family: _Family) -> bool:
+    return type(module).__module__ == f"transformers.models.{family.module}.modeling_{family.module}"
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether each rank holds a module's own parameters whole."""
     from torch.distributed.tensor import DTensor  # takes most of a second
 
-    return type(norm).__name__ == name and _is_of(norm, family) and not isinstance(norm.weight, DTensor)
+    return not any(isinstance(one, DTensor) for one in module._parameters.values())
 
 
 def _is_silu(function: object) -> bool:

@@ -17,12 +17,14 @@ from cluster.core.tree import EMPTY_TREE
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import choose_backend
+from workers.forward.expert_choice import ExpertChoice
 from workers.forward.fused_layers import (
     LayerKernels,
     TritonKernels,
     fuse_layers,
     has_known_layers,
     head_norms,
+    mixture_of,
     undo_fuse,
 )
 from workers.forward.layer_lists import decoder_layers
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 _ROWS = (5, 1, 3)
 """Tokens of the rows of the trial."""
 _BLOCK_SIZE = 16
+_COMPARED = ("output", "keys", "values", "logits of the router", "weights of the experts", "logits of the experts")
 
 
 def fuse_on_gpu(model: LoadedModel) -> bool:
@@ -97,9 +100,14 @@ def _launch_each(model: LoadedModel, kernels: LayerKernels, step: StepPlan) -> N
     rows = zeros(model.hidden_size)
     kernels.normalize(rows, norm.weight, norm.variance_epsilon)
     kernels.add_and_normalize(rows, rows, norm.weight, norm.variance_epsilon)
-    width = layer.mlp.up_proj.out_features
-    both = zeros(2 * width)
-    kernels.silu_mul(both[:, :width], both[:, width:])
+    kinds: dict[bool, Any] = {mixture_of(one) is None: one for one in decoder_layers(model.module)}
+    for one in kinds.values():
+        if (mixture := mixture_of(one)) is not None:
+            kernels.choose(mixture.logits(rows), mixture.choice)
+        else:
+            width = one.mlp.up_proj.out_features
+            both = zeros(2 * width)
+            kernels.silu_mul(both[:, :width], both[:, width:])
     fresh = Projections(
         queries=zeros(attention.q_proj.out_features),
         keys=zeros(attention.k_proj.out_features),
@@ -110,22 +118,64 @@ def _launch_each(model: LoadedModel, kernels: LayerKernels, step: StepPlan) -> N
         norms=head_norms(attention),
     )
     queries = step.backend.write_rotated(0, fresh, step.metadata)
-    step.backend.attend(0, queries, step.metadata, attention.scaling)
+    if (sinks := getattr(attention, "sinks", None)) is None:
+        step.backend.attend(0, queries, step.metadata, attention.scaling)
+    else:
+        step.backend.attend_with_sinks(0, queries, step.metadata, attention.scaling, sinks)
 
 
 def _difference(model: LoadedModel, kernels: LayerKernels, store: KvStore) -> str | None:
-    """Fuse the layers, and compare each with its module: which one differs. Every rank runs every layer."""
+    """Fuse the layers, and compare each with its module: which one differs. Every rank runs every layer.
+
+    Routers choose as the modules did: a last bit of a logit may decide between two experts. What the kernels make of
+    the modules' own logits is compared by itself.
+    """
     calls = _record(model, store)
-    fuse_layers(model.module, kernels)
+    repeating = _RecordedChoice(kernels)
+    fuse_layers(model.module, repeating)
     limit = max(2 * torch.finfo(model.dtype).eps, 1e-4)
     problem = None
     for index, (layer, call) in enumerate(zip(decoder_layers(model.module), calls, strict=True)):
-        found = layer(*call.arguments, **call.others), *_stored(store)
-        for what, one, other in zip(("output", "keys", "values"), found, call.results, strict=True):
+        repeating.router = call.router
+        found = [*layer(*call.arguments, **call.others), *_stored(store)]
+        expected = [*call.results]
+        if call.router is not None and (mixture := mixture_of(layer)) is not None:
+            weights, chosen = kernels.choose(call.router.logits, mixture.choice)
+            found += [repeating.logits, weights, call.router.logits.gather(-1, chosen)]
+            expected += [call.router.logits, call.router.weights, call.router.logits.gather(-1, call.router.chosen)]
+        for what, one, other in zip(_COMPARED[: len(found)], found, expected, strict=True):
             difference = float((one.float() - other.float()).norm() / other.float().norm())
             if problem is None and not difference <= limit:
                 problem = f"{what} of layer {index} differ by {difference:.1e} of their size"
+    undo_fuse(model.module)
+    fuse_layers(model.module, kernels)
     return problem
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RouterResult:
+    """What a router of `transformers` returned."""
+
+    logits: torch.Tensor  # [tokens, experts]
+    weights: torch.Tensor  # [tokens, experts of a token]
+    chosen: torch.Tensor
+
+
+class _RecordedChoice:
+    """Kernels that choose the experts that a module chose."""
+
+    def __init__(self, kernels: LayerKernels) -> None:
+        self.normalize, self.add_and_normalize = kernels.normalize, kernels.add_and_normalize
+        self.silu_mul = kernels.silu_mul
+        self.router: _RouterResult | None = None
+        self.logits = torch.empty(0)
+        """Logits of the last choice."""
+
+    def choose(self, logits: torch.Tensor, _: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.router is None:
+            raise RuntimeError("a layer chose experts, and its module did not")
+        self.logits = logits
+        return self.router.weights, self.router.chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,14 +186,16 @@ class _Call:
     others: dict[str, Any]
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Output, and all stored keys and values after it."""
+    router: _RouterResult | None
 
 
 def _record(model: LoadedModel, store: KvStore) -> list[_Call]:
     """Run the trial's rows through the module, and record each layer."""
     calls: list[_Call] = []
+    routed: list[_RouterResult] = []
 
     def record(_: nn.Module, arguments: tuple[Any, ...], others: dict[str, Any], output: Any) -> None:
-        calls.append(_Call(arguments, others, (output.clone(), *_stored(store))))
+        calls.append(_Call(arguments, others, (output.clone(), *_stored(store)), routed.pop() if routed else None))
 
     width = sum(_ROWS)
     generator = torch.Generator().manual_seed(0)
@@ -152,6 +204,9 @@ def _record(model: LoadedModel, store: KvStore) -> list[_Call]:
     with ExitStack() as stack:
         for layer in decoder_layers(model.module):
             stack.callback(layer.register_forward_hook(record, with_kwargs=True).remove)
+            if (mixture := mixture_of(layer)) is not None:
+                hook = mixture.router.register_forward_hook(lambda _, __, found: routed.append(_RouterResult(*found)))
+                stack.callback(hook.remove)
         model.module(
             input_ids=tokens.to(model.device),
             position_ids=positions.to(model.device),

@@ -49,7 +49,10 @@ class Projections:
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, computed in float32 (Zhang and Sennrich, 2019)."""
+    """RMSNorm over the last dimension, computed in float32 (Zhang and Sennrich, 2019).
+
+    A weight of the rows' type multiplies rounded numbers, one of float32 numbers that are rounded afterwards.
+    """
     wide = rows.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return weight * scaled.to(rows.dtype)
+    return (weight * scaled.to(weight.dtype)).to(rows.dtype)

@@ -29,6 +29,7 @@ from cluster.core.errors import ConfigurationError, ModelLoadError, PilotfishErr
 from workers.forward.attention import ATTENTION_NAME, UnsupportedModel, register
 from workers.forward.code_folder import keep_compiled_code
 from workers.forward.compilation import compile_layers, should_compile, undo_compile
+from workers.forward.expert_trial import replace_experts_on_gpu
 from workers.forward.fused_trial import fuse_on_gpu
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import AttentionProbe, measure_layers, run_probe
@@ -208,10 +209,11 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
 
 
 def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
-    """Replace the linear layers, and fuse the decoder layers or compile them. `compile: on` always compiles."""
+    """Replace linear layers and experts, and fuse the decoder layers or compile them. `compile: on` always compiles."""
     replace_linear_layers(model.module, section.quantization, section.compile_directory)
     # Binds attention again, and checks that the replaced layers run.
     measure_layers(model.module, model.device, model.max_context_len)
+    replace_experts_on_gpu(model)
     if (section.compile == "on" or not fuse_on_gpu(model)) and should_compile(section):
         _compile_or_warn(model.module, section, model.device)
     return model

@@ -12,10 +12,12 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MarianConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -59,6 +61,17 @@ def qwen3_moe(**changes: Any) -> PreTrainedConfig:
     """A mixture: each token takes 3 of 16 experts."""
     experts = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
     return Qwen3MoeConfig(**(_SHAPE | {"head_dim": 8} | experts | changes))
+
+
+def mixtral(**changes: Any) -> PreTrainedConfig:
+    """A mixture: each token takes 2 of 8 experts, with weights of float32."""
+    return MixtralConfig(**(_SHAPE | {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2} | changes))
+
+
+def gpt_oss(**changes: Any) -> PreTrainedConfig:
+    """A mixture with learned sinks, biases, and a sliding window in every other layer: 2 of 8 experts."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 24}
+    return GptOssConfig(**(_SHAPE | {"head_dim": 16} | experts | changes))
 
 
 def mistral(**changes: Any) -> PreTrainedConfig:

@@ -23,7 +23,7 @@ from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
 Make = Callable[[], PreTrainedModel]
-KNOWN = [tiny.llama, tiny.mistral, tiny.qwen2, tiny.qwen3]
+KNOWN = [tiny.llama, tiny.mistral, tiny.qwen2, tiny.qwen3, tiny.qwen3_moe, tiny.mixtral, tiny.gpt_oss]
 
 
 def loaded(directory: Path, make: Make, device: str = "cpu", dtype: str = "float32") -> LoadedModel:

@@ -53,7 +53,10 @@ def norm_warps(width: int) -> int:
 def normalize_rows(
     rows, added, weight, sums, output, epsilon, DIM: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr
 ):
-    """Add and normalize one row. The sum is rounded before it is normalized, as the residual stream is stored."""
+    """Add and normalize one row. The sum is rounded before it is normalized, as the residual stream is stored.
+
+    The normalized numbers are rounded to the weight's type before it multiplies them.
+    """
     row = tl.program_id(0).to(tl.int64) * DIM
     dim = tl.arange(0, WIDTH)
     is_dim = dim < DIM
@@ -65,6 +68,6 @@ def normalize_rows(
         tl.store(sums + row + dim, number, mask=is_dim)
     wide = number.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + epsilon)
-    scaled = (wide * scale).to(kind).to(tl.float32)
+    scaled = (wide * scale).to(weight.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
     tl.store(output + row + dim, (scaled * factor).to(kind), mask=is_dim)

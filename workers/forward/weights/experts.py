@@ -97,6 +97,21 @@ def swiglu(product: torch.Tensor) -> torch.Tensor:
     return nn.functional.silu(gate) * up
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """The gate of gpt-oss: gates and factors alternate, and are bounded."""
+
+    alpha: float
+    """Factor of the gate in its sigmoid."""
+    limit: float
+    """Largest gate, and largest size of a factor."""
+
+    def __call__(self, product: torch.Tensor) -> torch.Tensor:
+        """`(factor + 1) · gate · sigmoid(alpha · gate)` of each pair of numbers of a row."""
+        gate, up = product[..., ::2].clamp(max=self.limit), product[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
 def gate_of(layer: Any) -> Gate:
     """What is between the two products of a layer of `transformers`, without the layer's matrices."""
     from transformers.activations import SiLUActivation  # these take most of a second
@@ -105,6 +120,8 @@ def gate_of(layer: Any) -> Gate:
     is_usual = type(layer)._apply_gate is _default_apply_gate
     if layer.has_gate and is_usual and type(layer.act_fn) in (SiLUActivation, nn.SiLU):
         return swiglu
+    if type(layer).__module__ == "transformers.models.gpt_oss.modeling_gpt_oss":
+        return ClampedSwiglu(layer.alpha, layer.limit)
     if not layer.has_gate:
         activation: Gate = layer.act_fn
         return activation
