@@ -92,4 +92,6 @@ def step(
         raise ConfigurationError(f"--model {model}: unknown; it must be one of {', '.join(MODELS)}")
     if ranks < 1 or kv_heads(model) % ranks:
         raise ConfigurationError(f"--ranks {ranks}: refused; it must divide the {kv_heads(model)} KV heads of {model}")
+    if ranks > 1 and MODELS[model].model_type == "gpt_oss":
+        raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose experts have biases, it must be 1")
     output.print(prediction_table(RankModel(model, ranks)))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
 from deploy.simulation.device.fake_device import DEVICE, KernelCounter, fake_device
-from deploy.simulation.device.models import RankModel
+from deploy.simulation.device.models import MODELS, RankModel
 from deploy.simulation.device.prediction import predict
 from deploy.simulation.device.step import Rows, count_step
 from workers.forward.backends.triton import TritonBackend
@@ -21,6 +23,16 @@ pytestmark = pytest.mark.slow
 SMALL = RankModel("Llama-3.1-8B")
 LARGE = RankModel("Llama-3.3-70B", ranks=8)
 LAYERS = 32
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, name: str, layers: int) -> int:
+    """Give a model that many layers."""
+    config = copy.deepcopy(MODELS[name])
+    config.num_hidden_layers = layers
+    if hasattr(config, "layer_types"):
+        config.layer_types = config.layer_types[:layers]
+    monkeypatch.setitem(MODELS, name, config)
+    return layers
 
 
 def test_what_would_wait_for_the_device_raises() -> None:
@@ -73,6 +85,30 @@ def test_a_decoding_step_reads_little_more_than_weights_and_keys_and_values() ->
     assert step.bytes <= 1.05 * (step.weight_bytes + step.kv_bytes)
     found = predict(step)
     assert found.floor_seconds < found.seconds < found.eager_seconds
+
+
+@pytest.mark.parametrize(("name", "experts", "each", "expert_bytes"), [
+    ("Qwen3-30B-A3B", 128, 8, 3 * 768 * 2048 * 2), ("gpt-oss-20b", 32, 4, 3 * 2880 * 2880 * 2),
+])  # fmt: skip
+def test_a_mixture_runs_whole_and_reads_the_experts_that_are_chosen(
+    monkeypatch: pytest.MonkeyPatch, name: str, experts: int, each: int, expert_bytes: int
+) -> None:
+    """A layer launches three products, two norms, a rotation, attention, and six kernels for the experts."""
+    layers = shorten(monkeypatch, name, 4)
+    one, many = (count_step(RankModel(name), rows) for rows in ((Rows(1, 2048),), (Rows(8, 300, nodes=7),)))
+    assert one.is_fused
+    assert (one.layer_kernels, many.layer_kernels) == (13, 12)  # the splits of long rows are joined
+    chosen = experts * (1 - (1 - each / experts) ** 64)
+    assert many.weight_bytes - one.weight_bytes == pytest.approx(layers * (chosen - each) * expert_bytes, rel=1e-6)
+    assert one.bytes <= 1.05 * (one.weight_bytes + one.kv_bytes)
+
+
+def test_a_rank_of_a_model_with_latent_attention_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank computes all heads of the attention, which is not reduced; experts and wide layers are shared."""
+    shorten(monkeypatch, "DeepSeek-V3", 6)
+    step = count_step(RankModel("DeepSeek-V3", ranks=8), (Rows(8, 300),))
+    assert not step.is_fused
+    assert len(step.all_reduces) == 3 + 2 * 3 + 1  # three layers have no experts
 
 
 def test_a_rank_of_eight_reduces_twice_a_layer_and_once_for_the_decisions() -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from workers.forward import linear
+from workers.forward import experts, linear
 
 DEVICE = "pilotfish_fake"
 """The type of the device."""
@@ -144,7 +144,11 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return kernels
 
 
-_OPAQUE: dict[str, Callable[..., Any]] = {"pilotfish.linear": linear._linear, "pilotfish.joined": linear._joined}
+_OPAQUE: dict[str, Callable[..., Any]] = {
+    "pilotfish.linear": linear._linear,
+    "pilotfish.joined": linear._joined,
+    "pilotfish.experts": experts._mix,
+}
 """Operators of our own, by what they do."""
 
 

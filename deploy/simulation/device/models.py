@@ -8,17 +8,31 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 from transformers.initialization import no_init_weights
 
 from workers.forward.attention import ATTENTION_NAME, register
+from workers.forward.experts import is_mixture
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import measure_layers
 from workers.forward.replace_linear import replace_linear_layers
 from workers.kv.spec import LayerShape
 
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 _NARROW = 64
 """Width of hidden states, and number of tokens, of a model that only has the shapes of its layers measured."""
+_NARROW_SIZES = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), _NARROW) | {
+    "moe_intermediate_size": 8,
+    "num_local_experts": 16,
+}
+"""Other sizes of such a model."""
 _LLAMA: dict[str, Any] = {
     "vocab_size": 128256,
     "head_dim": 128,
@@ -34,7 +48,7 @@ _LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-MODELS = {
+MODELS: dict[str, PreTrainedConfig] = {
     "Llama-3.1-8B": LlamaConfig(
         **_LLAMA, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         intermediate_size=14336,
@@ -43,8 +57,25 @@ MODELS = {
         **_LLAMA, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
         intermediate_size=28672,
     ),
+    "Qwen3-30B-A3B": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, max_position_embeddings=40960, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    ),
+    "gpt-oss-20b": GptOssConfig(
+        vocab_size=201088, hidden_size=2880, num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=64, intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, sliding_window=128,
+        tie_word_embeddings=False,
+    ),
+    "DeepSeek-V3": DeepseekV3Config(
+        vocab_size=129280, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128,
+        intermediate_size=18432, moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=8,
+        n_shared_experts=1, n_group=8, topk_group=4, first_k_dense_replace=3, q_lora_rank=1536, kv_lora_rank=512,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+    ),
 }  # fmt: skip
-"""Configurations as the models' authors publish them."""
+"""Configurations as the models' authors publish them. Weights are in bfloat16, those of gpt-oss, too."""
 
 
 def kv_heads(name: str) -> int:
@@ -61,30 +92,33 @@ class RankModel:
     ranks: int = 1
 
     def config(self) -> PreTrainedConfig:
-        """The configuration of one rank's part: its heads, and its columns of the wide layer and of the head."""
-        config = MODELS[self.name]
-        return LlamaConfig(
-            **_LLAMA | {"vocab_size": -(-config.vocab_size // self.ranks)},
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads // self.ranks,
-            num_key_value_heads=kv_heads(self.name) // self.ranks,
-            intermediate_size=config.intermediate_size // self.ranks,
-        )
+        """The configuration of one rank's part: its heads, its columns of wide layers and experts, and of the head."""
+        config = copy.deepcopy(MODELS[self.name])
+        config.vocab_size = -(-config.vocab_size // self.ranks)
+        for name in ("intermediate_size", "moe_intermediate_size", *(_HEADS if self.shares_heads else ())):
+            if hasattr(config, name):
+                setattr(config, name, getattr(config, name) // self.ranks)
+        return config
+
+    @property
+    def shares_heads(self) -> bool:
+        """Whether each rank has its own heads. The plans of `transformers` leave latent attention whole."""
+        return not hasattr(MODELS[self.name], "kv_lora_rank")
 
 
 def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[LoadedModel, int]:
-    """One rank's part on the fake device, and the bytes of the weights that each step reads.
+    """One rank's part on the fake device, and the bytes of the weights that each step reads whole.
 
-    These are all but the table of embeddings. Call it inside `fake_device`.
+    These are all but the table of embeddings and the experts of mixtures. Call it inside `fake_device`.
     """
     register()
     config = model.config()
     with torch.device(device), no_init_weights():
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     module.eval().requires_grad_(False)
-    table = module.get_input_embeddings().weight
-    read = sum(one.numel() * one.element_size() for one in module.parameters() if one is not table)
+    others = {id(module.get_input_embeddings().weight)}
+    others |= {id(weight) for part in module.modules() if is_mixture(part) for weight in part.parameters()}
+    read = sum(one.numel() * one.element_size() for one in module.parameters() if id(one) not in others)
     replace_linear_layers(module)
     loaded = LoadedModel(
         module=module,
@@ -105,7 +139,7 @@ def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bflo
 def _layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     """Measure the shapes of the layers on a narrow model on the CPU, since fake masks have no values to read."""
     narrow = copy.deepcopy(config)
-    narrow.update({"hidden_size": _NARROW, "intermediate_size": _NARROW, "vocab_size": _NARROW})
+    narrow.update({name: size for name, size in _NARROW_SIZES.items() if hasattr(config, name)})
     with unset_fake_temporarily(), torch.device("cpu"), no_init_weights():
         module = AutoModelForCausalLM.from_config(narrow, attn_implementation=ATTENTION_NAME).eval()
         return measure_layers(module, torch.device("cpu"), config.max_position_embeddings).layers

@@ -24,14 +24,15 @@ STEPS: dict[str, tuple[Rows, ...]] = {
 def prediction_table(model: RankModel) -> Table:
     """One row per step of one rank of the model."""
     part = f", one rank of {model.ranks}" if model.ranks > 1 else ""
-    title = f"{model.name}{part} in bfloat16 on H100: predicted"
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("step")
     for heading in ("kernels", "per\nlayer", "GB", "TFLOP", "predicted\nms", "floor\nms", "ratio", "sampling\nms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, rows in STEPS.items():
         step = count_step(model, rows)
         found = predict(step)
+        compiled = "" if step.is_fused else ", layers compiled"
+        table.title = f"{model.name}{part} in bfloat16 on H100{compiled}: predicted"
         table.add_row(
             name,
             str(len(step.kernels)),

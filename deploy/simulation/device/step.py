@@ -17,12 +17,15 @@ from deploy.simulation.device.models import RankModel, load
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.triton import CAPABILITIES, TritonBackend, TritonStep
+from workers.forward.expert_choice import ExpertChoice
+from workers.forward.experts import ExpertMatrices, FastExperts, is_mixture, matrices_of
 from workers.forward.fused_layers import fuse_layers
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.projections import Projections
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.forward.triton.tiles import wide_tile
+from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 
 _FLOAT_BYTES = 4
@@ -59,9 +62,12 @@ class StepCount:
     copies: int
     """Tensors copied to the device before the step."""
     weight_bytes: int
-    """Bytes of the weights that a step reads: all but the table of embeddings."""
+    """Bytes of the weights that a step reads: all but the table of embeddings, and of experts those that are expected
+    to be chosen."""
     kv_bytes: int
     """Bytes of the keys and values that the step has to read and write."""
+    is_fused: bool = True
+    """Whether the layers run fused, and not compiled."""
 
     @property
     def bytes(self) -> int:
@@ -99,8 +105,10 @@ class _CountedAttention(TritonBackend):
         shape, placement = self._layers[layer], self._store.kv_groups.placements[layer]
         heads, dim, element = queries.shape[1], queries.shape[2], queries.element_size()
         own = 2 * queries.numel() * element
-        read = sum(row.end for row in self._rows) * 2 * shape.kv_heads * dim * element
-        seen = sum(row.width * row.stored_len + row.width * (row.width + 1) // 2 for row in self._rows)
+        size = placement.window.size
+        read = sum(row.end if size is None else min(row.end, row.width + size) for row in self._rows)
+        read *= 2 * shape.kv_heads * dim * element
+        seen = sum(_seen(row, size) for row in self._rows)
         self.kv_bytes += read + 2 * len(queries) * shape.kv_heads * dim * element
         for index, plan in enumerate(metadata.queries[placement.window]):
             first = index == 0
@@ -109,6 +117,20 @@ class _CountedAttention(TritonBackend):
                 parts = plan.splits * len(plan.tokens) * heads * (dim + 2) * _FLOAT_BYTES
                 self._counter.add(Kernel("join_splits", 2 * parts))
         return torch.empty_like(queries)
+
+    def attend_with_sinks(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        metadata: TritonStep,
+        scaling: float | None,
+        sinks: torch.Tensor,  # noqa: ARG002
+    ) -> torch.Tensor:
+        return self.attend(layer, queries, metadata, scaling)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:  # noqa: ARG002
+        size = sum(part.numel() * part.element_size() for part in (keys, values))
+        self._counter.add(Kernel("store_tokens", 2 * size))
 
     def write_rotated(
         self,
@@ -150,6 +172,35 @@ class _CountedKernels:
         self._counter.add(Kernel("gate_columns", 3 * gates.numel() * gates.element_size()))
         return gates.new_empty(gates.shape)
 
+    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = logits.new_empty((len(logits), choice.each))
+        chosen = torch.empty(weights.shape, dtype=torch.int64, device=logits.device)
+        self._counter.add(Kernel("choose_experts", logits.numel() * logits.element_size() + 10 * weights.numel()))
+        return weights, chosen
+
+
+class _CountedExperts:
+    """The kernels of the experts of a layer, which are counted instead of launched."""
+
+    def __init__(self, matrices: ExpertMatrices, counter: KernelCounter) -> None:
+        self._matrices, self._counter = matrices, counter
+        self.read = 0
+        """Bytes of the matrices that a step reads."""
+
+    def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        matrices, rows, element = self._matrices, chosen.numel(), x.element_size()
+        experts = len(matrices.first)
+        share = 1 - (1 - chosen.shape[1] / experts) ** len(chosen)  # of the experts: each token chooses by itself
+        self._counter.add(Kernel("route_expert", 16 * rows))
+        for matrix, inputs in ((matrices.first, x.numel()), (matrices.second, rows * matrices.second.shape[2])):
+            read = int(share * matrix.numel() * element)
+            outputs = matrices.second.shape[2] if matrix is matrices.first else matrix.shape[1]
+            flops = 2 * rows * matrix.shape[1] * matrix.shape[2]
+            self._counter.add(Kernel("multiply_tiles", read + (inputs + rows * outputs) * element, flops))
+            self.read += read
+        self._counter.add(Kernel("add_rows", (rows * x.shape[1] + x.numel()) * element))
+        return torch.empty_like(x)
+
 
 def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
     """Run a step of one rank on the fake device, decisions included, and count what it does.
@@ -162,26 +213,41 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         counter = KernelCounter()
         section = PoolSection(block_size=16)
         tokens = sum(kind.count * (kind.stored + kind.fresh + kind.nodes + section.block_size) for kind in rows)
-        pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size))
+        tables = group_layers(loaded.kv_spec, section, truncatable=False).layout.tables
+        pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size) * tables)
         attention = _CountedAttention(attention_setting(loaded, pool), counter)
         runner = ModelRunner(loaded, pool, attention=ChosenBackend("triton", attention, CAPABILITIES))
-        if not fuse_layers(loaded.module, _CountedKernels(counter)):
-            raise RuntimeError(f"the decoder layers of {model.name} are not fused")
+        experts = _count_experts(loaded.module, counter)
+        is_fused = fuse_layers(loaded.module, _CountedKernels(counter))
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
         reduced: list[int] = []
-        with _all_reduces(loaded.module, model.ranks, reduced), _regions(loaded.module, counter) as begins, counter:
+        with _all_reduces(loaded.module, model, reduced), _regions(loaded.module, counter) as begins, counter:
             logits = runner.forward(batch)
         counter.add(*_decisions(logits, rows))
         reduced += [len(logits) * 2 * 8] * (model.ranks > 1)  # each rank's best scores and tokens
         return StepCount(
             kernels=tuple(counter.fused()),
             eager_launches=len(counter.eager()),
-            layer_kernels=_second_layer(counter, begins),
+            layer_kernels=_usual_layer(counter, begins),
             all_reduces=tuple(reduced),
             copies=counter.copies,
-            weight_bytes=weight_bytes,
+            weight_bytes=weight_bytes + sum(one.read for one in experts),
             kv_bytes=attention.kv_bytes,
+            is_fused=is_fused,
         )
+
+
+def _count_experts(module: nn.Module, counter: KernelCounter) -> list[_CountedExperts]:
+    """Replace the experts of all layers by kernels that are counted."""
+    found: list[_CountedExperts] = []
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if is_mixture(child):
+                if (matrices := matrices_of(child)) is None:
+                    raise RuntimeError(f"{type(child).__name__} is not multiplied by the kernels")
+                found.append(_CountedExperts(matrices, counter))
+                setattr(parent, name, FastExperts(found[-1], sums_ranks=False))
+    return found
 
 
 @contextmanager
@@ -203,11 +269,17 @@ def _regions(module: nn.Module, counter: KernelCounter) -> Iterator[list[int]]:
         yield begins
 
 
-def _second_layer(counter: KernelCounter, begins: Sequence[int]) -> int:
-    """Kernels of the second layer, which is like all that follow."""
+def _usual_layer(counter: KernelCounter, begins: Sequence[int]) -> int:
+    """Kernels of the last layer but one, which is like most."""
     layer = KernelCounter()
-    layer.operations = counter.operations[begins[1] : begins[2]]
+    layer.operations = counter.operations[begins[-2] : begins[-1]]
     return len(layer.fused())
+
+
+def _seen(row: RowShape, window: int | None) -> int:
+    """Pairs of a query of a row and a position that it sees."""
+    ends = range(row.stored_len + 1, row.end + 1)
+    return sum(ends) if window is None else sum(min(end, window) for end in ends)
 
 
 def _forward_rows(pool: KvPool, kind: Rows) -> Iterator[ForwardRow]:
@@ -224,15 +296,16 @@ def _forward_rows(pool: KvPool, kind: Rows) -> Iterator[ForwardRow]:
 
 
 @contextmanager
-def _all_reduces(module: nn.Module, ranks: int, found: list[int]) -> Iterator[None]:
+def _all_reduces(module: nn.Module, model: RankModel, found: list[int]) -> Iterator[None]:
     """Inside, record the bytes of the sums over all ranks, after each attention and each feed-forward network."""
 
     def record(_: nn.Module, __: Any, output: torch.Tensor) -> None:
         found.append(output.numel() * output.element_size())
 
+    summed = ("down_proj", ".experts", *(("o_proj",) if model.shares_heads else ()))
     with ExitStack() as stack:
         for name, part in module.named_modules():
-            if ranks > 1 and name.endswith(("o_proj", "down_proj")):
+            if model.ranks > 1 and name.endswith(summed):
                 stack.callback(part.register_forward_hook(record).remove)
         yield
 
