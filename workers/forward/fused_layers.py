@@ -351,7 +351,7 @@ def _is_dense(mlp: Any, prefix: str) -> bool:
 
 def _is_mixture(mlp: Any, prefix: str, family: _Family) -> bool:
     """Whether this is a known router before experts, and nothing else."""
-    router = getattr(mlp, family.router, None)
+    router: Any = getattr(mlp, family.router, None)
     return (
         type(mlp).__name__ == f"{prefix}{family.mixture}"
         and type(router).__name__ == f"{prefix}TopKRouter"

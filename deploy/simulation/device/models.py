@@ -48,6 +48,12 @@ _LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+_QWEN3: dict[str, Any] = {
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 MODELS: dict[str, PreTrainedConfig] = {
     "Llama-3.1-8B": LlamaConfig(
         **_LLAMA, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -58,9 +64,9 @@ MODELS: dict[str, PreTrainedConfig] = {
         intermediate_size=28672,
     ),
     "Qwen3-30B-A3B": Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-        norm_topk_prob=True, max_position_embeddings=40960, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        **_QWEN3, vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True,
     ),
     "gpt-oss-20b": GptOssConfig(
         vocab_size=201088, hidden_size=2880, num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8,
@@ -80,8 +86,9 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 def kv_heads(name: str) -> int:
     """The KV heads of a model."""
-    config = MODELS[name]
-    return config.num_key_value_heads or config.num_attention_heads
+    config: Any = MODELS[name]
+    heads: int = config.num_key_value_heads or config.num_attention_heads
+    return heads
 
 
 @dataclass(frozen=True, slots=True)
