@@ -18,6 +18,8 @@ class Assembled:
     shared_bytes: int
     tensor_products: int
     """Instructions that multiply on tensor cores."""
+    is_asynchronous: bool
+    """Whether some of these belong to groups of warps (wgmma, tcgen05)."""
     fused: int
     """Fused multiplications and additions of float32 numbers, apart from those inside of a division."""
 
@@ -65,7 +67,10 @@ def assembled(
     assert registers is not None
     products = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", text))
     fused = len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", text))
-    return Assembled(int(registers[1]), sum(map(int, spills)), compiled.metadata.shared, products, fused)
+    is_asynchronous = re.search(r"\b(?:wgmma|tcgen05)\.mma", text) is not None
+    return Assembled(
+        int(registers[1]), sum(map(int, spills)), compiled.metadata.shared, products, is_asynchronous, fused
+    )
 
 
 def ptxas(text: str) -> str:

@@ -17,6 +17,10 @@ class CutRefused(ValueError):
     """A matrix cannot be divided between ranks where they would divide it."""
 
 
+class NoGpuProduct(ValueError):
+    """GPUs have no product for a storage."""
+
+
 class Kind(IntEnum):
     """How the CPU kernels read a packed matrix; as in native/numbers.h."""
 
@@ -126,6 +130,10 @@ class Storage(Protocol):
         """Whether torch multiplies only a widened copy of the numbers, so that Pilotfish's kernels are faster."""
         ...
 
+    def to(self, device: torch.device) -> Self:
+        """The same matrix on another device."""
+        ...
+
     def dequantized(self) -> torch.Tensor:
         """The matrix that this storage stands for, float32 `[out, in]`: the reference for every product."""
         ...
@@ -146,6 +154,13 @@ class Storage(Protocol):
         """Products by torch's operators, on the device of the weights. `bias` is `[out]`, or none."""
         ...
 
+    def gpu_kernel(self, bias: torch.Tensor | None, dtype: torch.dtype) -> LinearKernel:
+        """Products on the GPU that holds the weights, of inputs of this type. `bias` is `[out]`, or none.
+
+        Weights stay as small as they are stored. Raises `NoGpuProduct` for a storage that GPUs have no product for.
+        """
+        ...
+
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         """The matrix as the CPU kernels read it, its weight in a tensor from `take`."""
         ...
@@ -156,7 +171,9 @@ def taken_rows(values: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor
     if isinstance(rows, slice):
         return values[rows]
     taken = values.index_select(0, rows.clamp(min=0))
-    return taken if bool((rows >= 0).all()) else taken.masked_fill_((rows < 0).view(-1, *[1] * (taken.dim() - 1)), 0)
+    if values.device.type == "cpu" and bool((rows >= 0).all()):  # on a GPU, the host would wait
+        return taken
+    return taken.masked_fill_((rows < 0).view(-1, *[1] * (taken.dim() - 1)), 0)
 
 
 def pad_rows(values: torch.Tensor, grain: int) -> torch.Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from workers.forward.weights.groups import GroupStorage
+from workers.forward.weights.groups import E2M1, GroupStorage
 from workers.forward.weights.integers import equal_groups
 
 _NOT_A_NUMBER = 0x7F
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NO_EXPONENT = 255
 _BIAS = 127
 
@@ -36,5 +35,5 @@ def mxfp4_storage(blocks: torch.Tensor, exponents: torch.Tensor) -> GroupStorage
     if bool((exponents == _NO_EXPONENT).any()):
         raise ValueError("scales are not numbers")
     scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS).bfloat16()
-    table = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
+    table = torch.tensor(E2M1)
     return GroupStorage(blocks.flatten(1).clone(), scales, 4, table=table)

@@ -6,29 +6,45 @@ has floats, MXFP4 and NF4 have values that choose a number from a table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from workers.forward.triton.words import (
+    BLOCK,
+    Values,
+    Words,
+    chunk_for,
+    counters_for,
+    pack_words,
+    splits_of,
+    step_inputs,
+)
 from workers.forward.weights.base import (
     Blocks,
     CutRefused,
     Grouping,
     KernelLayout,
     Kind,
+    NoGpuProduct,
     Offset,
     Storage,
     Take,
     pad_rows,
     taken_rows,
 )
+from workers.forward.weights.gpu_product import TRIAL_OUTPUTS, GpuProduct, check_product
 from workers.forward.weights.plain import DenseKernel, PlainStorage
 
 _SCALES = {torch.float16: Kind.FLOAT16, torch.bfloat16: Kind.BFLOAT16, torch.float32: Kind.FLOAT32}
 _SLICE_OUTPUTS = 256  # weights are widened for so many outputs at a time, which the caches hold
+_SLICE_BLOCKS = 64
+"""Blocks of outputs that are packed for a GPU at a time."""
 _WORD = 8
 """Values of 4 bits in a word."""
+E2M1 = (*(own := (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)), *(-value for value in own))
+"""The 4-bit floats of MXFP4, in the order of their bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +102,13 @@ class GroupStorage:
         if self.bits == 8:
             return Kind.GROUPS8 if self.values.dtype is torch.int8 else Kind.GROUPS_E4M3
         return Kind.GROUPS4 if self.table is None else Kind.GROUPS_TABLE
+
+    def to(self, device: torch.device) -> GroupStorage:
+        values, scale = self.values.to(device), self.scale.to(device)
+        offsets, order, table = (
+            None if part is None else part.to(device) for part in (self.offsets, self.order, self.table)
+        )
+        return replace(self, values=values, scale=scale, offsets=offsets, order=order, table=table)
 
     def integers(self) -> torch.Tensor:
         """The values, int8 `[out, in]`."""
@@ -154,6 +177,53 @@ class GroupStorage:
     def kernel(self, bias: torch.Tensor | None) -> GroupKernel:
         return GroupKernel(self, bias)
 
+    def gpu_kernel(self, bias: torch.Tensor | None, dtype: torch.dtype) -> GpuProduct:
+        product = GpuProduct(self._words(), self.order, bias)
+        if self.device.type == "cuda":
+            check_product(product, self.take_outputs(slice(0, TRIAL_OUTPUTS)).dequantized(), dtype)
+        return product
+
+    def _words(self) -> Words:
+        """The matrix as the Triton product reads it. Raises `NoGpuProduct`."""
+        values = self._gpu_values()
+        chunk = chunk_for(values, self.inputs, self.group)
+        if chunk is None:
+            raise NoGpuProduct(f"groups of {self.group} inputs; their size must be a multiple of 16 that fits steps")
+        words = torch.cat(
+            [pack_words(_unsigned(self.take_outputs(span)), self.bits, chunk) for span in _spans(self.outputs)]
+        )
+        step = step_inputs(values, chunk)
+        added = -16.0 if values is Values.INTEGERS4 else 0.0
+        return Words(
+            words=words,
+            scale=self.scale.t().contiguous(),
+            offset=None if self.offsets is None else self.offsets.t().contiguous(),
+            counters=counters_for(self.outputs, self.device),
+            values=values,
+            outputs=self.outputs,
+            inputs=self.inputs,
+            chunk=chunk,
+            step_group=step if self.group == self.inputs else min(self.group, step),
+            group_steps=words.shape[1] if self.group == self.inputs else max(1, self.group // step),
+            splits=splits_of(self.outputs, words.shape[1]),
+            has_minimum=self.offset is Offset.MINIMUM,
+            has_zero=self.offset is Offset.ZERO or added != self.zero,
+            zero=added - self.zero,
+        )
+
+    def _gpu_values(self) -> Values:
+        """What the values are to the Triton product. Raises `NoGpuProduct`."""
+        if self.kind is Kind.GROUPS4:
+            return Values.INTEGERS4
+        if self.kind is Kind.GROUPS8:
+            return Values.INTEGERS8
+        if self.offsets is None and self.zero == 0.0:
+            if self.kind is Kind.GROUPS_E4M3:
+                return Values.E4M3
+            if self.table is not None and torch.equal(self.table.cpu(), torch.tensor(E2M1)):
+                return Values.E2M1
+        raise NoGpuProduct("values that choose from a table of 16 numbers, which are not those of 4-bit floats (E2M1)")
+
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         columns, size = layout.columns, _padded_group(self)
         groups = self.scale.shape[1]
@@ -193,6 +263,18 @@ class GroupKernel:
         if self.bias is not None:
             product = product + self.bias
         return product.view(*x.shape[:-1], -1)
+
+
+def _spans(outputs: int) -> Iterator[slice]:
+    """Outputs in parts of whole blocks, so that few are widened at a time."""
+    size = _SLICE_BLOCKS * BLOCK
+    return (slice(first, first + size) for first in range(0, outputs, size))
+
+
+def _unsigned(storage: GroupStorage) -> torch.Tensor:
+    """The values of `storage` as `Values` says, uint8 `[out, in]`."""
+    values = storage.integers().view(torch.uint8)
+    return values ^ 128 if storage.kind is Kind.GROUPS8 else values
 
 
 def _are_equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 
-from workers.forward.weights.base import Blocks, KernelLayout, Kind, Storage, Take, pack_blocks, pad_rows, taken_rows
+from workers.forward.weights.base import (
+    Blocks,
+    KernelLayout,
+    Kind,
+    LinearKernel,
+    Storage,
+    Take,
+    pack_blocks,
+    pad_rows,
+    taken_rows,
+)
 from workers.forward.weights.groups import GroupStorage
 from workers.forward.weights.plain import DenseKernel
 
@@ -49,6 +59,9 @@ class Int8Storage:
     def is_widened(self) -> bool:
         return True
 
+    def to(self, device: torch.device) -> Int8Storage:
+        return Int8Storage(self.integers.to(device), self.scale.to(device))
+
     def dequantized(self) -> torch.Tensor:
         return self.integers.float() * self.scale.float()[:, None]
 
@@ -73,6 +86,9 @@ class Int8Storage:
 
     def kernel(self, bias: torch.Tensor | None) -> Int8Kernel:
         return Int8Kernel(self.integers, self.scale, bias)
+
+    def gpu_kernel(self, bias: torch.Tensor | None, dtype: torch.dtype) -> LinearKernel:
+        return self._grouped().gpu_kernel(bias, dtype)
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         on_tiles = layout.multiplies_integers(self.inputs)

@@ -58,6 +58,9 @@ class PlainStorage:
     def is_widened(self) -> bool:
         return False
 
+    def to(self, device: torch.device) -> PlainStorage:
+        return PlainStorage(self.weight.to(device))
+
     def dequantized(self) -> torch.Tensor:
         return self.weight.float()
 
@@ -77,6 +80,9 @@ class PlainStorage:
         if self.weight.device.type == "cpu" and _can_pack(self.weight.dtype):
             packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), _PACKED_FOR_ROWS)
             return OneDnnKernel(packed, bias)
+        return DenseKernel(self.weight, bias)
+
+    def gpu_kernel(self, bias: torch.Tensor | None, dtype: torch.dtype) -> LinearKernel:  # noqa: ARG002 - one type
         return DenseKernel(self.weight, bias)
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:

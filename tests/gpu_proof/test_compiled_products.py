@@ -1,0 +1,61 @@
+"""The product with packed weights, compiled ahead of time for three generations of GPUs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.gpu_proof.assembler import assembled
+from workers.forward.triton.words import BLOCK, Values, launch_shape
+
+pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets the kernels instead"
+)
+
+DECODED, VERIFIED, PROMPT = 1, 64, 2048
+"""Rows of the three launches."""
+CASES = [
+    (Values.INTEGERS4, 128, "zero", DECODED),
+    (Values.INTEGERS4, 128, "zero", VERIFIED),
+    (Values.INTEGERS4, 128, "zero", PROMPT),
+    (Values.INTEGERS4, 32, "minimum", DECODED),
+    (Values.INTEGERS8, 32, "", DECODED),
+    (Values.E4M3, 128, "", DECODED),
+    (Values.E2M1, 32, "", DECODED),
+    (Values.E2M1, 32, "", PROMPT),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("values", "group", "offset", "rows"), CASES)
+def test_packed_weights_are_multiplied_on_tensor_cores_without_spills(
+    capability: int, values: Values, group: int, offset: str, rows: int
+) -> None:
+    from workers.forward.triton.group_product import multiply_groups
+
+    shape = launch_shape(rows)
+    arguments = {"x": "*bf16", "words": "*i32", "scales": "*fp16", "offsets": "*fp16", "bias": "*bf16"}
+    arguments |= {"output": "*bf16", "partial": "*fp32", "counters": "*i32"}
+    sizes = ("rows", "outputs", "inputs", "steps", "splits", "group_steps")
+    constants = {
+        "GROUP": group, "CHUNK": 32, "VALUES": int(values), "HAS_OFFSET": bool(offset),
+        "HAS_MINIMUM": offset == "minimum", "HAS_ZERO": values is Values.INTEGERS4, "HAS_BIAS": False,
+        "HAS_TAIL": False, "IS_SPLIT": shape.splits_apart, "ROWS": shape.rows, "TILE": shape.outputs, "BLOCK": BLOCK,
+        "EXACT": False,
+    }  # fmt: skip
+    found = assembled(
+        multiply_groups,
+        arguments | dict.fromkeys(sizes, "i32") | {"zero": "fp32"},
+        constants,
+        capability,
+        warps=shape.warps,
+        stages=shape.stages,
+        aligned=[*arguments, "outputs", "inputs"],
+    )
+    assert found.spilled_bytes == 0, found
+    assert found.shared_bytes <= 96 * 1024
+    assert found.tensor_products > 0
+    assert not found.is_asynchronous, "products of whole warp groups may add in another order"
