@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.gpu_proof.assembler import assembled
-from workers.forward.triton.words import BLOCK, Values, launch_shape
+from workers.forward.weights.words import BLOCK, Values, launch_shape
 
 pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.gpu_proof.device import DEVICE, needs_kernels
-from workers.forward.triton.words import BLOCK, launch_shape, pack_words, splits_of
+from workers.forward.gpu_product import check_product, gpu_product
 from workers.forward.weights.base import NoGpuProduct, Offset
 from workers.forward.weights.floats import e4m3_storage, mxfp4_storage
-from workers.forward.weights.gpu_product import check_product
 from workers.forward.weights.groups import GroupStorage, pairs
 from workers.forward.weights.int8 import Int8Storage
+from workers.forward.weights.words import BLOCK, launch_shape, pack_words, splits_of
 
 pytestmark = needs_kernels()
 
@@ -59,7 +59,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def check(storage: GroupStorage | Int8Storage, dtype: torch.dtype) -> None:
     bias = numbers(storage.outputs, dtype=dtype)
-    product = storage.gpu_kernel(bias, dtype)
+    product = gpu_product(storage, bias, dtype)
     x = numbers(3, 7, storage.inputs, dtype=dtype)
     expected = x.float() @ storage.dequantized().T + bias.float()
     bound = 4 * torch.finfo(dtype).eps + 2.0**-16  # of the largest number: the interpreter cuts off bits of bfloat16
@@ -95,14 +95,14 @@ def test_activation_order() -> None:
 
 def test_many_inputs_are_divided_into_splits_and_no_count_of_rows_changes_a_bit() -> None:
     storage = drawn((64, 512), "groups of 16")
-    product = storage.gpu_kernel(None, BRAIN)
+    product = gpu_product(storage, None, BRAIN)
     assert product.matrix.splits == 2
     check_product(product, storage.dequantized(), BRAIN)
     assert not product.matrix.counters.any()
 
 
 def test_neighbours_change_no_bit_whatever_they_hold() -> None:
-    product = drawn((70, 512), "AWQ").gpu_kernel(None, BRAIN)
+    product = gpu_product(drawn((70, 512), "AWQ"), None, BRAIN)
     x = numbers(20, 512, dtype=BRAIN)
     whole = product.multiply(x)
     x[:7], x[8:] = 1e30, -1e30
@@ -112,22 +112,22 @@ def test_neighbours_change_no_bit_whatever_they_hold() -> None:
 def test_a_wrong_product_fails_its_trial() -> None:
     storage, other = drawn((64, 128), "AWQ"), drawn((64, 128), "AWQ", seed=1)
     with pytest.raises(NoGpuProduct, match="differs from the reference"):
-        check_product(other.gpu_kernel(None, BRAIN), storage.dequantized(), BRAIN)
+        check_product(gpu_product(other, None, BRAIN), storage.dequantized(), BRAIN)
 
 
 def test_a_rank_holds_its_part_of_the_words() -> None:
     whole = drawn((128, 512), "AWQ")
     parts = [whole.take_outputs(slice(0, 64)), whole.take_outputs(slice(64, 128))]
     x = numbers(2, 512, dtype=BRAIN)
-    joined = torch.cat([part.gpu_kernel(None, BRAIN).multiply(x) for part in parts], dim=1)
-    assert torch.equal(joined, whole.gpu_kernel(None, BRAIN).multiply(x))
+    joined = torch.cat([gpu_product(part, None, BRAIN).multiply(x) for part in parts], dim=1)
+    assert torch.equal(joined, gpu_product(whole, None, BRAIN).multiply(x))
     check(whole.take_inputs(slice(256, 512)), BRAIN)
 
 
 def test_words_hold_as_many_bytes_as_the_storage() -> None:
     for name, (_, _, offset, _, dtype) in FORMATS.items():
         storage = drawn((128, 512), name)
-        product = storage.gpu_kernel(None, dtype)
+        product = gpu_product(storage, None, dtype)
         assert product.matrix.nbytes == storage.nbytes, name
         assert (product.matrix.offset is None) is (offset is Offset.NONE)
 
@@ -142,9 +142,9 @@ def test_the_order_of_values_in_words() -> None:
 def test_a_storage_without_a_product_is_refused_by_name() -> None:
     table = torch.linspace(-1, 1, 16).to(DEVICE)
     with pytest.raises(NoGpuProduct, match="a table of 16 numbers"):
-        replace(drawn((64, 64), "GPTQ"), table=table, zero=0.0).gpu_kernel(None, BRAIN)
+        gpu_product(replace(drawn((64, 64), "GPTQ"), table=table, zero=0.0), None, BRAIN)
     with pytest.raises(NoGpuProduct, match="groups of 24 inputs"):
-        replace(drawn((64, 96), "Q4_0"), scale=torch.ones(64, 4, device=DEVICE)).gpu_kernel(None, BRAIN)
+        gpu_product(replace(drawn((64, 96), "Q4_0"), scale=torch.ones(64, 4, device=DEVICE)), None, BRAIN)
 
 
 def test_splits_and_tiles_depend_on_the_matrix_and_the_rows_alone() -> None:

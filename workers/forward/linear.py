@@ -20,6 +20,7 @@ from itertools import count
 import torch
 from torch import distributed, nn
 
+from workers.forward.gpu_product import gpu_product
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedProduct, kernel_layout
 from workers.forward.operators import define
@@ -136,9 +137,16 @@ def merge_linears(kernel: LinearKernel, widths: Sequence[int]) -> tuple[MergedLi
     return tuple(MergedLinear(merged, part, handle) for part in range(len(widths)))
 
 
-def make_linear_kernel(storage: Storage, bias: torch.Tensor | None, directory: str | None = None) -> LinearKernel:
-    """The fastest kernel for a stored matrix on its device. `directory` keeps the compiled CPU kernels."""
-    library = load_library(directory) if storage.is_widened and storage.device.type == "cpu" else None
+def make_linear_kernel(
+    storage: Storage, bias: torch.Tensor | None, directory: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> LinearKernel:
+    """The fastest kernel for a stored matrix on its device. `directory` keeps the compiled CPU kernels.
+
+    `dtype` is the type of the inputs. Raises `NoGpuProduct` for a matrix that a GPU would widen in memory.
+    """
+    if storage.is_widened and storage.device.type != "cpu":
+        return gpu_product(storage, bias, dtype)
+    library = load_library(directory) if storage.is_widened else None
     if library is None:
         return storage.kernel(bias)
     # Integers of the activations would round them in float32; a model's whole pass in the kernels may do so.

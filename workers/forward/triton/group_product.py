@@ -1,6 +1,6 @@
 """Products with matrices of 4 or 8 bits in groups, which are widened in registers.
 
-`GroupStorage.dequantized` is the reference. `workers.forward.triton.words` says how the values lie in memory: one
+`GroupStorage.dequantized` is the reference. `workers.forward.weights.words` says how the values lie in memory: one
 position in the words of a step is a chunk of neighbouring inputs, and tensor cores multiply chunk by chunk. Integer
 operations put a value into the bits of a float. The scale of a group multiplies the sum of its products, in float32.
 
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.forward.triton.words import BLOCK, LaunchShape, Values, Words, launch_shape
+from workers.forward.weights.words import BLOCK, LaunchShape, Values, Words, launch_shape
 
 _INTEGERS4, _INTEGERS8 = tl.constexpr(int(Values.INTEGERS4)), tl.constexpr(int(Values.INTEGERS8))
 _E4M3, _E2M1 = tl.constexpr(int(Values.E4M3)), tl.constexpr(int(Values.E2M1))

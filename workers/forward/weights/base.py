@@ -9,6 +9,8 @@ from typing import Protocol, Self
 
 import torch
 
+from workers.forward.weights.words import Words
+
 Take = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Allocates a tensor of a shape and a type, for packed weights. Its values are undefined or zeros."""
 
@@ -18,7 +20,7 @@ class CutRefused(ValueError):
 
 
 class NoGpuProduct(ValueError):
-    """GPUs have no product for a storage."""
+    """GPUs have no product for a storage, or a wrong one."""
 
 
 class Kind(IntEnum):
@@ -154,10 +156,10 @@ class Storage(Protocol):
         """Products by torch's operators, on the device of the weights. `bias` is `[out]`, or none."""
         ...
 
-    def gpu_kernel(self, bias: torch.Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        """Products on the GPU that holds the weights, of inputs of this type. `bias` is `[out]`, or none.
+    def words(self) -> Words:
+        """The matrix as the product on GPUs reads it, on the device of the stored numbers, as small as they are.
 
-        Weights stay as small as they are stored. Raises `NoGpuProduct` for a storage that GPUs have no product for.
+        Raises `NoGpuProduct` for a storage that it does not read.
         """
         ...
 

@@ -11,16 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from workers.forward.triton.words import (
-    BLOCK,
-    Values,
-    Words,
-    chunk_for,
-    counters_for,
-    pack_words,
-    splits_of,
-    step_inputs,
-)
 from workers.forward.weights.base import (
     Blocks,
     CutRefused,
@@ -34,8 +24,17 @@ from workers.forward.weights.base import (
     pad_rows,
     taken_rows,
 )
-from workers.forward.weights.gpu_product import TRIAL_OUTPUTS, GpuProduct, check_product
 from workers.forward.weights.plain import DenseKernel, PlainStorage
+from workers.forward.weights.words import (
+    BLOCK,
+    Values,
+    Words,
+    chunk_for,
+    counters_for,
+    pack_words,
+    splits_of,
+    step_inputs,
+)
 
 _SCALES = {torch.float16: Kind.FLOAT16, torch.bfloat16: Kind.BFLOAT16, torch.float32: Kind.FLOAT32}
 _SLICE_OUTPUTS = 256  # weights are widened for so many outputs at a time, which the caches hold
@@ -177,14 +176,7 @@ class GroupStorage:
     def kernel(self, bias: torch.Tensor | None) -> GroupKernel:
         return GroupKernel(self, bias)
 
-    def gpu_kernel(self, bias: torch.Tensor | None, dtype: torch.dtype) -> GpuProduct:
-        product = GpuProduct(self._words(), self.order, bias)
-        if self.device.type == "cuda":
-            check_product(product, self.take_outputs(slice(0, TRIAL_OUTPUTS)).dequantized(), dtype)
-        return product
-
-    def _words(self) -> Words:
-        """The matrix as the Triton product reads it. Raises `NoGpuProduct`."""
+    def words(self) -> Words:
         values = self._gpu_values()
         chunk = chunk_for(values, self.inputs, self.group)
         if chunk is None:
@@ -209,6 +201,7 @@ class GroupStorage:
             has_minimum=self.offset is Offset.MINIMUM,
             has_zero=self.offset is Offset.ZERO or added != self.zero,
             zero=added - self.zero,
+            order=self.order,
         )
 
     def _gpu_values(self) -> Values:

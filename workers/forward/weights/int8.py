@@ -12,7 +12,6 @@ from workers.forward.weights.base import (
     Blocks,
     KernelLayout,
     Kind,
-    LinearKernel,
     Storage,
     Take,
     pack_blocks,
@@ -21,6 +20,7 @@ from workers.forward.weights.base import (
 )
 from workers.forward.weights.groups import GroupStorage
 from workers.forward.weights.plain import DenseKernel
+from workers.forward.weights.words import Words
 
 _SLICE_OUTPUTS = 256  # weights are converted for so many outputs at a time, which the caches hold
 
@@ -87,8 +87,8 @@ class Int8Storage:
     def kernel(self, bias: torch.Tensor | None) -> Int8Kernel:
         return Int8Kernel(self.integers, self.scale, bias)
 
-    def gpu_kernel(self, bias: torch.Tensor | None, dtype: torch.dtype) -> LinearKernel:
-        return self._grouped().gpu_kernel(bias, dtype)
+    def words(self) -> Words:
+        return self._grouped().words()
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         on_tiles = layout.multiplies_integers(self.inputs)

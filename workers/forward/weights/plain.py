@@ -19,11 +19,13 @@ from workers.forward.weights.base import (
     KernelLayout,
     Kind,
     LinearKernel,
+    NoGpuProduct,
     Storage,
     Take,
     pack_blocks,
     taken_rows,
 )
+from workers.forward.weights.words import Words
 
 _KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
 _TILE_ROWS = 64
@@ -82,8 +84,8 @@ class PlainStorage:
             return OneDnnKernel(packed, bias)
         return DenseKernel(self.weight, bias)
 
-    def gpu_kernel(self, bias: torch.Tensor | None, dtype: torch.dtype) -> LinearKernel:  # noqa: ARG002 - one type
-        return DenseKernel(self.weight, bias)
+    def words(self) -> Words:
+        raise NoGpuProduct("plain numbers, which torch multiplies as they are")
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         return Blocks(_KINDS[self.weight.dtype], pack_blocks(self.weight, layout.columns, take))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from workers.forward.operators import define
-from workers.forward.triton.words import Values, Words
-from workers.forward.weights.base import NoGpuProduct
+from workers.forward.weights.base import NoGpuProduct, Storage
+from workers.forward.weights.words import Values, Words
 
 _TRIAL_ROWS = (1, 16, 17, 65)
 """Rows of the products of a trial: each kind of launch, with full tiles and others."""
-TRIAL_OUTPUTS = 256
+_TRIAL_OUTPUTS = 256
 """Outputs that a trial compares with the reference."""
 _LARGEST_ERROR = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2.0**-16}
 """Largest difference from the reference, relative to the largest product: two roundings, even if they cut off bits."""
@@ -27,14 +27,12 @@ class GpuProduct:
     """The weights of a linear layer on a GPU, which no product widens in memory."""
 
     matrix: Words
-    order: torch.Tensor | None
-    """int64 `[in]`: the input to which each column of the matrix belongs; `None` if they are in order."""
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply `x` `[…, in]` → `[…, out]`. No row's product depends on the other rows."""
         flat = x.reshape(-1, x.shape[-1])
-        flat = flat.contiguous() if self.order is None else flat.index_select(1, self.order)
+        flat = flat.contiguous() if self.matrix.order is None else flat.index_select(1, self.matrix.order)
         own, bias = self.matrix, self.bias
         parts = [own.words, own.scale, own.counters, *(one for one in (own.offset, bias) if one is not None)]
         shape = (own.outputs, own.inputs, own.chunk, own.step_group, own.group_steps, own.splits)
@@ -45,6 +43,23 @@ class GpuProduct:
 
 _tried: set[tuple[object, ...]] = set()
 """Matrices whose like has passed a trial."""
+
+
+def gpu_product(storage: Storage, bias: torch.Tensor | None, dtype: torch.dtype) -> GpuProduct:
+    """The product of inputs of this type with a matrix on a GPU, after a trial there. `bias` is `[out]`, or none.
+
+    Raises `NoGpuProduct` if there is none, or if it fails its trial.
+    """
+    product = GpuProduct(storage.words(), bias)
+    if storage.device.type == "cuda":
+        reference = storage.take_outputs(slice(0, _TRIAL_OUTPUTS)).dequantized()
+        try:
+            check_product(product, reference, dtype)
+        except NoGpuProduct:
+            raise
+        except Exception as error:  # a compiler may raise anything
+            raise NoGpuProduct(f"its kernel cannot be launched: {error!r}") from error
+    return product
 
 
 def check_product(product: GpuProduct, reference: torch.Tensor, dtype: torch.dtype) -> None:
@@ -95,6 +110,7 @@ def _multiply(x: torch.Tensor, parts: list[torch.Tensor], numbers: list[int], ze
         has_minimum=bool(has_minimum),
         has_zero=bool(has_zero),
         zero=zero,
+        order=None,  # of the rows, which are in the matrix's order by now
     )
     return multiply(x, matrix, others[0] if others else None)
 

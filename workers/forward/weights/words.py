@@ -65,6 +65,8 @@ class Words:
     """Whether something is subtracted from values."""
     zero: float
     """What is added to each value as it is widened: the negated zero of all groups, less what widening adds."""
+    order: torch.Tensor | None
+    """int64 `[inputs]`: the input to which each column belongs; `None` if they are in order."""
 
     @property
     def steps(self) -> int:
