@@ -87,15 +87,20 @@ serve: $(WEIGHTS)  ## Start the cluster and keep it up (CONFIG=preset or file, A
 distill: $(WEIGHTS)  ## Make a draft model (ARGS='--prompts FILE --layers 0,1,29 --minutes 60 --out DIRECTORY')
 	$(BIN)/pilotfish distill --config $(CONFIG) $(ARGS)
 
-# Small tests run in two processes with one thread each. Tests with Ray or real weights run one at a time, the essential one
-# beside the small ones, which leave a part of two cores idle. What it writes is shown at the end.
+# Small tests run in two processes with one thread each. Tests with Ray or real weights run one at a time, beside the small
+# ones: both wait often, and leave a fifth to a half of two cores idle. What the second ones write is shown at the end.
+BOTH = shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT; \
+	$(MAKE) --no-print-directory -j 2 $(1) beside SECOND=$(2) SHOWN="$$shown"; status=$$?; cat "$$shown"; exit $$status
+
 test: $(WEIGHTS)  ## Run the fast tests, and one path through everything real (ARGS goes to pytest)
-	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT; \
-	$(MAKE) --no-print-directory -j 2 fast beside SHOWN="$$shown"; status=$$?; cat "$$shown"; exit $$status
+	@$(call BOTH,fast,essential)
+
+test-all: $(TEST_WEIGHTS)  ## Run the tests that `make test` leaves out (ARGS goes to pytest)
+	@$(call BOTH,slow,whole)
 
 .PHONY: beside
 beside:
-	@$(MAKE) --no-print-directory essential >$(SHOWN) 2>&1
+	@$(MAKE) --no-print-directory $(SECOND) >$(SHOWN) 2>&1
 
 .PHONY: fast
 fast: $(INSTALLED)
@@ -106,8 +111,12 @@ fast: $(INSTALLED)
 essential: $(WEIGHTS)
 	@$(PYTEST) -m essential $(or $(ARGS),$$(grep -rl --include='test_*.py' 'mark\.essential' tests)) $(OR_NOTHING)
 
-test-all: $(TEST_WEIGHTS)  ## Run the tests that `make test` leaves out (ARGS goes to pytest)
+.PHONY: slow
+slow: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "$(SMALL) and slow" $(ARGS) $(OR_NOTHING)
+
+.PHONY: whole
+whole: $(TEST_WEIGHTS)
 	@$(PYTEST) -m "(ray or weights) and not essential" --ignore=tests/nodes $(ARGS) $(OR_NOTHING)
 
 .PHONY: t
