@@ -89,15 +89,20 @@ async def deadline() -> AsyncIterator[None]:
         yield
 
 
-async def kill_during_answer(cluster: ServeProcess, case: RequestCase, title: str) -> tuple[int, ...]:
-    """An answer during which a worker is killed."""
+async def kill_during_answer(
+    cluster: ServeProcess, case: RequestCase, title: str, *, frozen: bool = False
+) -> tuple[int, ...]:
+    """An answer during which a worker is killed, or stops for ever."""
     # A standby rank is younger than the one that serves.
     victims = sorted(cluster.descendants(title), key=lambda process: process.create_time())
     assert victims, f"no process is called {title}"
     asking = asyncio.create_task(tokens_grpc(cluster.server, case))
     await asyncio.sleep(0.2)
     assert not asking.done(), "the answer was complete before the kill"
-    victims[0].kill()
+    if frozen:
+        victims[0].suspend()
+    else:
+        victims[0].kill()
     return await asking
 
 
@@ -148,6 +153,13 @@ async def test_a_request_id_is_returned_and_one_outside_ascii_is_refused(cluster
 
 async def test_a_killed_rank_changes_no_token(cluster: ServeProcess, expected: Expected, deadline: None) -> None:
     assert await kill_during_answer(cluster, SAMPLED, "WorkerRank") == expected[SAMPLED]
+
+
+async def test_a_rank_that_hangs_is_replaced_after_the_steps_timeout_and_changes_no_token(
+    deploy: Deploy, model: Path, expected: Expected, deadline: None
+) -> None:
+    cluster = deploy(configure(model, target__tensor_parallel=3, target__step_timeout_seconds=5.0))
+    assert await kill_during_answer(cluster, SAMPLED, "WorkerRank", frozen=True) == expected[SAMPLED]
 
 
 async def test_two_drafters_share_the_requests_and_one_serves_all_when_the_other_dies(

@@ -30,7 +30,7 @@ from workers.forward.graph_buffers import (
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass
-from workers.ranks import least_of_all_ranks
+from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class CudaGraphRunner:
         buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
         buffers.fill((), (), (), ())
         try:
-            example = self._pass(buffers, partial)
+            example = try_together(lambda: self._pass(buffers, partial), self._ranks)
         except Exception as error:  # the compiler may raise anything
             logger.warning("passes of %s cannot be captured and run without a CUDA graph: %r", size, error)
             return _Outcome.NOT_THIS_SIZE
@@ -176,10 +176,11 @@ class CudaGraphRunner:
                 output.hidden.copy_(found.hidden)
 
         try:
-            return _CapturedGraph(buffers, self._capture(write), output)
-        except RuntimeError as error:
+            replay = try_together(lambda: self._capture(write), self._ranks)
+        except (RuntimeError, AnotherRankFailed) as error:
             logger.warning("no further passes are captured as CUDA graphs: %s", error)
             return _Outcome.NONE_AT_ALL
+        return _CapturedGraph(buffers, replay, output)
 
     def _pass(self, buffers: GraphBuffers, partial: PartialPass) -> PassOutput:
         backend = self._attention.backend

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, Protocol
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_experts import PackedExperts
@@ -22,6 +22,7 @@ from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
 from workers.forward.weights.experts import Expert, Gate, PlainExperts, StoredExperts, gate_of
 from workers.forward.weights.plain import PlainStorage
+from workers.ranks import sum_over_ranks
 
 
 class ExpertsKernel(Protocol):
@@ -159,7 +160,7 @@ def _mix(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, handle: t
     entry = _entries[int(handle)]
     output = entry.kernel.mix(x, chosen, weights).to(x.dtype)
     if entry.sums_ranks:
-        distributed.all_reduce(output)
+        sum_over_ranks(output)
     return output
 
 

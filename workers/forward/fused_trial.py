@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.projections import Projections
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.store import KvStore
-from workers.ranks import least_of_all_ranks
+from workers.ranks import AnotherRankFailed, try_together
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ def fuse_on_gpu(model: LoadedModel) -> bool:
 def fuse_if_equal(model: LoadedModel, make: Callable[[], LayerKernels]) -> str | None:
     """Fuse the known layers, and undo it if one of them then differs from its module. Returns why they are not fused.
 
-    All ranks of the model call this together, and do the same. `make` may raise anything.
+    All ranks of the model call this together, and do the same, also where one of them raises. `make` may raise
+    anything.
     """
     if len({(shape.kv_heads, shape.head_dim) for shape in model.layers}) > 1:
         return "they differ in the shapes of their keys and values"
@@ -70,29 +72,27 @@ def fuse_if_equal(model: LoadedModel, make: Callable[[], LayerKernels]) -> str |
     backend = choose_backend(setting, StepKind.RAGGED, model.tensor_parallel).backend
     step = StepPlan(backend, backend.plan([_row(index, width) for index, width in enumerate(_ROWS)]))
     paged = bind(model.module)
-    try:
-        kernels = make()
-        _launch_each(model, kernels, step)  # before any collective, in which the other ranks would wait for this one
-        problem = None
-    except Exception as error:  # a compiler may raise anything
-        problem = repr(error)
-    if not least_of_all_ranks(int(problem is None), model.tensor_parallel):
-        return problem or "another rank cannot compute them"
     paged.step = step
+    embedded = _embedded(model)  # it sums over ranks by itself
     try:
-        problem = _difference(model, kernels, setting.store)
+        try_together(partial(_compare, model, make, setting.store, embedded), model.tensor_parallel)
+    except Exception as error:  # a compiler may raise anything
+        undo_fuse(model.module)
+        return str(error) if isinstance(error, _Different | AnotherRankFailed) else repr(error)
     finally:
         paged.step = None
-    if not least_of_all_ranks(int(problem is None), model.tensor_parallel):
-        undo_fuse(model.module)
-        return problem or "they differ on another rank"
     return None
 
 
-def _launch_each(model: LoadedModel, kernels: LayerKernels, step: StepPlan) -> None:
+class _Different(Exception):
+    """A layer computes another result than its module, as the message says."""
+
+
+def _launch_each(model: LoadedModel, kernels: LayerKernels) -> None:
     """Run each kernel of the first layer, and the attention after it, on zeros."""
     layer: Any = next(decoder_layers(model.module))
     attention, norm, shape = layer.self_attn, layer.input_layernorm, model.layers[0]
+    step = attention.paged_attention.step
 
     def zeros(width: int) -> torch.Tensor:
         return torch.zeros((sum(_ROWS), width), dtype=model.dtype, device=model.device)
@@ -124,17 +124,26 @@ def _launch_each(model: LoadedModel, kernels: LayerKernels, step: StepPlan) -> N
         step.backend.attend_with_sinks(0, queries, step.metadata, attention.scaling, sinks)
 
 
-def _difference(model: LoadedModel, kernels: LayerKernels, store: KvStore) -> str | None:
-    """Fuse the layers, and compare each with its module: which one differs. Every rank runs every layer.
+def _embedded(model: LoadedModel) -> torch.Tensor:
+    """The trial's rows as the layers read them, `[1, tokens, hidden]`."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.vocabulary_size, (1, sum(_ROWS)), generator=generator)
+    embedded: torch.Tensor = model.module.get_input_embeddings()(tokens.to(model.device))
+    return embedded
+
+
+def _compare(model: LoadedModel, make: Callable[[], LayerKernels], store: KvStore, embedded: torch.Tensor) -> None:
+    """Fuse the layers, and compare each with its module. Raises `_Different`, and whatever a kernel raises.
 
     Routers choose as the modules did: a last bit of a logit may decide between two experts. What the kernels make of
     the modules' own logits is compared by itself.
     """
-    calls = _record(model, store)
+    kernels = make()
+    _launch_each(model, kernels)
+    calls = _record(model, store, embedded)
     repeating = _RecordedChoice(kernels)
     fuse_layers(model.module, repeating)
     limit = max(2 * torch.finfo(model.dtype).eps, 1e-4)
-    problem = None
     for index, (layer, call) in enumerate(zip(decoder_layers(model.module), calls, strict=True)):
         repeating.router = call.router
         found = [*layer(*call.arguments, **call.others), *_stored(store)]
@@ -145,11 +154,10 @@ def _difference(model: LoadedModel, kernels: LayerKernels, store: KvStore) -> st
             expected += [call.router.logits, call.router.weights, call.router.logits.gather(-1, call.router.chosen)]
         for what, one, other in zip(_COMPARED[: len(found)], found, expected, strict=True):
             difference = float((one.float() - other.float()).norm() / other.float().norm())
-            if problem is None and not difference <= limit:
-                problem = f"{what} of layer {index} differ by {difference:.1e} of their size"
+            if not difference <= limit:
+                raise _Different(f"{what} of layer {index} differ by {difference:.1e} of their size")
     undo_fuse(model.module)
     fuse_layers(model.module, kernels)
-    return problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +197,7 @@ class _Call:
     router: _RouterResult | None
 
 
-def _record(model: LoadedModel, store: KvStore) -> list[_Call]:
+def _record(model: LoadedModel, store: KvStore, embedded: torch.Tensor) -> list[_Call]:
     """Run the trial's rows through the module, and record each layer."""
     calls: list[_Call] = []
     routed: list[_RouterResult] = []
@@ -197,9 +205,6 @@ def _record(model: LoadedModel, store: KvStore) -> list[_Call]:
     def record(_: nn.Module, arguments: tuple[Any, ...], others: dict[str, Any], output: Any) -> None:
         calls.append(_Call(arguments, others, (output.clone(), *_stored(store)), routed.pop() if routed else None))
 
-    width = sum(_ROWS)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.vocabulary_size, (1, width), generator=generator)
     positions = torch.tensor([[position for row in _ROWS for position in range(row)]])
     with ExitStack() as stack:
         for layer in decoder_layers(model.module):
@@ -208,7 +213,7 @@ def _record(model: LoadedModel, store: KvStore) -> list[_Call]:
                 hook = mixture.router.register_forward_hook(lambda _, __, found: routed.append(_RouterResult(*found)))
                 stack.callback(hook.remove)
         model.module(
-            input_ids=tokens.to(model.device),
+            inputs_embeds=embedded,
             position_ids=positions.to(model.device),
             use_cache=False,
         )

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from itertools import count
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from workers.forward.gpu_product import gpu_product
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedProduct, kernel_layout
 from workers.forward.operators import define
 from workers.forward.weights.base import KernelLayout, LinearKernel, Storage
+from workers.ranks import sum_over_ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +167,7 @@ def _linear(x: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor: 
     entry = _entries[int(handle)]
     output = entry.kernel.multiply(x)
     if entry.reduce:
-        distributed.all_reduce(output)
+        sum_over_ranks(output)
     return output if entry.bias_after is None else output + entry.bias_after
 
 

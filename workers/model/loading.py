@@ -52,6 +52,7 @@ from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
 from workers.model.target_ends import decoder_vocabulary_size
 from workers.model.trial import Trial, verdict_file
+from workers.ranks import try_together
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     measure_layers(model.module, model.device, model.max_context_len)
     replace_experts_on_gpu(model)
     if (section.compile == "on" or not fuse_on_gpu(model)) and should_compile(section):
-        _compile_or_warn(model.module, section, model.device)
+        _compile_or_warn(model.module, section, model.device, model.tensor_parallel)
     return model
 
 
@@ -402,11 +403,11 @@ def _load_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def _compile_or_warn(module: PreTrainedModel, section: ModelSection, device: torch.device) -> None:
-    """Compile the layers. A failure is logged, and with `compile: on` raises `ModelLoadError`."""
+def _compile_or_warn(module: PreTrainedModel, section: ModelSection, device: torch.device, ranks: int) -> None:
+    """Compile the layers, on all ranks or none. A failure is logged, and with `compile: on` raises `ModelLoadError`."""
     compile_layers(module, section.compile_directory)
     try:
-        run_probe(module, device, AttentionProbe(1), WARM_UP_WIDTHS[0])
+        try_together(lambda: run_probe(module, device, AttentionProbe(1), WARM_UP_WIDTHS[0]), ranks)
     except Exception as error:  # the compiler may raise anything
         if section.compile == "on":
             raise ModelLoadError(f"model type {module.config.model_type!r} cannot be compiled: {error}") from error

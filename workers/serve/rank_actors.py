@@ -131,7 +131,7 @@ class FirstRank:
 
             self._learner = start_learner(configuration, method, lambda: engine.is_idle)
         if target.tensor_parallel > 1:
-            self._engine = self._driver = DriverRank(engine)
+            self._engine = self._driver = DriverRank(engine, target.step_timeout_seconds)
         return self._engine
 
 
@@ -165,7 +165,7 @@ class WorkerRank:
         join_group(target, rank, group.host, group.rendezvous)
         try:
             method = create_for_worker_rank(configuration.draft, target)
-            run_worker_rank(build_engine(target, rank, method, group.profile))
+            run_worker_rank(build_engine(target, rank, method, group.profile), target.step_timeout_seconds)
         finally:
             leave_group()
 

@@ -15,7 +15,7 @@ from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
 from workers.model.fingerprint import fingerprint
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
-from workers.ranks import least_of_all_ranks
+from workers.ranks import bound_collectives, least_of_all_ranks
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
@@ -25,7 +25,8 @@ from workers.verify.group_decider import GroupDecider
 def build_engine(
     section: TargetSection, rank: int = 0, method: DraftMethod | None = None, profile: Sequence[StepSample] = ()
 ) -> TargetEngine:
-    """Load this rank's part of the target and warm it up. With several ranks, call `join_group` on each of them first.
+    """Load this rank's part of the target and warm it up. With several ranks, call `join_group` on each of them first:
+    it returns on all of them at once, and from then on `target.step_timeout_seconds` bounds their collectives.
     `method` drafts on this rank after each step. `profile` is what an earlier warm-up measured, the same on all ranks.
 
     Raises `ModelLoadError`, `ConfigurationError`.
@@ -70,6 +71,7 @@ def build_engine(
         populate(pool)  # after the warm-up, which measures steps; a share of free memory is taken as it is used
     if file is not None and packed is None:
         keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
+    bound_collectives(section.step_timeout_seconds, section.tensor_parallel)
     return engine
 
 

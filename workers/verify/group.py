@@ -11,9 +11,9 @@ import json
 import logging
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -29,18 +29,16 @@ from cluster.wire.address import socket_family
 from cluster.wire.codec.opening import open_rows_from_bytes, open_rows_to_bytes
 from cluster.wire.codec.step import step_batch_from_bytes, step_batch_to_bytes
 from workers.model.devices import choose_device
+from workers.ranks import UNBOUNDED
 from workers.verify.engine import TargetEngine
 
 logger = logging.getLogger(__name__)
-
-# A worker rank waits for its next command for as long as the cluster is idle, so this bound must be longer than any
-# idle time. When a peer dies, its connection closes, and the other ranks notice this at once.
-_COLLECTIVE_TIMEOUT = timedelta(days=365)
 
 
 def join_group(section: TargetSection, rank: int, address: str, port: int) -> None:
     """Join the process group whose rank 0 listens at `address:port`: gloo between CPUs, NCCL between GPUs.
 
+    Its collectives wait for a rank without a bound until `bound_collectives`, which `build_engine` calls at its end.
     Raises `ConfigurationError` when CUDA is configured and absent, and `OSError` when rank 0 cannot listen.
     """
     backend = "cpu:gloo,cuda:nccl" if choose_device(section.device, rank).type == "cuda" else "gloo"
@@ -49,7 +47,7 @@ def join_group(section: TargetSection, rank: int, address: str, port: int) -> No
         store=_store(rank, address, port),
         rank=rank,
         world_size=section.tensor_parallel,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=UNBOUNDED,
     )
 
 
@@ -57,7 +55,7 @@ def _store(rank: int, address: str, port: int) -> Any:
     """The store in which the ranks find each other. Rank 0 listens on `address` alone, not on all interfaces."""
     listener = socket.create_server((address, port), family=socket_family(address)).detach() if rank == 0 else None
     return distributed.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=rank == 0, timeout=_COLLECTIVE_TIMEOUT, master_listen_fd=listener
+        address, port, is_master=rank == 0, timeout=UNBOUNDED, master_listen_fd=listener
     )
 
 
@@ -85,8 +83,10 @@ class _Command(IntEnum):
 class DriverRank:
     """The engine of rank 0, which broadcasts every call to the worker ranks before it runs it itself."""
 
-    def __init__(self, engine: TargetEngine) -> None:
+    def __init__(self, engine: TargetEngine, step_timeout_seconds: float) -> None:
+        """`step_timeout_seconds` is what bounds each collective; see `bound_collectives`."""
         self._engine = engine
+        self._step_timeout_seconds = step_timeout_seconds
         self._failure: str | None = None
 
     @property
@@ -146,30 +146,58 @@ class DriverRank:
     def _failing_together(self) -> Iterator[None]:
         """Mark the group as failed when anything is raised inside: the ranks may hold different states."""
         try:
-            yield
+            with _answered_within(self._step_timeout_seconds):
+                yield
         except BaseException as error:
-            self._failure = repr(error)
-            logger.error("the tensor-parallel group is broken: %r", error)
+            self._failure = str(error) if isinstance(error, TargetUnavailable) else repr(error)
+            logger.error("the tensor-parallel group is broken: %s", self._failure)
             if isinstance(error, Exception):
-                raise TargetUnavailable(f"the tensor-parallel group is broken: {error!r}") from error
+                raise TargetUnavailable(f"the tensor-parallel group is broken: {self._failure}") from error
             raise
 
 
-def run_worker_rank(engine: TargetEngine) -> None:
+def run_worker_rank(engine: TargetEngine, step_timeout_seconds: float) -> None:
     """Run the driver rank's commands on this rank's engine until the stop command, then close the engine.
 
-    Raises any error that ends the group, after closing the engine.
+    It waits for each command without a bound. `step_timeout_seconds` is what bounds the collectives of a command; see
+    `bound_collectives`. Raises any error that ends the group, after closing the engine.
     """
     try:
-        while (received := _receive())[0] is not _Command.STOP:
-            _execute(engine, *received)
+        while True:
+            first = _receive_first()
+            with _answered_within(step_timeout_seconds):
+                command, payload = _receive_rest(first)
+                if command is _Command.STOP:
+                    return
+                _execute(engine, command, payload)
     finally:
         engine.close()
 
 
-def _receive() -> tuple[_Command, bytes]:
+@contextmanager
+def _answered_within(seconds: float) -> Iterator[None]:
+    """Raise `TargetUnavailable`, which names the setting, for an error of a collective that waited for `seconds`."""
+    begun = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if time.monotonic() - begun < seconds:
+            raise
+        raise TargetUnavailable(
+            f"a rank has not answered within target.step_timeout_seconds: {seconds:g}; it hangs or is lost ({error})"
+        ) from error
+
+
+def _receive_first() -> torch.Tensor:
+    """The beginning of the next command, however long it takes to come; uint8 `[_FIRST_BYTES]`."""
     first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
-    distributed.broadcast(first, src=0)
+    options = distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, UNBOUNDED
+    distributed.distributed_c10d._get_default_group().broadcast([first], options).wait()
+    return first
+
+
+def _receive_rest(first: torch.Tensor) -> tuple[_Command, bytes]:
     message = first.numpy().tobytes()
     command, length = _HEADER.unpack_from(message)
     missing = _HEADER.size + length - _FIRST_BYTES

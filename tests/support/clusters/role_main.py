@@ -140,7 +140,7 @@ async def _start_target(role: RoleSpec, configuration: Configuration, stack: Asy
     draft = configuration.draft
     method = await asyncio.to_thread(create, draft, target) if draft.is_colocated else None
     engine = await asyncio.to_thread(build_engine, target, method=method)
-    driver = DriverRank(engine) if target.tensor_parallel > 1 else None
+    driver = DriverRank(engine, target.step_timeout_seconds) if target.tensor_parallel > 1 else None
     hosting = host_target(LOOPBACK, driver or engine, hang_seconds=target.step_timeout_seconds)
     host = await stack.enter_async_context(hosting)
 
@@ -162,7 +162,7 @@ async def _start_rank(role: RoleSpec, configuration: Configuration, stack: Async
         join_group(target, role.rank, LOOPBACK, role.rendezvous)
         try:
             method = create_for_worker_rank(configuration.draft, target)
-            run_worker_rank(build_engine(target, role.rank, method))
+            run_worker_rank(build_engine(target, role.rank, method), target.step_timeout_seconds)
         finally:
             leave_group()
 

@@ -123,11 +123,12 @@ def _serve_group(rank: int, pipe: Connection) -> None:
     configuration = load_configuration(values)
     draft, target = configuration.draft, configuration.target
     if rank > 0:
-        run_worker_rank(build_engine(target, rank, create_for_worker_rank(draft, target), PROFILE))
+        engine = build_engine(target, rank, create_for_worker_rank(draft, target), PROFILE)
+        run_worker_rank(engine, target.step_timeout_seconds)
         return
     try:
         method = create(draft, target) if draft.is_colocated else None
-        group = DriverRank(build_engine(target, rank, method, PROFILE))
+        group = DriverRank(build_engine(target, rank, method, PROFILE), target.step_timeout_seconds)
     except Exception as error:
         pipe.send(error)
         raise

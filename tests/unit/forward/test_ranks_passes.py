@@ -1,4 +1,4 @@
-"""A tensor-parallel group has the hidden states and the partial passes of one rank alone."""
+"""A tensor-parallel group has the hidden states and the partial passes of one rank alone, however its layers run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,34 @@ BRANCHING = TokenTree((7, 8, 9, 7), (-1, -1, 0, 2))
 SECONDS = 300.0
 
 
-def passes(directory: Path, rank: int = 0, ranks: int = 1, fuses: bool = False) -> dict[str, torch.Tensor]:
-    """What one rank computes for two rows, one with a tree, by layers as they are or by fused ones."""
+class FailsLater(ReferenceKernels):
+    """Kernels of which one fails on rank 1, between two sums over ranks of the second layer."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        if self._calls == 3 and distributed.get_rank() == 1:
+            raise RuntimeError("it fails on one rank")
+        return super().silu_mul(gates, values)
+
+
+FORMS: dict[str, tuple[type[ReferenceKernels] | None, tuple[str | None, ...]]] = {
+    "as they are": (None, ()),
+    "fused": (ReferenceKernels, (None, None)),
+    "refused": (FailsLater, ("another rank cannot compute it", "RuntimeError('it fails on one rank')")),
+}
+"""How the layers run: the kernels that fuse them, and why each rank then does not fuse them."""
+
+
+def passes(directory: Path, rank: int = 0, ranks: int = 1, form: str = "as they are") -> dict[str, torch.Tensor]:
+    """What one rank computes for two rows, one with a tree."""
     section = ModelSection(path=str(directory), device="cpu", compile="off", native="off")
     model = load_model(section, rank=rank, tensor_parallel=ranks)
-    if fuses:
-        assert fuse_if_equal(model, ReferenceKernels) is None
+    kernels, problems = FORMS[form]
+    if kernels is not None:
+        assert fuse_if_equal(model, kernels) == problems[rank]
     pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=100)
     runner = ModelRunner(model, pool, TAPS)
     rows = [
@@ -61,8 +83,8 @@ def passes(directory: Path, rank: int = 0, ranks: int = 1, fuses: bool = False) 
 def run_rank(rank: int, directory: Path, port: int) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    for fuses in (False, True):
-        save_file(passes(directory, rank, RANKS, fuses), directory / f"rank-{rank}-{fuses}.safetensors")
+    for form in FORMS:
+        save_file(passes(directory, rank, RANKS, form), directory / f"rank-{rank}-{form}.safetensors")
     distributed.barrier()
     os._exit(0)
 
@@ -83,5 +105,5 @@ def test_ranks_have_the_hidden_states_and_the_partial_passes_of_one_rank_alone(t
     for process in ranks:
         process.join(SECONDS)
         assert process.exitcode == 0
-    for fuses in (False, True):
-        check([load_file(directory / f"rank-{rank}-{fuses}.safetensors") for rank in range(RANKS)], alone)
+    for form in FORMS:
+        check([load_file(directory / f"rank-{rank}-{form}.safetensors") for rank in range(RANKS)], alone)

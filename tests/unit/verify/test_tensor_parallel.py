@@ -94,9 +94,9 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
     for quantization in QUANTIZATIONS:
         engine = build(section(directory, RANKS, quantization, **memory), rank)
         if pipe is None:
-            run_worker_rank(engine)
+            run_worker_rank(engine, section(directory, RANKS).step_timeout_seconds)
         else:
-            serve_pipe(DriverRank(engine), engine, pipe)
+            serve_pipe(DriverRank(engine, section(directory, RANKS).step_timeout_seconds), engine, pipe)
     leave_group()
     os._exit(0)
 

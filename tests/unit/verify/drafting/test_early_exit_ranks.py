@@ -69,10 +69,11 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
     join_group(target, rank, "127.0.0.1", port)
     if pipe is None:
         with contextlib.suppress(Exception):  # rank 0 ends without a stop command
-            run_worker_rank(build_engine(target, rank, create_for_worker_rank(draft, target)))
+            engine = build_engine(target, rank, create_for_worker_rank(draft, target))
+            run_worker_rank(engine, target.step_timeout_seconds)
         os._exit(0)
     method = create(draft, target)
-    group = DriverRank(build_engine(target, rank, method))
+    group = DriverRank(build_engine(target, rank, method), target.step_timeout_seconds)
     pipe.send("ready")
     while True:
         called, arguments = pipe.recv()
