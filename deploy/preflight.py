@@ -23,6 +23,7 @@ from deploy.fitting import fit
 from deploy.placement import Placement, Resources, RolePlacement
 from deploy.settings import Settings
 from workers.model.draft_card import is_distilled, read_card
+from workers.model.head_counts import ranks_that_divide
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -162,17 +163,17 @@ def model_problems(
 
 
 def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:
-    """Problems with tensor parallelism: the ranks cannot divide the attention heads evenly."""
+    """Problems with tensor parallelism: the ranks cannot divide the attention heads."""
     config = read_model_config(directory)
     heads = int(config.get("num_attention_heads") or config.get("n_head") or tensor_parallel)
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    if heads % tensor_parallel or kv_heads % tensor_parallel:
-        fitting = [str(ranks) for ranks in range(1, kv_heads + 1) if heads % ranks == 0 and kv_heads % ranks == 0]
+    fitting = ranks_that_divide(heads, kv_heads)
+    if tensor_parallel not in fitting:
         yield Problem(
             "target.tensor_parallel",
-            f"a divisor of {heads} heads and {kv_heads} key-value heads",
+            f"a divisor of {heads} heads, and a divisor or a multiple of {kv_heads} key-value heads",
             str(tensor_parallel),
-            f"set it to {' or '.join(fitting)}",
+            f"set it to {' or '.join(map(str, fitting))}",
         )
 
 

@@ -1,7 +1,8 @@
-"""Finds the list of decoder layers in a model of `transformers`."""
+"""Finds the list of decoder layers in a model of `transformers`, and a layer's name in a tensor-parallel plan."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from torch import nn
@@ -16,6 +17,11 @@ def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
 def decoder_list(model: nn.Module) -> tuple[nn.Module, str]:
     """The module that holds the list of decoder layers, and the list's name in it."""
     return max(_outer_lists(model), key=lambda entry: len(getattr(*entry)))
+
+
+def plan_name(path: str) -> str:
+    """The name of a module in a plan: the numbers of layers are `*`. Those in names, as of `fc1`, stay."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _outer_lists(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from workers.forward.experts import fast_experts, is_mixture
+from workers.forward.layer_lists import plan_name
 from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
 from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
@@ -89,7 +89,7 @@ def _style(module: nn.Module, path: str, plan: dict[str, str]) -> str | None:
         return "rowwise" if module.sums_ranks else "whole"
     if not isinstance(module.weight, DTensor):
         return "whole"
-    style = plan.get(re.sub(r"\d+", "*", path.removeprefix(".")))
+    style = plan.get(plan_name(path.removeprefix(".")))
     return style if style in _STYLES else None
 
 

@@ -39,7 +39,6 @@ from workers.model.context import context_len, longest_context, stated_width
 from workers.model.devices import choose_device, may_be_native
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
-from workers.model.encoder_decoder.shard import Share
 from workers.model.encoder_decoder.split import (
     decoder_context_len,
     encoder_vocabulary_size,
@@ -47,6 +46,7 @@ from workers.model.encoder_decoder.split import (
 )
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels, with_fast_encoder
 from workers.model.model_files import end_of_sequence_ids
+from workers.model.sharding import Share, check_divisible, divide, has_own_plan, keep_kv_heads, plan_kv_heads
 from workers.model.stored.loading import load_stored
 from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
@@ -101,6 +101,7 @@ def load_model(
         raise ConfigurationError(_without_kernels(section))
     if tensor_parallel > 1:
         check_divisible(request.config, tensor_parallel)
+        plan_kv_heads(request.config, request.share)
     keep_compiled_code(section.compile_directory)
     register()
     may_be_packed = may_be_native(section, request.device, tensor_parallel)
@@ -194,7 +195,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
         vocabulary=vocabulary,
     )
     if request.trial is not None:
-        if section.quantization == "stored" and share.ranks > 1:
+        if share.ranks > 1 and (section.quantization == "stored" or has_own_plan(request.config)):
             replace_linear_layers(module, section.quantization, section.compile_directory)  # stored ones sum no ranks
         request.trial.expect(module, vocabulary_size, request.device, share.ranks)
         request.trial.check(model)
@@ -266,6 +267,7 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     transformers_logging.disable_progress_bar()  # stderr has the lines of Pilotfish alone
     directory, config = request.directory, request.config
     tensor_parallel = 1 if config.is_encoder_decoder else request.share.ranks
+    reads_whole = tensor_parallel == 1 or has_own_plan(config)
     if is_distilled(directory):
         if tensor_parallel > 1:
             raise ConfigurationError(
@@ -279,10 +281,11 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
         "attn_implementation": ATTENTION_NAME,
         "use_safetensors": True,
     }
-    if tensor_parallel > 1:
-        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_SHARDED_HEAD)
+    if reads_whole:
+        arguments["device_map"] = {"": request.device if tensor_parallel == 1 else "cpu"}
     else:
-        arguments["device_map"] = {"": request.device}
+        arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_SHARDED_HEAD)
+        arguments["config"] = config  # its plan may be changed
     try:
         with _ranks_on(request.device):
             module: PreTrainedModel = _auto_class(config).from_pretrained(directory, **arguments)
@@ -293,6 +296,10 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
             raise UnsupportedModel("its attention is code of its own, which takes no registered function") from error
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module.eval().requires_grad_(False)
+    if tensor_parallel > 1 and reads_whole:
+        divide(module, request.share, request.section.quantization, request.device)
+    elif tensor_parallel > 1:
+        keep_kv_heads(module, request.share)
     return module, None
 
 
@@ -372,25 +379,6 @@ def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportErr
         f"model directory {str(directory)!r}: its weights are quantized as {method!r} and the library for them is "
         f"missing; {remedy}, or give the model with plain weights"
     )
-
-
-def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
-    """Raise `ConfigurationError` unless every head count divides by the number of ranks."""
-    text = config.get_text_config()
-    heads = int(getattr(text, "decoder_attention_heads", None) or text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-        if count % tensor_parallel:
-            fitting = [ranks for ranks in range(1, kv_heads + 1) if heads % ranks == 0 and kv_heads % ranks == 0]
-            raise ConfigurationError(
-                f"target.tensor_parallel: {tensor_parallel} does not divide {name} = {count}; "
-                f"it must be one of {', '.join(map(str, fitting))}"
-            )
-    if not getattr(text, "base_model_tp_plan", None) and not config.is_encoder_decoder:
-        raise ConfigurationError(
-            f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} "
-            "has no tensor-parallel plan in transformers; it must be 1"
-        )
 
 
 def _load_config(directory: Path) -> PreTrainedConfig:

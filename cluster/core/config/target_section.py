@@ -71,7 +71,8 @@ class TargetSection(ModelSection, PluginHost):
     node_resource: str | None = None
     """Custom Ray resource of the nodes that targets run on; unset: any node with enough cores and GPUs."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of ranks that share each layer; it must divide the number of attention heads and of KV heads."""
+    """Number of ranks that share each layer; it must divide the number of attention heads. Where it exceeds the number
+    of KV heads, several ranks hold the same one, so it must be a multiple of that number; else it must divide it."""
     max_context_len: Positive | None = None
     """Longest sequence of prompt and answer, in tokens; unset takes the model's own bound."""
     acceptance: str = "coupled"

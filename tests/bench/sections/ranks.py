@@ -26,6 +26,7 @@ from tests.bench.random_model import Shape
 from tests.bench.report import heading, ratios, spread, table, write
 from tests.support.engines.rank_processes import free_port
 from workers.model import loading
+from workers.model.sharding import check_divisible
 from workers.verify.build import build_engine
 from workers.verify.group import join_group, leave_group
 
@@ -80,7 +81,7 @@ def threads_of_a_rank(ranks: int) -> int:
 
 def _divides(section: TargetSection, ranks: int) -> bool:
     try:
-        loading.check_divisible(AutoConfig.from_pretrained(section.path), ranks)
+        check_divisible(AutoConfig.from_pretrained(section.path), ranks)
     except ConfigurationError:
         return False
     return True

@@ -32,6 +32,11 @@ class RankGroup:
         self._pipes = pipes
         self._is_formed = False
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._pipes)
+
     def form(self, configuration: Configuration) -> RankGroup:
         """Build the engine of each rank, in place of those before. Raises what rank 0 raises, or `TimeoutError`."""
         self.close()

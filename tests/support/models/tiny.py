@@ -19,6 +19,8 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     OPTConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -72,6 +74,16 @@ def gpt_oss(**changes: Any) -> PreTrainedConfig:
     """A mixture with learned sinks, biases, and a sliding window in every other layer: 2 of 8 experts."""
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 24}
     return GptOssConfig(**(_SHAPE | {"head_dim": 16} | experts | changes))
+
+
+def phi(**changes: Any) -> PreTrainedConfig:
+    """Attention and feed-forward network beside each other, biases, partly rotated heads."""
+    return PhiConfig(**(_SHAPE | changes))
+
+
+def phi3(**changes: Any) -> PreTrainedConfig:
+    """Fused projections to queries, keys and values, and to gates and columns."""
+    return Phi3Config(**(_SHAPE | changes))
 
 
 def mistral(**changes: Any) -> PreTrainedConfig:

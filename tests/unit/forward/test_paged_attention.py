@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPTJConfig, PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
@@ -17,7 +17,8 @@ from tests.support.models import tiny
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
-from workers.model.loading import check_divisible, load_model
+from workers.model.loading import load_model
+from workers.model.sharding import check_divisible
 
 TOLERANCE = 2e-4
 
@@ -168,13 +169,14 @@ def test_released_blocks_can_be_used_by_another_sequence(bench: Bench) -> None:
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_the_valid_numbers() -> None:
-    with pytest.raises(ConfigurationError, match=r"2 does not divide num_key_value_heads = 3; it must be one of 1, 3"):
+    refused = r"2 does not divide num_attention_heads = 6 with num_key_value_heads = 3; it must be one of 1, 3, 6"
+    with pytest.raises(ConfigurationError, match=refused):
         check_divisible(tiny.llama(), 2)
 
 
 def test_a_family_without_a_plan_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'gpt2' has no tensor-parallel plan"):
-        check_divisible(tiny.gpt2(), 2)
+    with pytest.raises(ConfigurationError, match="'gptj' has no tensor-parallel plan"):
+        check_divisible(GPTJConfig(n_head=2), 2)
 
 
 def test_weights_that_are_not_safetensors_are_not_loaded(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ The encoder is whole on every rank: it runs once for a source, and its output is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,29 +15,10 @@ from cluster.core.errors import ConfigurationError
 from workers.forward.encoder_decoder.decoder import RelativePositionBias, SourcedDecoder
 from workers.forward.linear import FastLinear, make_linear_kernel
 from workers.forward.weights.choice import store
+from workers.model.sharding import Share, keep_outputs
 
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q", "k", "v", "fc1", "wi", "wi_0", "wi_1")
 _BY_INPUT = ("out_proj", "o", "fc2", "wo")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of each layer's heads and feed-forward columns that one tensor-parallel rank holds."""
-
-    rank: int
-    ranks: int
-
-    def of(self, count: int, what: str) -> slice:
-        """The rank's part of `count` equal parts. Raises `ConfigurationError` if the ranks do not divide them."""
-        if count % self.ranks:
-            raise ConfigurationError(f"target.tensor_parallel: {self.ranks} does not divide {what} = {count}")
-        size = count // self.ranks
-        return slice(self.rank * size, (self.rank + 1) * size)
-
-    def tokens(self, count: int) -> slice:
-        """The rank's part of the vocabulary; the last part may be shorter."""
-        size = -(-count // self.ranks)
-        return slice(min(count, self.rank * size), min(count, (self.rank + 1) * size))
 
 
 def shard_decoder(
@@ -55,7 +35,7 @@ def shard_decoder(
     """
     for parent, name, layer in _linear_layers(decoder.decoder):
         if name in _BY_OUTPUT:
-            _keep_outputs(layer, share.of(layer.out_features, f"the outputs of {name}"))
+            keep_outputs(layer, share.of(layer.out_features, f"the outputs of {name}"))
         elif name in _BY_INPUT:
             inputs = share.of(layer.in_features, f"the inputs of {name}")
             weight = layer.weight.detach()[:, inputs].contiguous()
@@ -64,7 +44,7 @@ def shard_decoder(
             setattr(parent, name, FastLinear(kernel, layer.out_features, reduce=True, bias=own_bias))
     for pair in projections:
         for projection in pair:
-            _keep_outputs(projection, share.of(projection.out_features, "the outputs of cross-attention"))
+            keep_outputs(projection, share.of(projection.out_features, "the outputs of cross-attention"))
     if bias is not None:
         heads = share.of(bias.embedding.embedding_dim, "num_heads")
         own = bias.embedding.weight.detach()[:, heads].contiguous()
@@ -73,7 +53,7 @@ def shard_decoder(
     if not isinstance(head, nn.Linear):
         raise ConfigurationError(f"target.tensor_parallel: {share.ranks} is refused for a head {type(head).__name__}")
     tokens = share.tokens(head.out_features)
-    _keep_outputs(head, tokens)
+    keep_outputs(head, tokens)
     if isinstance(decoder.logits_bias, torch.Tensor):
         decoder.logits_bias = decoder.logits_bias[:, tokens]
 
@@ -83,11 +63,3 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 yield parent, name, child
-
-
-def _keep_outputs(layer: nn.Linear, outputs: slice) -> None:
-    """Reduce a layer to some of its outputs. An embedding that is tied to it keeps its weights."""
-    layer.weight = nn.Parameter(layer.weight.detach()[outputs].contiguous(), requires_grad=False)
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.detach()[outputs].contiguous(), requires_grad=False)
-    layer.out_features = layer.weight.shape[0]

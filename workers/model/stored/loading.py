@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
+from workers.forward.layer_lists import plan_name
 from workers.forward.weights.base import CutRefused, Storage
 from workers.forward.weights.experts import Expert, StoredExperts, gate_of
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
-from workers.model.encoder_decoder.shard import Share
+from workers.model.sharding import KV_HEADS, Share, has_own_plan, head_counts, keep_kv_heads, rows_of_heads
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.parts import Region
 from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
@@ -62,9 +62,15 @@ def load_stored(
     checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
     with init_empty_weights(include_buffers=False), no_init_weights():
         module: PreTrainedModel = make()
+    if share.ranks > 1 and has_own_plan(module.config):
+        raise ConfigurationError(
+            f"target.tensor_parallel: {share.ranks} is refused for stored weights of model type "
+            f"{module.config.model_type!r}; it must be 1, or target.quantization must be none or int8"
+        )
     plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}
     names = {id(owner): name for name, owner in module.named_modules()}
     embedding: Any = module.get_input_embeddings()
+    kv_heads = head_counts(module.config)[1]
     head = module.get_output_embeddings()
     is_tied = module.config.get_text_config().tie_word_embeddings and f"{names[id(head)]}.weight" not in checkpoint
     table = checkpoint.matrix(f"{names[id(embedding)]}.weight", tuple(embedding.weight.shape))
@@ -78,9 +84,9 @@ def load_stored(
             if child is embedding and type(child) is nn.Embedding:
                 setattr(parent, name, StoredEmbedding(table, dtype))
             elif type(child) is nn.Linear:
-                style = plan.get(re.sub(r"\d+", "*", own)) if share.ranks > 1 else None
+                style = plan.get(plan_name(own)) if share.ranks > 1 else None
                 tied = table if child is head and is_tied else None
-                setattr(parent, name, _linear(child, own, checkpoint, dtype, _Cut(style, share), tied))
+                setattr(parent, name, _linear(child, own, checkpoint, dtype, _Cut(style, share, kv_heads), tied))
             elif (experts := _experts(child, own, checkpoint, dtype, share)) is not None:
                 setattr(parent, name, experts)
             else:
@@ -89,6 +95,7 @@ def load_stored(
     if left:
         raise ModelLoadError(f"{str(source)!r} has no tensor for {', '.join(left[:5])}")
     module.eval().requires_grad_(False)
+    keep_kv_heads(module, share)
     return module
 
 
@@ -99,6 +106,8 @@ class _Cut:
     style: str | None
     """The plan's word for it; `None`: every rank has all of it."""
     share: Share
+    kv_heads: int
+    """KV heads of the model."""
 
     def region(self, shape: tuple[int, int], name: str) -> Region:
         """A rank's part of a matrix. Raises `ConfigurationError`."""
@@ -107,6 +116,9 @@ class _Cut:
             return Region(whole.outputs, self.share.of(shape[1], f"the inputs of {name}"))
         if self.style == "colwise":
             return Region(self.share.tokens(shape[0]), whole.inputs)
+        if self.style == KV_HEADS:
+            own = self.share.kv_heads(self.kv_heads)
+            return Region(rows_of_heads(shape[0], self.kv_heads, own, name), whole.inputs)
         if self.style is None:
             return whole
         raise ConfigurationError(

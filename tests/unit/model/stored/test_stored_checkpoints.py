@@ -23,10 +23,10 @@ from tests.support.models import quantized, tiny
 from tests.support.slow import slow_but
 from workers.forward.attention import register
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
-from workers.model.encoder_decoder.shard import Share
 from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
+from workers.model.sharding import Share, plan_kv_heads
 from workers.model.stored.loading import load_stored
 
 SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -199,6 +199,7 @@ def held(path: Path, share: Share) -> dict[str, StoredLinear]:
     def make() -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
+    plan_kv_heads(config, share)
     model = load_stored(make, path, torch.float32, share)
     return {name: part for name, part in model.named_modules() if isinstance(part, StoredLinear)}
 
@@ -213,6 +214,19 @@ def test_ranks_hold_the_whole_together(name: str, ranks: int, sources: Callable[
     for key, layer in whole.items():
         own = [part[key].storage.dequantized() for part in parts]
         assert torch.equal(torch.cat(own, dim=1 if parts[0][key].sums_ranks else 0), layer.storage.dequantized()), key
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq 8 bits", "compressed-tensors int8"])
+def test_two_ranks_share_each_kv_head_where_there_are_twice_as_many_ranks(
+    name: str, sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write(sources("llama"), tmp_path / "model", name)
+    whole = held(tmp_path / "model", Share(0, 1))
+    for rank in range(6):
+        own = held(tmp_path / "model", Share(rank, 6))
+        for key in (key for key in whole if key.endswith(("k_proj", "v_proj"))):
+            head = whole[key].storage.dequantized()[rank // 2 * 32 : (rank // 2 + 1) * 32]
+            assert torch.equal(own[key].storage.dequantized(), head), key
 
 
 @pytest.mark.parametrize("name", ["gptq in activation order", "compressed-tensors in activation order"])
@@ -234,9 +248,9 @@ def test_ranks_that_cut_a_group_are_refused(sources: Callable[[str], Path], tmp_
 
 
 def test_a_division_that_is_not_known_is_refused_with_its_name(sources: Callable[[str], Path], tmp_path: Path) -> None:
-    """A family whose query, key and value are one layer gathers its outputs."""
+    """A family whose query, key and value are one layer is divided by a plan of its own, which needs plain weights."""
     write(sources("phi3"), tmp_path / "model", "awq")
-    with pytest.raises(ConfigurationError, match=r"tensor_parallel: 3 is refused: .*self_attn\.\w+ is divided '\w+'"):
+    with pytest.raises(ConfigurationError, match=r"tensor_parallel: 3 is refused for stored weights of .* 'phi3'"):
         held(tmp_path / "model", Share(0, 3))
 
 

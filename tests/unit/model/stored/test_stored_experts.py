@@ -17,7 +17,7 @@ from tests.support.models import tiny
 from tests.unit.model.stored.test_stored_checkpoints import held
 from workers.forward.experts import FastExperts
 from workers.forward.native.packed_experts import PackedExperts
-from workers.model.encoder_decoder.shard import Share
+from workers.model.sharding import Share
 
 EXPERTS = "model.layers.1.mlp.experts"
 

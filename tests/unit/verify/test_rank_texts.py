@@ -1,0 +1,79 @@
+"""Groups of ranks write the texts of one rank, whatever the family is and however many ranks share a KV head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+
+from cluster.core.config.sections import Configuration
+from cluster.core.drafting import DraftBudget
+from cluster.core.request import SamplingParameters
+from tests.support.engines.colocated_decoding import decode_together, plain_answers
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.engines.rank_group import RankGroup, rank_group
+from tests.support.models import tiny
+from workers.serve.configuration import load_configuration
+from workers.verify.build import build_engine
+
+pytestmark = pytest.mark.slow
+
+COUNT = 16
+BUDGET = DraftBudget(4, 4)
+REQUESTS = {
+    "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
+    "sampled": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4)),
+}
+EIGHT = {"num_attention_heads": 8, "hidden_size": 64}
+FAMILIES: Mapping[int, Mapping[str, PreTrainedConfig]] = {
+    2: {
+        "phi": tiny.phi(num_key_value_heads=6),
+        "phi3": tiny.phi3(num_key_value_heads=2),
+        "gpt2": tiny.gpt2(),
+        "opt": tiny.opt(),
+        "mixtral": tiny.mixtral(num_key_value_heads=2, sliding_window=None),
+        "qwen3_moe": tiny.qwen3_moe(num_key_value_heads=2),
+    },
+    3: {"phi3": tiny.phi3(), "gpt2": tiny.gpt2(), "opt": tiny.opt()},
+    4: {
+        "llama": tiny.llama(**EIGHT, num_key_value_heads=2),
+        "qwen2": tiny.qwen2(**EIGHT, num_key_value_heads=1),
+        "qwen3": tiny.qwen3(**EIGHT, num_key_value_heads=2),
+        "phi3": tiny.phi3(**EIGHT, num_key_value_heads=2),
+    },
+}
+"""Families by the number of ranks. With four ranks, two or four of them share each KV head."""
+CASES = [(ranks, name) for ranks, families in FAMILIES.items() for name in families]
+
+
+@pytest.fixture(scope="module")
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with rank_group(request.param) as group:
+        yield group
+
+
+def configure(directory: Path, ranks: int, quantization: str) -> Configuration:
+    """All layers draft, so what is drafted is what is decided, where drafting is right."""
+    target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "tensor_parallel": ranks}
+    target |= {"compile_directory": str(KEPT), "quantization": quantization}
+    target["kv"] = {"block_size": 4, "pool_bytes": 1 << 20}
+    draft = {"methods": ["early_exit"], "placement": "target", "early_exit": {"layers": 2}}
+    return load_configuration({"target": target, "draft": draft})
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("group", "name"), CASES, indirect=["group"], ids=[f"{name} on {ranks} ranks" for ranks, name in CASES]
+)
+def test_the_texts_are_those_of_one_rank_and_drafts_are_accepted(
+    group: RankGroup, name: str, quantization: str, tmp_path: Path
+) -> None:
+    ranks = group.ranks
+    directory = tiny.save(tmp_path, FAMILIES[ranks][name])
+    expected = plain_answers(build_engine(configure(directory, 1, quantization).target).step, REQUESTS, COUNT)
+    found = decode_together(group.form(configure(directory, ranks, quantization)).step, REQUESTS, COUNT, BUDGET)
+    assert {one: decoded.answer[:COUNT] for one, decoded in found.items()} == expected
+    assert all(decoded.accepted for decoded in found.values())

@@ -1,0 +1,247 @@
+"""How the ranks of a tensor-parallel group divide a decoder: heads, columns of feed-forward networks, vocabulary.
+
+`transformers` divides the layers of most families by a plan of its own. This module has what it does not do: KV heads
+that several ranks share, and families whose attention has no plan that divides it. Everything here depends on the
+configuration, the rank and the number of ranks alone, so that no rank decides by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import TensorParallelLayer
+from transformers.pytorch_utils import Conv1D
+
+from cluster.core.errors import ConfigurationError
+from workers.forward.layer_lists import plan_name
+from workers.forward.weights.choice import store
+from workers.forward.weights.modules import StoredLinear
+from workers.model.head_counts import ranks_that_divide
+
+KV_HEADS = "kv_heads"
+"""The style, in a plan, of a projection to KV heads that several ranks share: each rank holds one head."""
+_KV_PROJECTIONS = ("k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of each layer's heads and feed-forward columns that one tensor-parallel rank holds."""
+
+    rank: int
+    ranks: int
+
+    def of(self, count: int, what: str) -> slice:
+        """The rank's part of `count` equal parts. Raises `ConfigurationError` if the ranks do not divide them."""
+        if count % self.ranks:
+            raise ConfigurationError(f"target.tensor_parallel: {self.ranks} does not divide {what} = {count}")
+        size = count // self.ranks
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+    def tokens(self, count: int) -> slice:
+        """The rank's part of the vocabulary, or of columns; the last part may be shorter."""
+        size = -(-count // self.ranks)
+        return slice(min(count, self.rank * size), min(count, (self.rank + 1) * size))
+
+    def kv_heads(self, count: int) -> slice:
+        """The KV heads of this rank's query heads. Where there are more ranks than KV heads, several hold the same."""
+        if count % self.ranks == 0:
+            return self.of(count, "num_key_value_heads")
+        first = self.rank * count // self.ranks
+        return slice(first, first + 1)
+
+
+class _Cut(Enum):
+    """How a layer is divided."""
+
+    COLUMNS = auto()
+    """Outputs in as many parts as there are ranks; the last may be smaller."""
+    HEADS = auto()
+    """Outputs are query heads, then KV heads of keys, then those of values: each of the three is divided."""
+    GATE_AND_COLUMNS = auto()
+    """Outputs are gates, then as many columns: both are divided."""
+    INPUTS = auto()
+    """Inputs in parts like those of the layers before; the ranks' products are summed."""
+
+
+_PLANS = {
+    "gpt2": {
+        "attn.c_attn": _Cut.HEADS,
+        "attn.c_proj": _Cut.INPUTS,
+        "mlp.c_fc": _Cut.COLUMNS,
+        "mlp.c_proj": _Cut.INPUTS,
+    },
+    "opt": {
+        "self_attn.q_proj": _Cut.COLUMNS,
+        "self_attn.k_proj": _Cut.COLUMNS,
+        "self_attn.v_proj": _Cut.COLUMNS,
+        "self_attn.out_proj": _Cut.INPUTS,
+        "fc1": _Cut.COLUMNS,
+        "fc2": _Cut.INPUTS,
+    },
+    "phi3": {
+        "self_attn.qkv_proj": _Cut.HEADS,
+        "self_attn.o_proj": _Cut.INPUTS,
+        "mlp.gate_up_proj": _Cut.GATE_AND_COLUMNS,
+        "mlp.down_proj": _Cut.INPUTS,
+    },
+}
+"""How the layers of families are divided for which `transformers` has no plan that divides attention, by model type and
+by the layer's name within its decoder layer. All others of their layers are whole on each rank."""
+
+
+def has_own_plan(config: PreTrainedConfig) -> bool:
+    """Whether `divide` divides models of this family, which are read whole."""
+    return config.get_text_config().model_type in _PLANS
+
+
+def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
+    """Query heads and KV heads of the decoder."""
+    text = config.get_text_config()
+    heads = int(getattr(text, "decoder_attention_heads", None) or text.num_attention_heads)
+    return heads, int(getattr(text, "num_key_value_heads", None) or heads)
+
+
+def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
+    """Raise `ConfigurationError` unless the ranks can divide the heads, and the family has a plan."""
+    text = config.get_text_config()
+    heads, kv_heads = head_counts(config)
+    if tensor_parallel not in (fitting := ranks_that_divide(heads, kv_heads)):
+        raise ConfigurationError(
+            f"target.tensor_parallel: {tensor_parallel} does not divide num_attention_heads = {heads} with "
+            f"num_key_value_heads = {kv_heads}; it must be one of {', '.join(map(str, fitting))}"
+        )
+    if not (getattr(text, "base_model_tp_plan", None) or config.is_encoder_decoder or has_own_plan(config)):
+        raise ConfigurationError(
+            f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} "
+            "has no tensor-parallel plan; it must be 1"
+        )
+
+
+def plan_kv_heads(config: PreTrainedConfig, share: Share) -> None:
+    """Change the plan of a configuration where several ranks share a KV head: `transformers` then leaves it whole."""
+    text = config.get_text_config()
+    plan: dict[str, str] | None = getattr(text, "base_model_tp_plan", None)
+    if not plan or share.ranks <= head_counts(config)[1]:
+        return
+    # What this style leaves whole, `keep_kv_heads` reduces.
+    ALL_PARALLEL_STYLES.register(KV_HEADS, TensorParallelLayer())  # type: ignore[arg-type]
+    text.base_model_tp_plan = {  # type: ignore[misc]
+        name: KV_HEADS if style == "colwise" and name.endswith(_KV_PROJECTIONS) else style
+        for name, style in plan.items()
+    }
+
+
+def keep_kv_heads(module: PreTrainedModel, share: Share) -> None:
+    """Reduce the projections that `plan_kv_heads` left whole to the KV head of this rank.
+
+    Raises `ConfigurationError` for a layer with another number of KV heads than the configuration says.
+    """
+    heads, kv_heads = head_counts(module.config)
+    plan: dict[str, str] = module.tp_plan or {}
+    own = share.kv_heads(kv_heads)
+    for path, attention in module.named_modules():
+        for name in _KV_PROJECTIONS:
+            if plan.get(plan_name(f"{path}.{name}")) != KV_HEADS:
+                continue
+            attention.num_key_value_groups = heads // share.ranks
+            layer: Any = getattr(attention, name)
+            if type(layer) is nn.Linear:  # a stored one was read in this rank's part
+                keep_outputs(layer, rows_of_heads(layer.out_features, kv_heads, own, f"{path}.{name}"))
+
+
+def rows_of_heads(outputs: int, heads: int, own: slice, what: str) -> slice:
+    """The outputs of some of the heads that a projection computes. Raises `ConfigurationError`."""
+    if outputs % heads:
+        raise ConfigurationError(f"target.tensor_parallel: {what} has {outputs} outputs, which are no {heads} heads")
+    size = outputs // heads
+    return slice(own.start * size, own.stop * size)
+
+
+def divide(module: PreTrainedModel, share: Share, quantization: str, device: torch.device) -> None:
+    """Keep this rank's part of a model that was read whole, and move it to its device. See `has_own_plan`.
+
+    Raises `ConfigurationError` for sizes that the ranks do not divide.
+    """
+    config = module.config.get_text_config()
+    plan, counts = _PLANS[config.model_type], head_counts(module.config)
+    for path, layer in list(module.named_modules()):
+        cut = plan.get(re.sub(r"^.*\.\d+\.", "", path))
+        if cut is None:
+            continue
+        if cut is not _Cut.INPUTS:
+            keep_outputs(layer, _own_outputs(cut, layer, counts, share, path))
+            continue
+        weight = _matrix(layer)
+        own = weight[:, share.tokens(weight.shape[1])].contiguous().to(device)
+        bias = getattr(layer, "bias", None)
+        bias = None if bias is None else bias.detach().to(device)
+        summed = StoredLinear(store(own, quantization, cut_inputs=True), bias, sums_ranks=True)
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent), name, summed)
+    for attention in module.modules():
+        if hasattr(attention, "layer_idx") and hasattr(attention, "head_dim"):
+            _count_own_heads(attention, counts, share)
+    head: Any = module.get_output_embeddings()
+    keep_outputs(head, share.tokens(head.out_features))
+    module.to(device)  # type: ignore[arg-type]  # of `transformers`
+
+
+def _own_outputs(cut: _Cut, layer: nn.Module, counts: tuple[int, int], share: Share, what: str) -> torch.Tensor:
+    """Indices of the outputs that a rank keeps."""
+    outputs = _matrix(layer).shape[0]
+    if cut is _Cut.COLUMNS:
+        return _range(share.tokens(outputs))
+    if cut is _Cut.GATE_AND_COLUMNS:
+        own = _range(share.tokens(outputs // 2))
+        return torch.cat((own, own + outputs // 2))
+    heads, kv_heads = counts
+    size = rows_of_heads(outputs, heads + 2 * kv_heads, slice(0, 1), what).stop
+    queries, keys = share.of(heads, "num_attention_heads"), share.kv_heads(kv_heads)
+    firsts = (0, heads, heads + kv_heads)
+    parts = zip(firsts, (queries, keys, keys), strict=True)
+    return torch.cat([_range(slice((first + own.start) * size, (first + own.stop) * size)) for first, own in parts])
+
+
+def _count_own_heads(attention: Any, counts: tuple[int, int], share: Share) -> None:
+    """Let an attention module expect the heads of this rank, whatever it calls their numbers."""
+    heads, kv_heads = len(_range(share.of(counts[0], "num_attention_heads"))), len(_range(share.kv_heads(counts[1])))
+    numbers = {
+        "num_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_key_value_groups": heads // kv_heads,
+        "split_size": heads * attention.head_dim,
+    }
+    for name, number in numbers.items():
+        if hasattr(attention, name):
+            setattr(attention, name, number)
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads = heads
+
+
+def _matrix(layer: Any) -> torch.Tensor:
+    """The weights of a linear layer, `[out, in]`."""
+    weight: torch.Tensor = layer.weight.detach()
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def keep_outputs(layer: Any, outputs: slice | torch.Tensor) -> None:
+    """Reduce a linear layer to some of its outputs. An embedding that is tied to it keeps its weights."""
+    weight = _matrix(layer)[outputs]
+    is_transposed = isinstance(layer, Conv1D)
+    layer.weight = nn.Parameter((weight.t() if is_transposed else weight).contiguous(), requires_grad=False)
+    setattr(layer, "nf" if is_transposed else "out_features", weight.shape[0])
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(layer.bias.detach()[outputs].contiguous(), requires_grad=False)
+
+
+def _range(part: slice) -> torch.Tensor:
+    """The indices of a slice."""
+    return torch.arange(part.start, part.stop)
