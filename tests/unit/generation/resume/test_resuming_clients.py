@@ -13,6 +13,8 @@ import pytest
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.http import create_app
+from deploy.commands import streamed_answer
+from deploy.commands.client import connection
 from deploy.commands.client.connection import ChosenServer
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.commands.streamed_answer import Chunk, stream_chat
@@ -30,6 +32,13 @@ BODY: dict[str, Any] = {
     "stream": True,
     "return_token_ids": True,
 }
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients try again after a tenth of a second."""
+    for module in (connection, streamed_answer):
+        monkeypatch.setattr(module, "_RETRY_SECONDS", 0.1)
 
 
 async def cut_and_listen_again(connections: CuttableConnections) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import Aborted, DeadlineExceeded, InvalidRequest, NotReady, UnknownModel
+from cluster.ingress.router import pool
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.fake_coordinators import fake_replicas
 from tests.support.clusters.routed_requests import KINDS, RoutedAnswer, answers_of, collect, request_of
@@ -102,7 +103,11 @@ async def test_streams_that_a_whole_cluster_ends_have_its_error_and_new_requests
         await router.close()
 
 
-async def test_a_silent_coordinator_that_left_the_view_is_lost(tmp_path: Path) -> None:
+async def test_a_silent_coordinator_that_left_the_view_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(pool, "WATCH_SECONDS", 0.05)
     request = request_of("sampled", 5)
     expected = await undisturbed(tmp_path, [request])
     async with fake_replicas(tmp_path, 2) as cluster:
