@@ -103,9 +103,7 @@ async def test_streams_that_a_whole_cluster_ends_have_its_error_and_new_requests
         await router.close()
 
 
-async def test_a_silent_coordinator_that_left_the_view_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_coordinator_that_left_the_view_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "SILENT_SECONDS", 0.2)
     monkeypatch.setattr(pool, "WATCH_SECONDS", 0.05)
     request = request_of("sampled", 5)

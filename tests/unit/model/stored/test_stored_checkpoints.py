@@ -170,7 +170,7 @@ def test_matrices_take_the_bytes_of_their_integers(name: str, sources: Callable[
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", slow_but(FEW, CHECKPOINTS))
 def test_packed_weights_are_as_small_and_are_kept_on_disk(
     name: str, code: str, sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
