@@ -76,7 +76,7 @@ class AcceptanceRule(Protocol):
     def needs_distribution(self) -> bool:
         """Whether `accept` needs `log_probabilities`. The target computes them for no other rule.
 
-        They need the whole vocabulary on each rank, so such a rule is refused with tensor parallelism.
+        They need the whole vocabulary, so with several ranks the first one walks the trees, for all of them.
         """
         ...
 

@@ -32,11 +32,6 @@ def build_engine(
     Raises `ModelLoadError`, `ConfigurationError`.
     """
     rule = create_rule(section)
-    if rule.needs_distribution and section.tensor_parallel > 1:
-        raise ConfigurationError(
-            f"target.acceptance: {section.acceptance} is refused with target.tensor_parallel: "
-            f"{section.tensor_parallel}; it needs the probabilities of the whole vocabulary, and each rank has its part"
-        )
     file = packed_file(section)
     packed = None if file is None else read_packed(section, file)
     model = packed or _load(section, rank)

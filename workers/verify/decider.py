@@ -9,7 +9,9 @@ from typing import Protocol
 
 import torch
 
+from cluster.core.tree import TokenTree
 from workers.forward.loaded_model import LoadedModel
+from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide, largest
 from workers.sampling.most_probable import most_probable
@@ -26,7 +28,8 @@ class Decisions:
     logits: dict[int, torch.Tensor]
     """Decision index → logits `[vocabulary]`, for the decisions whose log-probabilities were requested."""
     log_probabilities: torch.Tensor | None = None
-    """float32 `[decisions, vocabulary]`, as `log_distribution` returns them; `None` unless requested."""
+    """float32 `[decisions, vocabulary]`, as `log_distribution` returns them; `None` unless requested, and on all ranks
+    but the first."""
 
 
 class Decider(Protocol):
@@ -37,8 +40,15 @@ class Decider(Protocol):
     ) -> Decisions:
         """Decide one token per row of `logits` `[decisions, vocabulary (this rank's part)]`.
 
-        Every rank returns the same tokens. With `with_distribution`, the decisions have `log_probabilities`; raises
-        `ValueError` where the ranks cannot compute them.
+        Every rank returns the same tokens. With `with_distribution`, the decisions of the first rank have
+        `log_probabilities`.
+        """
+        ...
+
+    def accept(self, walk: Callable[[], list[Accepted]], trees: Sequence[TokenTree]) -> list[Accepted]:
+        """Return what `walk` accepts of the trees, the same on all ranks: the first one calls it.
+
+        It is for a walk that needs the `log_probabilities`.
         """
         ...
 
@@ -67,6 +77,9 @@ class LocalDecider:
 
     def largest(self, logits: torch.Tensor) -> list[int] | None:
         return largest(logits)
+
+    def accept(self, walk: Callable[[], list[Accepted]], trees: Sequence[TokenTree]) -> list[Accepted]:  # noqa: ARG002
+        return walk()
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         return logits
@@ -99,6 +112,9 @@ class RenormalizingDecider:
 
     def largest(self, logits: torch.Tensor) -> list[int] | None:
         return self._decider.largest(logits)
+
+    def accept(self, walk: Callable[[], list[Accepted]], trees: Sequence[TokenTree]) -> list[Accepted]:
+        return self._decider.accept(walk, trees)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         return self._decider.whole(logits)

@@ -72,6 +72,15 @@ class EngineOptions:
     """Whether the model is known to compute in steps what it computes in one dense pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """A row of a step, after the acceptance rule has walked its tree."""
+
+    own: range
+    """Indices of the row's decisions."""
+    accepted: Accepted
+
+
 class TargetEngine:
     """Verifies batches of rows. Synchronous: one call at a time, always from the same thread."""
 
@@ -268,36 +277,50 @@ class TargetEngine:
         logits, prompts = without_prompts(ready, logits, self._decider)
         decisions = decide_rows(self._decider, ready, logits, leaders, with_distribution)
         verdicts: list[Verdict] = []
-        first = 0
-        for index, entry in enumerate(ready):
-            own = range(first, first + len(entry.forward.select) - entry.scored)
-            verdict = self._accept(index, entry, decisions, own, logits[own.start : own.stop])
+        for index, (entry, walked) in enumerate(zip(ready, self._walk(ready, decisions), strict=True)):
+            verdict = self._accept(index, entry, walked, decisions, logits)
             if verdict.fault is None:
                 verdict = replace(verdict, prompt_logprobs=prompts[index])
                 entry.sequence.last_row = entry.row
                 entry.sequence.last_verdict = verdict
             verdicts.append(verdict)
-            first = own.stop
         return verdicts
 
-    def _accept(self, index: int, entry: ReadyRow, decisions: Decisions, own: range, logits: torch.Tensor) -> Verdict:
-        """Accept a path of the row's tree and commit it.
+    def _walk(self, ready: Sequence[ReadyRow], decisions: Decisions) -> list[_Walked]:
+        """Let the acceptance rule walk the tree of each row, from the root along the path that it accepts."""
+        owns: list[range] = []
+        for entry in ready:
+            first = owns[-1].stop if owns else 0
+            owns.append(range(first, first + len(entry.forward.select) - entry.scored))
+        deciding = [(entry, own) for entry, own in zip(ready, owns, strict=True) if entry.row.decide]
 
-        `own` are the indices of the row's decisions, and `logits` `[decisions of the row, vocabulary]` theirs.
-        """
-        row, sequence = entry.row, entry.sequence
+        def walk() -> list[Accepted]:
+            return [self._rule_accepts(entry, decisions, own) for entry, own in deciding]
+
+        trees = [entry.row.tree for entry, _ in deciding]
+        paths = iter(self._decider.accept(walk, trees) if self._rule.needs_distribution else walk())
+        nothing = Accepted(nodes=(), tokens=())
+        return [
+            _Walked(own, next(paths) if entry.row.decide else nothing) for entry, own in zip(ready, owns, strict=True)
+        ]
+
+    def _accept(
+        self, index: int, entry: ReadyRow, walked: _Walked, decisions: Decisions, logits: torch.Tensor
+    ) -> Verdict:
+        """Commit the path of the row's tree that is accepted. `logits` are `[decisions, vocabulary]` of all rows."""
+        row, sequence, own, accepted = entry.row, entry.sequence, walked.own, walked.accepted
         tokens = decisions.tokens[own.start : own.stop]
-        accepted = Accepted(nodes=(), tokens=())
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
-            accepted = self._rule_accepts(entry, decisions, own)
             if -1 in accepted.tokens:
                 stored = len(sequence.tokens)
                 self._pool.truncate(sequence.table, stored)
                 return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
             accepted = accepted.until(sequence.start.sampling.end_token_ids)
             logprobs = path_logprobs(decisions, own, accepted, sequence.start.sampling)
-        evidence = self._collector.collect(index, row, accepted, tokens, logits) if self._evidence.any else None
+        evidence = None
+        if self._evidence.any:
+            evidence = self._collector.collect(index, row, accepted, tokens, logits[own.start : own.stop])
         self._runner.commit(entry.forward, accepted.nodes)
         return Verdict(
             row.sequence_id,

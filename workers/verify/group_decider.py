@@ -7,12 +7,14 @@ distribution, rank 0 gathers the logits of the rows, decides and broadcasts the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import distributed
 
+from cluster.core.tree import TokenTree
 from workers.forward.loaded_model import LoadedModel
+from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
 from workers.sampling.most_probable import most_probable
@@ -33,10 +35,10 @@ class GroupDecider:
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
     ) -> Decisions:
         """Decide with all ranks. `logits` `[decisions, this rank's part of the vocabulary]`."""
-        if with_distribution:
-            raise ValueError("no rank of a tensor-parallel group has the whole distribution")
         if not contexts:
             return Decisions([], {})
+        if with_distribution:
+            return self._on_first_rank(logits, contexts, with_distribution=True)
         whole = [index for index, context in enumerate(contexts) if not is_shardable(context.sampling)]
         part = [index for index in range(len(contexts)) if index not in set(whole)]
         tokens = [-1] * len(contexts)
@@ -87,13 +89,32 @@ class GroupDecider:
         tokens = tokens.long()
         return decide_where_possible(len(contexts), lambda rows: merge_winners(best[:, rows], tokens[:, rows]))
 
-    def _on_first_rank(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> Decisions:
-        """Decide where the logits of the whole vocabulary are. Only rank 0 has the requested logits."""
+    def accept(self, walk: Callable[[], list[Accepted]], trees: Sequence[TokenTree]) -> list[Accepted]:
+        """Walk the trees on rank 0, and send every rank what is accepted."""
+        longest = max(map(len, trees), default=0)
+        sent = torch.zeros((len(trees), 2 * longest + 2), dtype=torch.long)  # number of nodes, nodes, tokens
+        if self._rank == 0:
+            for index, one in enumerate(walk()):
+                count = len(one.nodes)
+                sent[index, : count + 1] = torch.tensor((count, *one.nodes))
+                sent[index, longest + 1 : longest + 2 + count] = torch.tensor(one.tokens)
+        distributed.broadcast(sent, src=0)
+        return [
+            Accepted(tuple(row[1 : row[0] + 1]), tuple(row[longest + 1 : longest + 2 + row[0]]))
+            for row in sent.tolist()
+        ]
+
+    def _on_first_rank(
+        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], *, with_distribution: bool = False
+    ) -> Decisions:
+        """Decide where the logits of the whole vocabulary are. Only rank 0 has what was requested besides tokens."""
         full = self.whole(logits)
-        decided = Decisions([-1] * len(contexts), {}) if full is None else self._local.decide(full, contexts)
+        decided = Decisions([-1] * len(contexts), {})
+        if full is not None:
+            decided = self._local.decide(full, contexts, with_distribution)
         agreed = torch.tensor(decided.tokens, device=self._model.device)
         distributed.broadcast(agreed, src=0)
-        return Decisions(agreed.tolist(), decided.logits)
+        return Decisions(agreed.tolist(), decided.logits, decided.log_probabilities)
 
     def _padded(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, shard]`, so that all ranks' parts are equally wide; the last rank's may be shorter."""

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.drafting import DraftDistribution
-from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
@@ -180,11 +179,3 @@ def test_no_distribution_is_computed_for_a_rule_that_does_not_need_it(
 
     monkeypatch.setattr(decider, "log_distribution", fail)
     assert verify(engine_with(directory), SAMPLED).fault is None
-
-
-def test_a_rule_that_needs_the_distribution_is_refused_with_several_ranks(
-    directory: Path, seen: list[Tensor | None]
-) -> None:
-    message = r"target\.acceptance: threshold is refused with target\.tensor_parallel: 3"
-    with pytest.raises(ConfigurationError, match=message):
-        engine_with(directory, acceptance="threshold", tensor_parallel=3)

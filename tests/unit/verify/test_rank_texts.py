@@ -10,9 +10,12 @@ import pytest
 from transformers import PreTrainedConfig
 
 from cluster.core.config.sections import Configuration
-from cluster.core.drafting import DraftBudget
-from cluster.core.request import SamplingParameters
-from tests.support.engines.colocated_decoding import decode_together, plain_answers
+from cluster.core.drafting import DraftBudget, DraftDistribution
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, VerifyRow
+from tests.support.engines.colocated_decoding import Step, decode_together, plain_answers
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_group import RankGroup, rank_group
 from tests.support.models import tiny
@@ -55,10 +58,10 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield group
 
 
-def configure(directory: Path, ranks: int, quantization: str) -> Configuration:
+def configure(directory: Path, ranks: int, quantization: str = "none", acceptance: str = "coupled") -> Configuration:
     """All layers draft, so what is drafted is what is decided, where drafting is right."""
     target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "tensor_parallel": ranks}
-    target |= {"compile_directory": str(KEPT), "quantization": quantization}
+    target |= {"compile_directory": str(KEPT), "quantization": quantization, "acceptance": acceptance}
     target["kv"] = {"block_size": 4, "pool_bytes": 1 << 20}
     draft = {"methods": ["early_exit"], "placement": "target", "early_exit": {"layers": 2}}
     return load_configuration({"target": target, "draft": draft})
@@ -77,3 +80,43 @@ def test_the_texts_are_those_of_one_rank_and_drafts_are_accepted(
     found = decode_together(group.form(configure(directory, ranks, quantization)).step, REQUESTS, COUNT, BUDGET)
     assert {one: decoded.answer[:COUNT] for one, decoded in found.items()} == expected
     assert all(decoded.accepted for decoded in found.values())
+
+
+WIDE = TokenTree(tuple(range(3, 43)), (-1,) * 40)
+UNIFORM = DraftDistribution(WIDE.tokens, (1 / 40,) * 40)
+RULED = {
+    "greedy": (SamplingParameters(temperature=0.0), ()),
+    "sampled": (SamplingParameters(temperature=0.9, seed=4, top_k=30), ()),
+    "drawn": (SamplingParameters(temperature=1.2, seed=5), (UNIFORM,) * 40),
+}
+"""Sampling, and the distributions that the tree's tokens were drawn from, if they were."""
+
+
+def ruled(step: Step) -> dict[str, tuple[list[int], int]]:
+    """The text of each request, and how many drafted tokens were accepted. Half of all likely tokens are drafted."""
+    texts: dict[str, tuple[list[int], int]] = {}
+    for name, (sampling, distributions) in RULED.items():
+        tokens, accepted = [5, 17, 33, 8], 0
+        start = SequenceStart(len(tokens), sampling)
+        row = VerifyRow(SequenceId(name), len(tokens), tuple(tokens), start=start)
+        for _ in range(12):
+            (verdict,) = step(StepBatch((row,))).verdicts
+            assert verdict.fault is None
+            tokens += verdict.tokens
+            accepted += verdict.accepted
+            row = VerifyRow(SequenceId(name), len(tokens), (tokens[-1],), WIDE, distributions=distributions)
+        texts[name] = tokens, accepted
+    return texts
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+@pytest.mark.parametrize("group", [2, 3], indirect=True)
+def test_rules_that_read_distributions_accept_what_they_accept_on_one_rank(
+    group: RankGroup, acceptance: str, tmp_path: Path
+) -> None:
+    shape = {"num_key_value_heads": 6, "vocab_size": 95}
+    directory = tiny.save(tmp_path, tiny.llama(**shape), sharpness=2.0)
+    expected = ruled(build_engine(configure(directory, 1, acceptance=acceptance).target).step)
+    found = ruled(group.form(configure(directory, group.ranks, acceptance=acceptance)).step)
+    assert found == expected
+    assert any(accepted for _, accepted in found.values())
