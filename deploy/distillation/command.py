@@ -10,7 +10,7 @@ from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter
 from deploy.settings import load_settings
 from deploy.terminal import notices
-from workers.distill.options import EAGLE3, DistillOptions
+from workers.distill.options import SINGLE_PROCESS, DistillOptions
 from workers.model.draft_card import LAYERS
 
 
@@ -20,7 +20,7 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
     chosen = tuple(assignments or ())
     settings = load_settings(config, chosen)
     # These import torch, once all options are checked.
-    from deploy.distillation.eagle3_job import distill_eagle3
+    from deploy.distillation.single_process_job import distill_in_one_process
     from deploy.distillation.target import LocalTarget
     from deploy.models import resolve_models, served_name
     from workers.distill.job import DistillJob
@@ -42,7 +42,9 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
         notices=_TerminalNotices(),
         served=LocalTarget(models.configuration),
     )
-    make = {LAYERS: distill_model, EAGLE3: distill_eagle3}.get(options.kind, distill_module)
+    make = {LAYERS: distill_model, **dict.fromkeys(SINGLE_PROCESS, distill_in_one_process)}.get(
+        options.kind, distill_module
+    )
     try:
         make(job)
     except KeyboardInterrupt:

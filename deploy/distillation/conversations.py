@@ -1,12 +1,13 @@
 """The target answers prompts in large batches on one device, without a cluster, and writes questions where none are.
 
-Of a conversation with several turns, the first one is answered.
+Of a conversation with several turns, the first one is answered. Longer answers become the documents of templates.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -18,12 +19,16 @@ from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from workers.distill.answers import Answer
 from workers.distill.eagle3.texts import Tokens, WritingPlan, continuations
-from workers.distill.prompts import Task
+from workers.distill.prompts import DOCUMENT, QUESTION, Task
 
 _USER = "(what the user says)"
 """A placeholder for the user's message, to find where the chat template puts it."""
 _QUESTION_FLOOR = 0.05
 """Questions leave out tokens that are less probable than this share of the most probable one: mostly noise."""
+_LEAST_DOCUMENT, _DOCUMENTS = 120, 4096
+"""Least tokens of an answer that becomes a document, and most documents that are kept."""
+_CACHE_SHARE = 0.5
+"""Share of the free memory of a device that keys and values of one batch may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class AnswerPlan:
     max_prompt: int
     """Longer prompts, in tokens, are left out."""
     rows: int
-    """Conversations of one batch."""
+    """Most conversations of one batch; on a GPU, as many as its memory has space for."""
     stops: tuple[int, ...]
     seed: int = 0
     ends: float | None = None
@@ -48,6 +53,9 @@ class BatchedTarget:
     def __init__(self, target: Any, tokenizer: Tokenizer, plan: AnswerPlan, told: Callable[[str], None]) -> None:
         self._target, self._tokenizer, self._plan, self._told = target, tokenizer, plan, told
         self._rows, self._batches = plan.rows, 0
+        self._cached = _cached_tokens(target)
+        self._documents: list[tuple[str, str]] = []  # questions and long answers
+        self._draw = random.Random(plan.seed)  # noqa: S311 - a choice of texts, not a secret
 
     def answers(self, tasks: Iterable[Task]) -> Iterator[list[Answer]]:
         """The answers of one batch after another, until the tasks or the time end.
@@ -55,33 +63,62 @@ class BatchedTarget:
         A batch that does not fit the memory is halved, as those after it.
         """
         waiting = iter(tasks)
-        batch = list(islice(waiting, self._rows))
-        while batch and (self._plan.ends is None or time.monotonic() < self._plan.ends):
-            try:
-                found = self._answered(batch)
-            except torch.OutOfMemoryError:
-                if len(batch) == 1:
-                    raise
-                torch.cuda.empty_cache()
-                self._rows = len(batch) // 2
-                self._told(f"{len(batch)} conversations do not fit the memory; {self._rows} from now on")
-                batch = batch[: self._rows]
-                continue
-            yield found
-            batch = list(islice(waiting, self._rows))
+        while batch := list(islice(waiting, self._rows)):
+            asked = [(task, self._encoded(task)) for task in self._with_questions(self._with_documents(batch))]
+            usable = [(task, prompt) for task, prompt in asked if 0 < len(prompt) <= self._plan.max_prompt]
+            usable.sort(key=lambda one: len(one[1]))
+            while usable:
+                if self._plan.ends is not None and time.monotonic() >= self._plan.ends:
+                    return
+                fitting = self._fitting([len(prompt) for _, prompt in usable])
+                try:
+                    found = self._answered(usable[:fitting])
+                except torch.OutOfMemoryError:
+                    if fitting == 1:
+                        raise
+                    torch.cuda.empty_cache()
+                    self._rows, self._cached = fitting // 2, self._cached // 2
+                    self._told(f"{fitting} conversations do not fit the memory; {self._rows} from now on")
+                    continue
+                usable = usable[fitting:]
+                yield found
 
-    def _answered(self, tasks: list[Task]) -> list[Answer]:
-        asked = self._with_questions(tasks)
-        encoded = [(task, self._encoded(task)) for task in asked]
-        usable = [(task, prompt) for task, prompt in encoded if 0 < len(prompt) <= self._plan.max_prompt]
-        if not usable:
-            return []
-        written = self._write([prompt for _, prompt in usable], [task.temperature for task, _ in usable], 0.0)
+    def _fitting(self, lengths: Sequence[int]) -> int:
+        """How many of the first prompts, whose lengths ascend, are answered at once: one at least."""
+        fitting = 0
+        for number, length in enumerate(lengths[: self._rows], 1):
+            if number * (length + self._plan.most_tokens) <= self._cached:
+                fitting = number
+        return max(1, fitting)
+
+    def _answered(self, asked: Sequence[tuple[Task, Tokens]]) -> list[Answer]:
+        written = self._write([prompt for _, prompt in asked], [task.temperature for task, _ in asked], 0.0)
+        for (task, _), answer in zip(asked, written, strict=True):
+            if len(answer) >= _LEAST_DOCUMENT and not task.held_out and not task.prompt.is_template:
+                self._documents.append((task.prompt.turns[0], self._tokenizer.decode(answer).strip()))
+        self._documents = self._documents[-_DOCUMENTS:]
         return [
             Answer(f"{task.key}:0", task.prompt.category, task.temperature, task.held_out, prompt, answer)
-            for (task, prompt), answer in zip(usable, written, strict=True)
+            for (task, prompt), answer in zip(asked, written, strict=True)
             if answer
         ]
+
+    def _with_documents(self, tasks: list[Task]) -> list[Task]:
+        """The tasks with texts in the place of placeholders, without templates as long as there are no texts."""
+        found = []
+        for task in tasks:
+            if task.prompt.is_template:
+                text = task.prompt.turns[0]
+                count = text.count(DOCUMENT)
+                if len(self._documents) < count:
+                    continue
+                chosen = self._draw.sample(self._documents, count)
+                for _, document in chosen:
+                    text = text.replace(DOCUMENT, document, 1)
+                text = text.replace(QUESTION, self._draw.choice(chosen)[0])
+                task = replace(task, prompt=replace(task.prompt, turns=(text,)))
+            found.append(task)
+        return found
 
     def _with_questions(self, tasks: list[Task]) -> list[Task]:
         """The tasks, with a question of the target where there is only a system message, and without empty ones."""
@@ -90,8 +127,12 @@ class BatchedTarget:
             return tasks
         written = self._write([self._opened(task) for task in silent], [1.0] * len(silent), _QUESTION_FLOOR)
         texts = [self._tokenizer.decode(tokens).strip() for tokens in written]
+        # A system message only says what is asked about in every second pass, where it is not read with the question.
         asked = [
-            replace(task, prompt=replace(task.prompt, turns=(text,)))
+            replace(
+                task,
+                prompt=replace(task.prompt, turns=(text,), system=None if task.turn_pass % 2 else task.prompt.system),
+            )
             for task, text in zip(silent, texts, strict=True)
             if text
         ]
@@ -120,6 +161,17 @@ class BatchedTarget:
                 "needed prompts with questions"
             )
         return self._tokenizer.encode(opened, add_special_tokens=False)
+
+
+def _cached_tokens(target: Any) -> int:
+    """Tokens whose keys and values fit the memory of the target's device."""
+    device, config = target.get_output_embeddings().weight.device, target.config
+    if device.type != "cuda":
+        return 1 << 24
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    each = 2 * int(config.num_hidden_layers) * heads * width * target.dtype.itemsize
+    return max(1, int(_CACHE_SHARE * torch.cuda.mem_get_info(device)[0] / each))
 
 
 def _system(task: Task) -> list[Message]:

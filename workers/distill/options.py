@@ -10,8 +10,11 @@ from cluster.core.errors import ConfigurationError
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import SHAPES
 
-EAGLE3 = "eagle3"
-"""The kind of a draft that is trained and stored as EAGLE-3. Its module is of the kind `eagle`."""
+EAGLE3, DSPARK = SINGLE_PROCESS = ("eagle3", "dspark")
+"""The kinds of drafts that are trained in one process, and stored as these public formats name them.
+
+Their modules are of the kinds `eagle` and `block`.
+"""
 
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
@@ -44,8 +47,8 @@ class DistillOptions:
     kind: Annotated[
         str,
         "What is trained: layers (a small model), heads (Medusa), block (a whole block in one pass), eagle "
-        "(EAGLE-3-like), eagle3 (EAGLE-3 as a public checkpoint, in one process on one device), exit (early exit), "
-        "table (successors of tokens).",
+        "(EAGLE-3-like), eagle3 or dspark (a public checkpoint, trained in one process on one device), exit (early "
+        "exit), table (successors of tokens).",
     ] = LAYERS
     evaluate: Annotated[
         Path | None,
@@ -87,8 +90,8 @@ class DistillOptions:
     ] = ()
     depths: Annotated[
         int | None,
-        "Number of heads (unset: 4), tokens of a block (5), steps of the roll-outs of eagle3 (5), successors in a "
-        "table (8).",
+        "Number of heads (unset: 4), tokens of a block (5; of dspark 6), steps of the roll-outs of eagle3 (5), "
+        "successors in a table (8).",
     ] = None
     mix_rank: Annotated[
         int,
@@ -126,7 +129,7 @@ class DistillOptions:
                 raise ConfigurationError(f"{_option(name)}: {getattr(self, name)} is refused; it must be 0 or above")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigurationError("--minutes and --steps: needed one of them")
-        kinds = (LAYERS, *SHAPES, EAGLE3)
+        kinds = (LAYERS, *SHAPES, *SINGLE_PROCESS)
         if self.kind not in kinds:
             raise ConfigurationError(f"--kind: {self.kind!r} is refused; it must be one of {', '.join(kinds)}")
         if self.optimizer not in ("muon", "adamw"):

@@ -1,10 +1,12 @@
 """Prompts for the target, from JSONL files. The keys of each line determine its format.
 
 The formats are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
-(`messages`), HumanEval (`entry_point` with `prompt`) and plain prompts (`prompt`). Answers in the files are ignored,
+(`messages`), HumanEval (`entry_point` with `prompt`), Multi30k (`en` with `de` or `fr`, to translate into English) and
+plain prompts (`prompt`). Answers in the files are ignored,
 because the target writes its own. For a line with a system message alone (`system`, null for none), the target writes
 the question as well: a model that was tuned on conversations writes questions like those that it was tuned on (Magpie,
-Xu et al. 2024).
+Xu et al. 2024). A `template` is a prompt in which `{document}` stands for a longer answer of the target, each time
+another one, and `{question}` for what one of these answers.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any
 from cluster.core.errors import ConfigurationError, shorten
 
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+DOCUMENT, QUESTION = "{document}", "{question}"
+"""Placeholders of a template."""
 _TASKS = dict.fromkeys(_MT_BENCH, "mt_bench")
 """Spec-Bench's categories that belong to one task."""
 
@@ -40,6 +44,8 @@ class Prompt:
     """The category that the line names, as in Spec-Bench."""
     part: int = 0
     """Index of the prompt among those of its line."""
+    is_template: bool = False
+    """Whether `DOCUMENT` and `QUESTION` in its turn stand for texts of the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +103,8 @@ def schedule(
     """Yield all tasks in order: first the held-out ones, then one prompt of each file in turn.
 
     A short file is repeated while a long one is read once. The first pass over a file uses the first temperature, the
-    second pass the second, and so on in a cycle. A prompt is used greedily (temperature 0) only once, except that the
-    target writes a new question at every pass where a line has only a system message. Of each file, `held_out` prompts
+    second pass the second, and so on in a cycle. A prompt is used greedily (temperature 0) only once, unless the target
+    writes a part of it, which is new at every pass. Of each file, `held_out` prompts
     or a tenth of them, whichever is less, are held out and used once, at the first temperature. The tasks end only
     when no temperature is above 0 and no file leaves questions to the target. Raises `ConfigurationError` for
     temperatures outside 0 and 10.
@@ -126,14 +132,19 @@ def schedule(
         passes = running
 
 
+def _is_open(prompt: Prompt) -> bool:
+    """Whether a prompt is another one at every pass: the target writes parts of it."""
+    return not prompt.turns or prompt.is_template
+
+
 def _passes(prompts: Sequence[Prompt], temperatures: Sequence[float], seed: int) -> Iterator[Task]:
     sampled = [temperature for temperature in temperatures if temperature > 0]
     for number in count():
-        remaining = [prompt for prompt in prompts if number < len(temperatures) or sampled or not prompt.turns]
+        remaining = [prompt for prompt in prompts if number < len(temperatures) or sampled or _is_open(prompt)]
         if not remaining:
             return
         for prompt in remaining:
-            cycle = temperatures if number < len(temperatures) or not prompt.turns else sampled
+            cycle = temperatures if number < len(temperatures) or _is_open(prompt) else sampled
             yield Task(prompt, number, cycle[number % len(cycle)], seed + number, held_out=False)
 
 
@@ -165,6 +176,7 @@ def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
                     line_system if system is None else system,
                     category if isinstance(category, str) else "",
                     part,
+                    key == "template",
                 )
                 for part, (system, turns) in enumerate(parts)
             ]
@@ -184,6 +196,22 @@ def _question(row: Mapping[str, Any], where: str) -> list[_Turns]:
 
 def _plain(row: Mapping[str, Any], where: str) -> list[_Turns]:
     return [(None, [_text(row["prompt"], f"{where}: prompt")])]
+
+
+def _translation(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    named = (("German", "de"), ("French", "fr"))
+    return [
+        (None, [f"Translate {language} to English: {_text(row[key], f'{where}: {key}')}"])
+        for language, key in named
+        if key in row
+    ]
+
+
+def _template(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    text = _text(row["template"], f"{where}: template")
+    if DOCUMENT not in text:
+        raise ConfigurationError(f"{where}: template: needed {DOCUMENT}, found {shorten(text)}")
+    return [(None, [text])]
 
 
 def _function(row: Mapping[str, Any], where: str) -> list[_Turns]:
@@ -245,5 +273,7 @@ _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "question": _question,
     "entry_point": _function,
     "prompt": _plain,
+    "template": _template,
+    "en": _translation,
     "system": _system_only,
 }

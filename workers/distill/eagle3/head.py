@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
-from workers.model.drafting.ends import rms_norm
+from workers.distill.parts import Mlp, Norm, attend
 from workers.model.drafting.layer import rotate
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import FeatureShape
@@ -21,16 +21,6 @@ Context = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of earlier passes over the same rows, each [rows, tokens, KV heads, head width]."""
 
 LM_HEAD = "lm_head.weight"
-
-
-class _Norm(nn.Module):
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self._epsilon = epsilon
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, self.weight, self._epsilon)
 
 
 class _Attention(nn.Module):
@@ -58,20 +48,8 @@ class _Attention(nn.Module):
             torch.cat([*(pair[part] for pair in context), own], dim=1).transpose(1, 2).repeat_interleave(groups, dim=1)
             for part, own in enumerate((keys, values))
         )
-        found = nn.functional.scaled_dot_product_attention(queries.transpose(1, 2), all_keys, all_values, mask)
+        found = attend(queries.transpose(1, 2), all_keys, all_values, mask)
         return self.o_proj(found.transpose(1, 2).flatten(-2)), keys, values
-
-
-class _Mlp(nn.Module):
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return found
 
 
 class _Layer(nn.Module):
@@ -79,8 +57,8 @@ class _Layer(nn.Module):
         super().__init__()
         size = shape.body.hidden_size
         self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = _Norm(size, shape.body.norm_epsilon)
-        self.mlp = _Mlp(size, shape.body.intermediate_size)
+        self.post_attention_layernorm = Norm(size, shape.body.norm_epsilon)
+        self.mlp = Mlp(size, shape.body.intermediate_size)
 
 
 class Eagle3Head(nn.Module):
@@ -95,11 +73,11 @@ class Eagle3Head(nn.Module):
         self.shape = shape
         size, epsilon = body.hidden_size, body.norm_epsilon
         if shape.tap_norm == "each":
-            self.fc_norm = nn.ModuleList(_Norm(shape.target_hidden_size, epsilon) for _ in range(shape.taps))
+            self.fc_norm = nn.ModuleList(Norm(shape.target_hidden_size, epsilon) for _ in range(shape.taps))
         self.fc = nn.Linear(shape.taps * shape.target_hidden_size, size, bias=False)
-        self.embedding_norm, self.feature_norm = _Norm(size, epsilon), _Norm(size, epsilon)
+        self.embedding_norm, self.feature_norm = Norm(size, epsilon), Norm(size, epsilon)
         self.layers = nn.ModuleList([_Layer(shape)])
-        self.norm = _Norm(size, epsilon)
+        self.norm = Norm(size, epsilon)
         self.lm_head = nn.Linear(size, rows, bias=False)
 
     def features(self, taps: Tensor) -> Tensor:

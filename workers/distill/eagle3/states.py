@@ -23,9 +23,9 @@ class TextBatch:
     tokens: Tensor
     """[rows, length] int64, padded with 0."""
     lengths: Tensor
-    """[rows] Tokens of each row."""
+    """[rows] Tokens of each row, on the CPU."""
     first: Tensor
-    """[rows] The first position whose feature a draft begins from: the last one of the prompt."""
+    """[rows] The first position whose feature a draft begins from: the last one of the prompt. On the CPU."""
     taps: Tensor
     """[rows, length, taps x hidden size], in the type of the target."""
     final: Tensor
@@ -60,7 +60,7 @@ class TextStates:
         self._tokens = torch.tensor([token for row in rows for token in row], device=weight.device)
         self._taps = torch.empty((total, len(taps) * size), dtype=weight.dtype, device=weight.device)
         self._final = torch.empty((total, size), dtype=weight.dtype, device=weight.device)
-        for batch in _by_length(self.lengths, batch_tokens):
+        for batch in by_length(self.lengths, batch_tokens):
             indices, is_token = self._places(batch)
             with torch.inference_mode():
                 found = target.base_model(input_ids=self._tokens[indices], use_cache=False, output_hidden_states=True)
@@ -78,24 +78,23 @@ class TextStates:
         """The texts with a token that a draft can predict: the second one of an answer."""
         return [row for row, length in enumerate(self.lengths) if length >= self._prompts[row] + 2]
 
-    def batch(self, rows: Sequence[int]) -> TextBatch:
-        """The texts of these numbers."""
-        indices, is_token = self._places(rows)
-        device = indices.device
+    def batch(self, rows: Sequence[int], multiple: int = 1) -> TextBatch:
+        """The texts of these numbers, padded to a length that is a multiple of `multiple`."""
+        indices, is_token = self._places(rows, multiple)
         return TextBatch(
             self._tokens[indices] * is_token,
-            torch.tensor([self.lengths[row] for row in rows], device=device),
-            torch.tensor([self._prompts[row] - 1 for row in rows], device=device),
+            torch.tensor([self.lengths[row] for row in rows]),
+            torch.tensor([self._prompts[row] - 1 for row in rows]),
             self._taps[indices],
             self._final[indices],
         )
 
-    def _places(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _places(self, rows: Sequence[int], multiple: int = 1) -> tuple[Tensor, Tensor]:
         """Where the tokens of rows are stored [rows, length], and where there is one; elsewhere 0."""
         device = self._tokens.device
         starts = torch.tensor([self._starts[row] for row in rows], device=device).unsqueeze(1)
         lengths = torch.tensor([self.lengths[row] for row in rows], device=device).unsqueeze(1)
-        places = torch.arange(max(self.lengths[row] for row in rows), device=device)
+        places = torch.arange(-(-max(self.lengths[row] for row in rows) // multiple) * multiple, device=device)
         is_token = places < lengths
         return (starts + places) * is_token, is_token
 
@@ -133,7 +132,7 @@ def target_probabilities(target: Any, final: Tensor, vocabulary: Tensor) -> Tens
     return torch.cat(found)
 
 
-def _by_length(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
+def by_length(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
     """Numbers of texts in batches of similar length, each of at most so many tokens with padding, or one text."""
     batches: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):

@@ -17,6 +17,8 @@ from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.rollout import roll_out
 from workers.distill.eagle3.states import TextBatch, TextStates, target_probabilities
 
+_MULTIPLE = 64
+"""Batches on a GPU have lengths that are multiples of this: few shapes, and none that a kernel copies to align it."""
 _NEIGHBOURS = 32
 """Shuffled texts are sorted by length within this many batches. This saves padding and keeps the order random."""
 
@@ -87,7 +89,7 @@ class RollOutTraining:
         optimizers = self._optimizers()
         began = reported = clock()
         state, losses = State(0, 0.0, math.nan, 0), list[Tensor]()
-        step = 0
+        step, multiple = 0, _MULTIPLE if self._embedding.is_cuda else 1
         head.train()
         for epoch, rows in self._batches(texts):
             seconds = clock() - began
@@ -97,7 +99,7 @@ class RollOutTraining:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = _rate(plan, done)
-            losses.append(self._step(texts.batch(rows), optimizers))
+            losses.append(self._step(texts.batch(rows, multiple), optimizers))
             step += 1
             if clock() - reported >= report_seconds:
                 reported = clock()
@@ -118,7 +120,7 @@ class RollOutTraining:
         paths = accepted = 0.0
         for rows in _grouped(texts.learnable, texts.lengths, plan.batch_tokens):
             batch = texts.batch(rows)
-            starts = self._drafted(batch, 0)
+            starts = self._drafted(batch, 0).to(batch.tokens.device)
             outputs = self._outputs(batch)
             still = torch.ones_like(starts)
             for depth, output in enumerate(outputs):
@@ -138,14 +140,19 @@ class RollOutTraining:
 
     def _step(self, batch: TextBatch, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
         plan, head = self._plan, self._head
-        drafted = [self._drafted(batch, depth) for depth in range(plan.depths)]
-        wanted = target_probabilities(self._target, batch.final[:, 1:-1][drafted[0]], self._vocabulary)
-        outputs = self._outputs(batch)
+        # These are found on the CPU, so that no step waits for the device.
+        drafted = [self._drafted(batch, depth).flatten().nonzero().flatten() for depth in range(plan.depths)]
+        first = torch.full((batch.tokens.shape[0] * (batch.tokens.shape[1] - 2),), -1)
+        first[drafted[0]] = torch.arange(len(drafted[0]))
+        device = batch.tokens.device
+        final = batch.final[:, 1:-1].flatten(0, 1)[drafted[0].to(device, non_blocking=True)]
+        wanted = target_probabilities(self._target, final, self._vocabulary)
         loss, weights = wanted.new_zeros(()), 0.0
-        for depth, output in enumerate(outputs):
-            if not depth or bool(drafted[depth].any()):
-                logits = self._logits(output[:, :-1][drafted[depth]]).float()
-                goal = wanted[drafted[depth][drafted[0]]]
+        for depth, output in enumerate(self._outputs(batch)):
+            if len(drafted[depth]):
+                places = drafted[depth].to(device, non_blocking=True)
+                logits = self._logits(output[:, :-1].flatten(0, 1)[places]).float()
+                goal = wanted[first[drafted[depth]].to(device, non_blocking=True)]
                 loss = loss + plan.decay**depth * torch.nn.functional.cross_entropy(logits, goal)
                 weights += plan.decay**depth
         loss = loss / weights
@@ -170,8 +177,8 @@ class RollOutTraining:
         return torch.autocast(self._embedding.device.type, torch.bfloat16, enabled=self._plan.is_bfloat16)
 
     def _drafted(self, batch: TextBatch, depth: int) -> Tensor:
-        """Positions [rows, length - 2] whose output of this depth predicts a token of the answer."""
-        places = torch.arange(batch.tokens.shape[1] - 2, device=batch.tokens.device)
+        """Positions [rows, length - 2] whose output of this depth predicts a token of the answer, on the CPU."""
+        places = torch.arange(batch.tokens.shape[1] - 2)
         return (places >= batch.first.unsqueeze(1) + depth) & (places < batch.lengths.unsqueeze(1) - 2)
 
     def _batches(self, texts: TextStates) -> Iterator[tuple[int, list[int]]]:

@@ -1,6 +1,6 @@
 """The format of the library `speculators` (Red Hat): a `speculators_model_type` and a nested configuration of layers.
 
-https://github.com/vllm-project/speculators defines it. `write_eagle3` writes EAGLE-3 heads in it, which vLLM serves.
+https://github.com/vllm-project/speculators defines it. `write_eagle3` and `write_dspark` write drafts in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.model.formats.decoder_config import DECODER_KEYS
 from workers.model.formats.draft_vocabulary import ENDS, MAPS
 from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout
 from workers.model.formats.registry import DraftWeights, register
-from workers.model.public_shapes import MASK_HIDDEN, FeatureShape
+from workers.model.public_shapes import MASK_HIDDEN, DecoderShape, FeatureShape, MaskedBlockShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,8 @@ _KNOWN = EAGLE3_KEYS | {_LAYERS, "embed_requires_grad"}
 _KNOWN_OF_BLOCKS = BLOCK_KEYS | {"sliding_window_non_causal"}
 _LAYOUT = Eagle3Layout("layers.0.")
 _EAGLE3, _PARALLEL = _HEADS_OF_FEATURES = ("eagle3", "peagle")
-_BLOCKS = {"dflash": False, "dspark": True}
+_DSPARK = "dspark"
+_BLOCKS = {"dflash": False, _DSPARK: True}
 """The types of block drafters, and whether a slot predicts the token after it where `sample_from_anchor` is unset."""
 _HEADS: dict[str, Any] = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
 """What the library takes for DSpark's unset keys."""
@@ -110,7 +111,7 @@ def _block(checkpoint: Checkpoint, taps: Sequence[Tap]) -> DraftDescription:
     if not chosen:
         checkpoint.refuse(_BLOCK_LAYERS, "it must be set")
     given = {key: value for key, value in checkpoint.config.items() if value is not None}
-    unset = _HEADS if kind == "dspark" else dict.fromkeys(_HEADS)
+    unset = _HEADS if kind == _DSPARK else dict.fromkeys(_HEADS)
     return block_card(
         checkpoint,
         Checkpoint(checkpoint.directory, {**unset, **given}),
@@ -144,27 +145,82 @@ def write_eagle3(
         raise TypeError(f"{type(shape).__name__} is no shape of an EAGLE-3 head")
     if weights.head is None or weights.vocabulary is None or weights.embedding is not None:
         raise TypeError("weights: needed a head and its vocabulary, and no embedding")
-    stored = {_LAYOUT.stored(name): value for name, value in weights.tensors.items()} | {ENDS[1]: weights.head}
-    stored = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in stored.items()}
+    stored = _in_bfloat16(
+        {_LAYOUT.stored(name): value for name, value in weights.tensors.items()} | {ENDS[1]: weights.head}
+    )
     tokens = weights.vocabulary.detach().to("cpu", torch.int64)
     is_drafted = torch.zeros(card.target_vocabulary_size, dtype=torch.bool)
     is_drafted[tokens] = True
     stored |= dict(zip(MAPS, (tokens - torch.arange(len(tokens)), is_drafted), strict=True))
     _save(directory, stored, file_bytes)
-    body = shape.body
-    config = {
+    config = _config(_EAGLE3, card, shape.body, architectures, speculative_tokens) | {
         "architectures": ["Eagle3DraftModel"],
-        _TYPE: _EAGLE3,
+        "draft_vocab_size": len(tokens),
+        "target_hidden_size": None if shape.target_hidden_size == shape.body.hidden_size else shape.target_hidden_size,
+        _LAYERS: list(card.taps),
+        "norm_before_residual": shape.keeps_normed_residual,
+        "norm_before_fc": shape.tap_norm == "joint",
+        "fc_norm": shape.tap_norm == "each",
+        "norm_output": shape.feeds_normed,
+        "embed_requires_grad": False,
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_dspark(
+    directory: Path,
+    card: DraftDescription,
+    weights: DraftWeights,
+    *,
+    architectures: Sequence[str],
+    file_bytes: int | None = None,
+) -> None:
+    """Write a DSpark drafter into an existing directory, in bfloat16; embedding and head are the target's.
+
+    `card` has a `MaskedBlockShape` with a Markov head whose slots predict the next tokens, and layer numbers as taps.
+    The other parameters are those of `write_eagle3`. Raises `TypeError` for a card of another shape, and for weights
+    with a vocabulary, an embedding or a head.
+    """
+    shape = card.shape
+    if not isinstance(shape, MaskedBlockShape) or shape.markov is None or not shape.predicts_next:
+        raise TypeError(f"{shape} is no shape of a DSpark drafter")
+    if weights.head is not None or weights.vocabulary is not None or weights.embedding is not None:
+        raise TypeError("weights: needed no head, no vocabulary and no embedding")
+    _save(directory, _in_bfloat16(weights.tensors), file_bytes)
+    config = _config(_DSPARK, card, shape.body, architectures, shape.depths) | {
+        "architectures": ["DSparkDraftModel"],
+        "draft_vocab_size": card.target_vocabulary_size,
+        "target_hidden_size": None,
+        _BLOCK_LAYERS: list(card.taps),
+        "block_size": shape.slots,
+        "mask_token_id": shape.mask_token,
+        "sample_from_anchor": True,
+        "sliding_window_non_causal": False,
+        "markov_rank": shape.markov.rank,
+        "markov_head_type": shape.markov.kind,
+        "enable_confidence_head": shape.confidence != "none",
+        "confidence_head_with_markov": shape.confidence == "markov",
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _config(
+    kind: str, card: DraftDescription, body: DecoderShape, architectures: Sequence[str], speculative_tokens: int
+) -> dict[str, Any]:
+    """What the configurations of all types have: the target, how many tokens a chain has, and the layers."""
+    family, layers = ("qwen3", "Qwen3ForCausalLM") if body.has_head_norms else ("llama", "LlamaForCausalLM")
+    return {
+        _TYPE: kind,
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": _EAGLE3,
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
             "verifier": {"name_or_path": card.target, "architectures": list(architectures)},
         },
         _BODY: {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
+            "model_type": family,
+            "architectures": [layers],
             "vocab_size": card.target_vocabulary_size,
             "hidden_size": body.hidden_size,
             "num_hidden_layers": body.layers,
@@ -177,22 +233,19 @@ def write_eagle3(
             "max_position_embeddings": body.rope.most_positions,
             "rope_parameters": {"rope_type": "default", "rope_theta": body.rope.theta},
             "attention_bias": False,
-            "mlp_bias": False,
             "tie_word_embeddings": False,
-        },
-        "draft_vocab_size": len(tokens),
-        "target_hidden_size": None if shape.target_hidden_size == body.hidden_size else shape.target_hidden_size,
-        _LAYERS: list(card.taps),
-        "norm_before_residual": shape.keeps_normed_residual,
-        "norm_before_fc": shape.tap_norm == "joint",
-        "fc_norm": shape.tap_norm == "each",
-        "norm_output": shape.feeds_normed,
-        "embed_requires_grad": False,
+        }
+        | ({} if body.has_head_norms else {"mlp_bias": False}),
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         WRITER: WRITTEN_BY,
     }
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _in_bfloat16(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    import torch
+
+    return {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in tensors.items()}
 
 
 def _save(directory: Path, tensors: Mapping[str, Tensor], file_bytes: int | None) -> None:

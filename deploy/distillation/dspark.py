@@ -1,0 +1,165 @@
+"""One process on one device writes texts and trains a DSpark drafter on them; `pilotfish distill --kind dspark`.
+
+The drafter is written as a checkpoint of the library `speculators`, which other engines read as well. `python -m
+deploy.distillation.dspark` is the same without the rest of Pilotfish: it needs neither Ray nor a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from cluster.core.errors import ConfigurationError
+from deploy.distillation.single_process import SingleProcess, Texts, common_options, layers_like, run_command
+from workers.distill.answers import Answer
+from workers.distill.dspark.module import SparkModule
+from workers.distill.dspark.rows import TextRows
+from workers.distill.dspark.training import BlockPlan, BlockTraining, State
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.speculators import write_dspark
+from workers.model.public_shapes import MarkovShape, MaskedBlockShape
+
+_STATE_TOKENS = 65536
+"""Tokens of one pass of the target that computes hidden states on a GPU, padding included."""
+_TREES = (7, 16, 32)
+"""Nodes of the trees that are measured."""
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = common_options("dspark", __doc__)
+    add = parser.add_argument
+    add("--slots", type=int, default=6, help="Tokens of a block, and most tokens of a draft.")
+    add("--layers", type=int, default=3, help="Layers of the drafter.")
+    add("--kv-heads", type=int, default=0, help="Heads of keys and values. Unset: as many as of queries.")
+    add("--inner", type=int, default=0, help="Width inside an MLP. Unset: ten ninths of the hidden size.")
+    add("--rank", type=int, default=16, help="Rank of the Markov head.")
+    add("--markov", choices=("vanilla", "gated", "rnn"), default="rnn", help="Kind of the Markov head.")
+    add("--mask-token", type=int, help="The token in the place of unknown ones. Unset: the last one.")
+    add("--batch-rows", type=int, default=12, help="Rows of --max-length tokens in a batch.")
+    add("--blocks", type=int, default=224, help="Blocks of each row of a batch.")
+    add("--learning-rate", type=float, default=1.5e-3)
+    add("--overlap", type=float, default=1.0, help="Weight of the common share of draft and target in the loss.")
+    add("--goal-temperature", type=float, default=0.7, help="Temperature of the target's probabilities in the loss.")
+    return parser.parse_args(arguments)
+
+
+class Run(SingleProcess):
+    """One run of the command."""
+
+    command = "dspark"
+
+    def train(self, texts: Texts) -> None:
+        """Train, measure and save. Raises `PilotfishError`."""
+        chosen = self.options
+        count = int(self.config.num_hidden_layers)
+        taps = self.taps((min(3, count // 3), count // 2 + 1, count - 1))
+        rows = self._rows(self.lengthened(texts.train), taps)
+        measured = {name: self._rows(answers, taps) for name, answers in texts.measured.items()}
+        module = self._module(taps, rows.tap_scale())
+        plan = BlockPlan(
+            self.training_seconds(),
+            chosen.steps,
+            rows=chosen.batch_rows,
+            blocks=chosen.blocks,
+            decay=chosen.decay,
+            overlap=chosen.overlap,
+            learning_rate=chosen.learning_rate,
+            is_bfloat16=self.device.type == "cuda",
+            seed=chosen.seed,
+        )
+        training = BlockTraining(self.target, module, plan)
+
+        def report(state: State) -> None:
+            found = "; ".join(f"{name} {training.measure(each, _TREES)}" for name, each in measured.items())
+            self.tell(f"training {state}; {found}")
+            if self.is_due:
+                self._save(taps, module)
+
+        training.run(rows, report, chosen.report_seconds)
+        self._save(taps, module)
+
+    def _rows(self, answers: Sequence[Answer], taps: Sequence[int]) -> TextRows:
+        chosen = self.options
+        rows = TextRows(self.target, answers, taps, length=chosen.max_length, temperature=chosen.goal_temperature)
+        self.tell(f"hidden states of {len(answers):,} texts, {rows.tokens:,} tokens in {rows.rows:,} rows")
+        return rows
+
+    def _module(self, taps: Sequence[int], scale: torch.Tensor) -> SparkModule:
+        """A drafter that begins as the target's first layer and its last ones, on the target's device."""
+        torch.manual_seed(self.options.seed)
+        decoder = self.target.get_decoder()
+        embedding = self.target.get_input_embeddings().weight.detach()
+        module = SparkModule(self._shape(len(taps)), embedding, scale).to(self.device)
+        last = len(decoder.layers) - 1
+        numbers = [0, *range(last - module.shape.body.layers + 2, last + 1)] if module.shape.body.layers > 1 else [last]
+        layers = [
+            {name: value.detach() for name, value in decoder.layers[max(0, number)].named_parameters()}
+            for number in numbers
+        ]
+        module.start(layers, decoder.norm.weight.detach())
+        size = sum(one.numel() for one in module.parameters())
+        self.tell(f"drafter of {size:,} parameters reads hidden states {list(taps)}")
+        return module
+
+    def _shape(self, taps: int) -> MaskedBlockShape:
+        """The shape by the options. Raises `ConfigurationError`."""
+        chosen, vocabulary = self.options, int(self.config.vocab_size)
+        body = layers_like(self.config, chosen.layers)
+        kv_heads = chosen.kv_heads or body.heads
+        if body.heads % kv_heads:
+            raise ConfigurationError(f"--kv-heads: {kv_heads} is refused; it must divide {body.heads}")
+        inner = chosen.inner or min(body.intermediate_size, body.hidden_size * 10 // 9)
+        mask = vocabulary - 1 if chosen.mask_token is None else chosen.mask_token
+        if not 0 <= mask < vocabulary:
+            raise ConfigurationError(f"--mask-token: {mask} is refused; it must be within 0 and {vocabulary - 1}")
+        return MaskedBlockShape(
+            body=replace(body, kv_heads=kv_heads, intermediate_size=inner, has_head_norms=True),
+            slots=chosen.slots,
+            taps=taps,
+            mask_token=mask,
+            predicts_next=True,
+            markov=MarkovShape(chosen.rank, chosen.markov, vocabulary, vocabulary),
+            confidence="markov",
+        )
+
+    def _save(self, taps: tuple[int, ...], module: SparkModule) -> None:
+        """Write the checkpoint and its model card, in the place of an earlier one."""
+        chosen, shape = self.options, module.shape
+        name, size = chosen.name or self.directory.name, int(self.config.vocab_size)
+        card = DraftDescription(
+            name, size, int(self.config.hidden_size), (), None, kind="block", taps=taps, shape=shape
+        )
+        introduction = f"""\
+A DSpark drafter as the library `speculators` stores it: {shape.body.layers} decoder layers propose {shape.slots}
+tokens in one pass, from the target's hidden states after {", ".join(map(str, taps))} layers. It proposes tokens for
+{name} and works with no other target. Every token that a client reads is the target's own decision. It has
+{sum(one.numel() for one in module.parameters()):,} parameters, stored in bfloat16. Embedding and output head are the
+target's."""
+        method = """\
+The target wrote texts (Seq-KD, Kim & Rush 2016), and the drafter learned the target's probabilities in blocks after
+random positions of the answers. `slots` are the shares of right tokens after right ones in greedy chains; tokens per
+step are those of steps that follow one another, with greedy answers."""
+        self.save(
+            self.card(introduction, method),
+            lambda scratch: write_dspark(
+                scratch,
+                card,
+                module.weights(),
+                architectures=self.config.architectures or (),
+                file_bytes=chosen.file_bytes,
+            ),
+        )
+
+
+def main() -> int:
+    """Run the command. Returns its exit code."""
+    return run_command(lambda: Run(options()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

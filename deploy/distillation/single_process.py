@@ -1,0 +1,266 @@
+"""What trainings in one process on one device share: the target writes texts, and a draft is trained on its states.
+
+They need neither Ray nor a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoConfig
+
+from cluster.core.errors import ConfigurationError, PilotfishError
+from cluster.generation.text.tokenizer import Tokenizer
+from deploy.distillation.conversations import AnswerPlan, BatchedTarget
+from workers.distill.answers import Answer, AnswerFile, read_answers
+from workers.distill.eagle3.states import lengthened
+from workers.distill.output import replaced_directory
+from workers.distill.prompts import Task, by_task, read_prompts, schedule
+from workers.distill.target_model import load_target
+from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
+from workers.model.public_shapes import DecoderShape, RopeShape
+
+
+def common_options(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The command line of `python -m deploy.distillation.NAME`, with the options of all trainings."""
+    parser = argparse.ArgumentParser(prog=f"python -m deploy.distillation.{name}", description=description)
+    add = parser.add_argument
+    add("--target", required=True, help="A model directory or a .gguf file.")
+    add("--name", default="", help="The target's name in the checkpoint. Unset: that of the directory.")
+    add("--prompts", type=Path, action="append", required=True, help="A JSONL file of prompts. May be repeated.")
+    add("--evaluate", type=Path, help="A JSONL file of prompts that are only measured on.")
+    add("--evaluate-prompts", type=int, default=8, help="Evaluation prompts of each task.")
+    add("--out", type=Path, required=True, help="Directory to write the checkpoint to.")
+    add("--answers", type=Path, help="A file of answers. Those in it are used, and new ones are added.")
+    add("--write-seconds", type=float, default=120.0, help="Seconds in which the target writes texts.")
+    add("--minutes", type=float, default=4.0, help="Minutes of training.")
+    add("--end-seconds", type=float, help="Seconds after the start at which training ends, instead of --minutes.")
+    add("--steps", type=int, help="Steps of training, instead of --minutes.")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--rows", type=int, default=6144, help="Most conversations that the target writes at once.")
+    add("--max-tokens", type=int, default=384, help="Most tokens of an answer.")
+    add("--max-prompt", type=int, default=320, help="Longer prompts, in tokens, are left out.")
+    add("--max-length", type=int, default=1536, help="Most tokens of a text that is trained or measured on.")
+    add("--long-share", type=float, default=0.25, help="Share of texts that get other texts before them, up to that.")
+    add("--most-tokens", type=int, default=6_000_000, help="Most tokens of texts that are kept on the device.")
+    add("--temperatures", default="0,0.7,1", help="Temperatures of the first pass over a file, the second, and so on.")
+    add("--held-out", type=int, default=48, help="Prompts of each file that are only measured on (a tenth at most).")
+    add("--taps", default="", help="Hidden states that the draft reads. Unset: by the number of layers.")
+    add("--decay", type=float, default=0.8, help="Weight of a depth relative to the one before.")
+    add("--report-seconds", type=float, default=20.0)
+    add("--save-seconds", type=float, default=60.0)
+    add("--file-bytes", type=int, default=15_000_000, help="Most bytes of one file of weights.")
+    add("--seed", type=int, default=0)
+    add("--notes", type=Path, help="A Markdown file to append to the model card.")
+    return parser
+
+
+def layers_like(config: Any, layers: int) -> DecoderShape:
+    """Llama layers of the target's sizes. `config` is a Llama-like configuration of `transformers`."""
+    heads, size = int(config.num_attention_heads), int(config.hidden_size)
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    return DecoderShape(
+        hidden_size=size,
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_width=int(getattr(config, "head_dim", None) or size // heads),
+        intermediate_size=int(config.intermediate_size),
+        layers=layers,
+        norm_epsilon=float(getattr(config, "rms_norm_eps", 1e-5)),
+        rope=RopeShape(float(theta), most_positions=int(config.max_position_embeddings)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Answers of the target by their use."""
+
+    train: tuple[Answer, ...]
+    measured: dict[str, tuple[Answer, ...]]
+    """By the name of the prompts. Empty ones are left out."""
+
+
+class SingleProcess(ABC):
+    """One run of a command: the target, its texts, and the directory of the draft."""
+
+    command: ClassVar[str]
+    """The name of its module."""
+
+    def __init__(self, chosen: argparse.Namespace, told: Callable[[str], None] | None = None) -> None:
+        """`told` gets each line of the progress; unset: standard output. Raises `ModelLoadError`."""
+        self.options = chosen
+        self._told, self._lines = told or _print, list[str]()
+        self._began = self._saved = time.monotonic()
+        self.device = torch.device(chosen.device)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        cache = Path(tempfile.gettempdir()) / "pilotfish-models"
+        self.directory = resolve_model_directory(chosen.target, cache, None, self.tell)
+        self.config = AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
+        self.target = load_target(self.directory, self.device, dtype)
+        self.tell(f"target {self.directory.name} in {dtype} on {self._device_name()}")
+
+    @abstractmethod
+    def train(self, texts: Texts) -> None:
+        """Train, measure and save. Raises `PilotfishError`."""
+
+    def run(self) -> Texts:
+        """Write texts, train, measure and save. Returns the texts. Raises `PilotfishError`."""
+        texts = self._texts()
+        self.train(texts)
+        self.tell(f"{self.options.out} is written")
+        return texts
+
+    def tell(self, text: str) -> None:
+        """Tell a line with the seconds since the start."""
+        line = f"[{time.monotonic() - self._began:7.1f} s] {text}"
+        self._lines.append(line)
+        self._told(line)
+
+    def training_seconds(self) -> float:
+        """The time that training has from now on."""
+        chosen = self.options
+        if chosen.end_seconds is None:
+            return float(chosen.minutes) * 60
+        return max(1.0, float(chosen.end_seconds) - (time.monotonic() - self._began))
+
+    def taps(self, unset: Sequence[int]) -> tuple[int, ...]:
+        """The hidden states that the draft reads. Raises `ConfigurationError`."""
+        chosen, count = self.options, int(self.config.num_hidden_layers)
+        taps = tuple(int(one) for one in chosen.taps.split(",") if one) or tuple(sorted(set(unset)))
+        if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
+            raise ConfigurationError(f"--taps: {list(taps)} is refused; they must ascend within 0 and {count - 1}")
+        return taps
+
+    def lengthened(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers, a share of them with other texts before them."""
+        chosen = self.options
+        return lengthened(answers, chosen.long_share, chosen.max_length, chosen.seed)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the draft is to be saved again."""
+        return time.monotonic() - self._saved >= float(self.options.save_seconds)
+
+    def save(self, card: str, write: Callable[[Path], None]) -> None:
+        """Write the checkpoint and its model card, in the place of an earlier one."""
+        with replaced_directory(self.options.out, card, {}) as scratch:
+            write(scratch)
+        self._saved = time.monotonic()
+
+    def card(self, introduction: str, method: str) -> str:
+        """The model card: what the draft is, how it was made, the command, and what was told."""
+        chosen = self.options
+        words = [f"--{name.replace('_', '-')} {_word(value)}" for name, value in sorted(vars(chosen).items()) if value]
+        notes = "" if chosen.notes is None else f"\n{chosen.notes.read_text(encoding='utf-8').strip()}\n"
+        lines = "\n".join(f"    {line}" for line in self._lines)
+        return f"""\
+# A draft for {chosen.name or self.directory.name}
+
+{introduction}
+
+## How it was made
+
+{method} The device: {self._device_name()}.
+
+```
+python -m deploy.distillation.{self.command} {" ".join(words)}
+```
+
+{lines}
+{notes}"""
+
+    def _texts(self) -> Texts:
+        """The answers of the file, and those that the target writes in the time."""
+        chosen = self.options
+        kept: list[Answer] = list(read_answers(chosen.answers)) if chosen.answers and chosen.answers.exists() else []
+        known = {answer.key for answer in kept}
+        temperatures = [float(one) for one in chosen.temperatures.split(",")]
+        tasks = schedule([read_prompts(path) for path in chosen.prompts], temperatures, chosen.held_out, chosen.seed)
+        evaluation = self._evaluation()
+        names = {f"{task.key}:0" for task in evaluation}
+        plan = AnswerPlan(
+            chosen.max_tokens,
+            chosen.max_prompt,
+            chosen.rows,
+            end_of_sequence_ids(self.directory),
+            chosen.seed,
+            time.monotonic() + chosen.write_seconds,
+        )
+        tokenizer = Tokenizer.load(self.directory)
+        # What is measured on may be longer; it shares no batch, whose rows all have the length of the longest.
+        judging = replace(plan, max_prompt=chosen.max_length - chosen.max_tokens, ends=None)
+        groups = [(judging, evaluation)] + ([(plan, tasks)] if chosen.write_seconds else [])
+        total = sum(len(one.prompt) + len(one.answer) for one in kept)
+        written = chain.from_iterable(
+            BatchedTarget(self.target, tokenizer, each, self.tell).answers(
+                task for task in wanted if f"{task.key}:0" not in known
+            )
+            for each, wanted in groups
+        )
+        for found in written:
+            kept += found
+            total += sum(len(one.prompt) + len(one.answer) for one in found)
+            self.tell(f"{len(kept):,} texts, {total:,} tokens")
+            if total >= chosen.most_tokens:
+                break
+        if chosen.answers is not None:
+            with AnswerFile(chosen.answers) as file:
+                for answer in kept:
+                    if answer.key not in known:
+                        file.append(answer)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        held = tuple(one for one in kept if one.held_out and one.key not in names)
+        judged = tuple(one for one in kept if one.key in names)
+        measured = {"held out": held} | ({chosen.evaluate.stem: judged} if chosen.evaluate else {})
+        return Texts(
+            tuple(one for one in kept if not one.held_out), {name: found for name, found in measured.items() if found}
+        )
+
+    def _evaluation(self) -> list[Task]:
+        """The first turns of some prompts of each task of the evaluation."""
+        chosen = self.options
+        if chosen.evaluate is None:
+            return []
+        return [
+            Task(replace(prompt, turns=prompt.turns[:1]), 0, 0.0, chosen.seed, held_out=True)
+            for prompts in by_task(read_prompts(chosen.evaluate)).values()
+            for prompt in islice(prompts, chosen.evaluate_prompts)
+        ]
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _word(value: object) -> str:
+    """A value of an option as the model card shows it: paths lose their directories."""
+    if isinstance(value, list):
+        return " ".join(map(_word, value))
+    return Path(value).name if isinstance(value, (str, Path)) else str(value)
+
+
+def run_command(start: Callable[[], SingleProcess]) -> int:
+    """Run a command. Returns its exit code."""
+    try:
+        start().run()
+    except PilotfishError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0

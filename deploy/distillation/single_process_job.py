@@ -1,0 +1,76 @@
+"""`pilotfish distill` with a kind that is trained in one process: EAGLE-3 or DSpark for a configuration's target."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from cluster.core.errors import ConfigurationError
+from deploy.distillation import dspark, eagle3
+from deploy.distillation.single_process import SingleProcess
+from workers.distill.data import ANSWERS
+from workers.distill.job import DistillJob
+from workers.distill.options import DSPARK
+
+_WRITING, _TRAINING = 0.4, 0.5
+"""Shares of the minutes for texts and for training. Hidden states and measuring have the rest."""
+_ROWS, _DEPTHS, _SLOTS, _VOCABULARY = 64, 5, 6, 8192
+_SERVED_PROMPTS, _SERVED_TOKENS = 8, 64
+"""Prompts that the served draft answers, and most tokens of each answer."""
+_OF_OTHER_KINDS = ("field", "layers", "student_config", "start", "int8", "search", "on_policy", "loss", "optimizer")
+
+
+def distill_in_one_process(job: DistillJob) -> None:
+    """Train a draft as the options of `pilotfish distill` say, and measure it as it is served.
+
+    Of `--minutes`, the target writes texts for two fifths at most. Raises `PilotfishError`.
+    """
+    given = job.options
+    is_block = given.kind == DSPARK
+    for name in (*_OF_OTHER_KINDS, *(("vocabulary_size",) if is_block else ())):
+        if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
+            raise ConfigurationError(f"--{name.replace('_', '-')}: refused for kind {given.kind}")
+    words = [*_common(job), *(_block_words(job) if is_block else _head_words(job))]
+    told = job.notices.print
+    run: SingleProcess = (
+        dspark.Run(dspark.options(words), told) if is_block else eagle3.Run(eagle3.options(words), told)
+    )
+    texts = run.run()
+    for name, answers in texts.measured.items():
+        prompts = [one.prompt for one in sorted(answers, key=lambda each: each.key)[:_SERVED_PROMPTS]]
+        found = job.served.draft_with(given.out, "block" if is_block else "eagle", prompts, _SERVED_TOKENS)
+        job.notices.print(f"{given.out}: {found.tokens_per_step:.2f} tokens per step on {name}, as it is served")
+
+
+def _common(job: DistillJob) -> list[str]:
+    given = job.options
+    words = ["--target", str(job.target), "--name", job.name, "--out", str(given.out), "--report-seconds", "20"]
+    words += [word for path in given.prompts for word in ("--prompts", str(path))]
+    words += ["--answers", str(given.work_directory / ANSWERS), "--evaluate-prompts", str(given.evaluate_prompts)]
+    words += ["--max-length", str(given.max_length), "--max-tokens", str(given.max_tokens)]
+    words += ["--max-prompt", str(max(1, given.max_length - given.max_tokens)), "--seed", str(given.seed)]
+    words += ["--temperatures", ",".join(map(str, given.temperatures)), "--held-out", str(given.held_out)]
+    words += ["--learning-rate", str(given.learning_rate), "--taps", ",".join(map(str, given.taps))]
+    words += ["--most-tokens", str(given.answer_tokens), "--rows", str(_ROWS)]
+    seconds = given.answer_minutes * 60
+    if given.minutes is not None:
+        seconds = min(seconds, given.minutes * 60 * _WRITING)
+        words += ["--minutes", str(given.minutes * _TRAINING)]
+    words += ["--write-seconds", str(seconds)] + ([] if given.steps is None else ["--steps", str(given.steps)])
+    for name, path in (("--evaluate", given.evaluate), ("--notes", given.notes)):
+        words += [] if path is None else [name, str(path)]
+    return words + ([] if given.device == "auto" else ["--device", given.device])
+
+
+def _head_words(job: DistillJob) -> list[str]:
+    given = job.options
+    words = ["--batch-tokens", str(given.batch_tokens), "--depths", str(given.depths or _DEPTHS)]
+    return [*words, "--vocabulary-size", str(given.vocabulary_size or _VOCABULARY)]
+
+
+def _block_words(job: DistillJob) -> list[str]:
+    """`--batch-tokens` counts the slots of a batch, a quarter of whose positions are in blocks."""
+    given = job.options
+    slots = given.depths or _SLOTS
+    blocks = max(1, given.max_length // 8)
+    rows = max(1, given.batch_tokens // (blocks * slots))
+    return ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows)]

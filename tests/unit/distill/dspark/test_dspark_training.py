@@ -1,0 +1,244 @@
+"""A DSpark drafter is trained on blocks of text, written as a public checkpoint, read back and served equal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cluster.core.config.target_section import TargetSection
+from cluster.core.request import SamplingParameters
+from tests.support.models import tiny
+from workers.distill.answers import Answer
+from workers.distill.dspark.loss import head_loss
+from workers.distill.dspark.measure import measure
+from workers.distill.dspark.module import SparkModule
+from workers.distill.dspark.rows import TextRows
+from workers.distill.dspark.training import BlockPlan, BlockTraining
+from workers.distill.eagle3.texts import WritingPlan, continuations
+from workers.distill.target_model import load_target
+from workers.draft.block.markov_ranker import MarkovRanker
+from workers.draft.block.masked_pass import MaskedBlockPass
+from workers.draft.common.modules.context_window import ContextWindow
+from workers.draft.common.modules.module_settings import ModuleSettings
+from workers.draft.common.modules.served_module import load_served_module
+from workers.model.draft_card import DraftDescription, is_written_here
+from workers.model.drafting.public import PublicModule
+from workers.model.formats.registry import read_draft
+from workers.model.formats.speculators import write_dspark
+from workers.model.public_shapes import DecoderShape, MarkovShape, MaskedBlockShape, RopeShape
+from workers.sampling.context import DecisionContext
+
+CPU = torch.device("cpu")
+LAYERS, TAPS, SLOTS, RANK = 6, (1, 3, 5), 4, 8
+PROMPT, LENGTH, ROWS, ROW = 5, 14, 24, 48
+GREEDY = SamplingParameters(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True, initializer_range=0.15)
+    return tiny.save(tmp_path_factory.mktemp("target"), config)
+
+
+@pytest.fixture(scope="module")
+def target(directory: Path) -> PreTrainedModel:
+    return load_target(directory, CPU)
+
+
+@pytest.fixture(scope="module")
+def answers(target: PreTrainedModel) -> tuple[Answer, ...]:
+    prompts = torch.randint(3, tiny.VOCABULARY, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    written = continuations(target, prompts, [0.0] * ROWS, WritingPlan(LENGTH, (), 0))
+    return tuple(
+        Answer(f"prompts:{row}", "", 0.0, False, tuple(prompt), answer)
+        for row, (prompt, answer) in enumerate(zip(prompts, written, strict=True))
+    )
+
+
+@pytest.fixture(scope="module")
+def texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> TextRows:
+    return TextRows(target, answers, TAPS, length=ROW, leading=16, batch_tokens=64)
+
+
+def random_module(
+    target: Any, texts: TextRows, kind: Literal["vanilla", "gated", "rnn"] = "rnn", kv_heads: int = 3
+) -> SparkModule:
+    """A drafter of random numbers that bfloat16 holds, so that writing it changes none."""
+    body = DecoderShape(48, 6, kv_heads, 8, 40, 2, 1e-5, RopeShape(700.0, most_positions=256), has_head_norms=True)
+    markov = MarkovShape(RANK, kind, tiny.VOCABULARY, tiny.VOCABULARY)
+    shape = MaskedBlockShape(body, SLOTS, len(TAPS), 95, predicts_next=True, markov=markov, confidence="markov")
+    torch.manual_seed(3)
+    scale = 2.0 ** texts.tap_scale().log2().round()
+    module = SparkModule(shape, target.get_input_embeddings().weight.detach(), scale)
+    with torch.no_grad():
+        for value in module.parameters():
+            drawn = torch.randn_like(value) * value.shape[-1] ** -0.5
+            value.copy_((1 + 0.2 * torch.randn_like(value) if value.dim() == 1 else drawn).bfloat16())
+    return module
+
+
+def write(module: SparkModule, directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    card = DraftDescription("tiny", tiny.VOCABULARY, 48, (), None, kind="block", taps=TAPS, shape=module.shape)
+    write_dspark(directory, card, module.weights(), architectures=["LlamaForCausalLM"])
+    return directory
+
+
+def chain(module: SparkModule, head: Tensor, hidden: Tensor, last: int) -> list[int]:
+    """The greedy chain of one block [slots, hidden size] by the arithmetic of the training."""
+    path = [last]
+    for slot in range(SLOTS):
+        before = torch.tensor(path + [0] * (SLOTS - len(path)))
+        mixed, _ = module.mixed(hidden, before)
+        logits = hidden[slot] @ head.T + mixed[slot] @ module.get_parameter("markov_head.markov_w2.weight").T
+        path.append(int(logits.argmax()))
+    return path[1:]
+
+
+@pytest.mark.parametrize(("kind", "kv_heads"), [("vanilla", 3), ("gated", 6), ("rnn", 2)])
+def test_what_is_trained_is_what_is_served(
+    kind: Literal["vanilla", "gated", "rnn"],
+    kv_heads: int,
+    directory: Path,
+    target: PreTrainedModel,
+    answers: tuple[Answer, ...],
+    texts: TextRows,
+    tmp_path: Path,
+) -> None:
+    """Slots, chains and confidences in packed texts are those that the served drafter has in each text alone."""
+    module = random_module(target, texts, kind, kv_heads)
+    draft = write(module, tmp_path / "draft")
+    loaded = load_served_module(
+        ModuleSettings(path=str(draft), weights="float32"),
+        TargetSection(path=str(directory), device="cpu"),
+        "block",
+        (PublicModule,),
+    )
+    passes = MaskedBlockPass(loaded.module, loaded.ends, "float32")
+    ranker = MarkovRanker(loaded.module, loaded.ends, loaded.make, loaded.shortlist)
+    rows = torch.arange(texts.rows)
+    anchors = torch.tensor([one[3:5] + one[-1:] for one in texts.all_anchors(rows)])
+    blocks, _ = texts.blocks(rows, anchors, SLOTS)
+    with torch.no_grad():
+        hidden = module(texts.taps(rows), blocks)
+    by_text = {(*answer.prompt, *answer.answer): answer for answer in answers}
+    seen = 0
+    for row, number in [(0, 0), (1, 1), (2, 2)]:
+        start, place = int(blocks.starts[row, number]), int(anchors[row, number])
+        text = next(one for one in by_text if list(one) == texts.text(row, start)[: len(one)])
+        known = place - start
+        found = target.get_decoder()(torch.tensor([text]), output_hidden_states=True)
+        taps = torch.stack([found.hidden_states[tap][0] for tap in loaded.card.taps], dim=1)
+        window = ContextWindow(passes.context_shape, CPU)
+        window.store(0, passes.context(taps[:known], torch.arange(known)))
+        served = passes.draft([text[known]], [known], [window])[0]
+        torch.testing.assert_close(served, hidden[row, number], rtol=1e-4, atol=1e-4)
+        contexts = [DecisionContext(GREEDY, (0,) * (known + 1 + depth), 1) for depth in range(SLOTS)]
+        ranked = ranker.rank(served.unsqueeze(0), [text[known]], contexts, 1)[0]
+        wanted = chain(module, loaded.ends.head, hidden[row, number], text[known])
+        assert [level[0] for level in ranked.tokens] == wanted
+        _, embedded = module.mixed(hidden[row, number], torch.tensor([text[known], *wanted[:-1]]))
+        sure = module.sureness(hidden[row, number], embedded).sigmoid()
+        confidences = torch.tensor([level[0][0] for level in ranked.confidences])
+        torch.testing.assert_close(confidences, sure.detach(), rtol=1e-4, atol=1e-4)
+        seen += 1
+    assert seen == 3
+
+
+def test_the_checkpoint_is_one_of_the_library_speculators(
+    target: PreTrainedModel, texts: TextRows, tmp_path: Path
+) -> None:
+    module = random_module(target, texts)
+
+    card = read_draft(write(module, tmp_path / "draft"))
+
+    assert card.kind == "block" and card.taps == TAPS and card.shape == module.shape and card.target == "tiny"
+    assert is_written_here(tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["speculators_model_type"] == "dspark" and config["sample_from_anchor"] is True
+
+
+def test_rows_hold_whole_texts_with_the_states_of_the_target(
+    target: PreTrainedModel, answers: tuple[Answer, ...], texts: TextRows
+) -> None:
+    assert texts.tokens == ROWS * (PROMPT + LENGTH) and texts.anchors == ROWS * (LENGTH - 1)
+    assert texts.rows == ROWS // (ROW // (PROMPT + LENGTH))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.tensor([3, 1])
+
+    anchors, is_drawn = texts.drawn(rows, 20, generator)
+    blocks, goal = texts.blocks(rows, anchors, SLOTS)
+
+    assert bool(is_drawn.all()) and all(len(set(row)) == 20 for row in anchors.tolist())
+    row, number = 1, 7
+    start, place = int(blocks.starts[row, number]), int(anchors[row, number])
+    text = texts.text(1, start)[: PROMPT + LENGTH]
+    assert tuple(text) in {(*one.prompt, *one.answer) for one in answers}
+    found = target(torch.tensor([text]), output_hidden_states=True)
+    wanted = torch.cat([found.hidden_states[tap][0] for tap in TAPS], dim=-1)
+    torch.testing.assert_close(texts.taps(rows)[row, start : start + len(text)], wanted, rtol=1e-4, atol=1e-4)
+    known = place - start
+    assert PROMPT <= known <= len(text) - 2
+    after = text[known : known + SLOTS + 1]
+    assert blocks.tokens[row, number].tolist()[: len(after)] == after[:SLOTS]
+    assert goal.is_text[row, number].tolist() == [known + 1 + slot < len(text) for slot in range(SLOTS)]
+    assert goal.following[row, number, 0] == text[known + 1] == goal.tokens[row, number, 0, 0]
+    shares = found.logits[0, known].softmax(dim=-1).topk(16).values
+    torch.testing.assert_close(goal.probabilities[row, number, 0], shares, rtol=1e-2, atol=1e-3)
+
+
+def test_the_loss_has_the_gradient_of_its_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    vectors, second = draw(10, 6).requires_grad_(), draw(20, 2).requires_grad_()
+    head, weights = draw(20, 4), draw(10).abs()
+    shares, leading = draw(10, 20).softmax(dim=-1).topk(5)
+    following = leading[:, 1]
+
+    found = head_loss(vectors, head, second, leading, shares, following, weights, 0.7)
+    mine = torch.autograd.grad(found.loss, (vectors, second))
+
+    logits = vectors[:, :4] @ head.T + vectors[:, 4:] @ second.T
+    drafted = logits.softmax(dim=-1).gather(1, leading)
+    each = -(shares * drafted.log()).sum(dim=1) - 0.7 * torch.minimum(shares, drafted).sum(dim=1)
+    loss = (weights * each).sum()
+    torch.testing.assert_close(found.loss, loss)
+    for one, wanted in zip(mine, torch.autograd.grad(loss, (vectors, second)), strict=True):
+        torch.testing.assert_close(one, wanted)
+    assert found.is_right.tolist() == (logits.argmax(dim=-1) == following).tolist()
+
+
+def test_a_drafter_learns_to_draft_the_texts(target: Any, texts: TextRows) -> None:
+    torch.manual_seed(0)
+    module = random_module(target, texts)
+    layers = [dict(target.get_decoder().layers[number].named_parameters()) for number in (0, LAYERS - 1)]
+    module.start(layers, target.get_decoder().norm.weight)
+    plan = BlockPlan(steps=60, rows=4, blocks=16, learning_rate=1e-2, is_bfloat16=False)
+    training = BlockTraining(target, module, plan)
+    before = training.measure(texts, (4, 8))
+    losses: list[float] = []
+
+    state = training.run(texts, lambda found: losses.append(found.loss), report_seconds=0.0)
+
+    after = training.measure(texts, (4, 8))
+    assert state.step == 60 and len(losses) == 60 and losses[-1] < losses[0] - 1
+    assert after.slots[0] > before.slots[0] + 0.2
+    assert after.trees[8] >= after.trees[4] >= after.chain > before.chain + 0.2
+
+
+def test_steps_follow_one_another_in_what_is_measured(target: Any, texts: TextRows) -> None:
+    """A draft whose every token is right adds all its tokens and one more at each step."""
+    module = random_module(target, texts)
+    found = measure(module, target.get_output_embeddings().weight, texts, (96,), rows=3, blocks=8)
+    assert 1.0 <= found.chain <= SLOTS + 1 and found.chain <= found.trees[96] + 1e-6
+    assert replace(found, chain=2.0).chain == 2.0

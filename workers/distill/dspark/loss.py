@@ -1,0 +1,91 @@
+"""The loss of slots against the target's probabilities, without the gradient of all logits in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 4096
+"""Slots whose logits are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLoss:
+    """The loss of slots, and how good their predictions are."""
+
+    loss: Tensor
+    """A number."""
+    is_right: Tensor
+    """[slots] Whether the most probable token is the one of the text."""
+
+
+def head_loss(
+    vectors: Tensor,
+    head: Tensor,
+    second: Tensor,
+    leading: Tensor,
+    shares: Tensor,
+    following: Tensor,
+    weights: Tensor,
+    overlap: float,
+) -> HeadLoss:
+    """Cross entropy against the target, minus `overlap` times the share that both distributions have in common.
+
+    `vectors` [slots, hidden size + rank] are multiplied with the target's `head` [vocabulary, hidden size] and the
+    Markov head's `second` matrix [vocabulary, rank], side by side. `leading` and `shares` [slots, leading] are the
+    target's most probable tokens and their probabilities, `following` [slots] the tokens of the text, and `weights`
+    [slots] multiply the losses, whose sum is returned.
+    """
+    loss, is_right = _Loss.apply(vectors, head, second, leading, shares, following, weights, overlap)  # type: ignore[no-untyped-call]
+    return HeadLoss(loss, is_right)
+
+
+class _Loss(torch.autograd.Function):
+    """Computes the gradient of a part's logits while they are in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vectors: Tensor,
+        head: Tensor,
+        second: Tensor,
+        leading: Tensor,
+        shares: Tensor,
+        following: Tensor,
+        weights: Tensor,
+        overlap: float,
+    ) -> tuple[Tensor, Tensor]:
+        joint = torch.cat([head, second.to(head.dtype)], dim=1)
+        vectors = vectors.to(head.dtype)
+        rank = second.shape[1]
+        inner, outer = torch.empty_like(vectors), torch.zeros_like(second, dtype=torch.float32)
+        loss, is_right = weights.new_zeros(()), torch.empty_like(following, dtype=torch.bool)
+        for first in range(0, len(vectors), _CHUNK):
+            part = slice(first, first + _CHUNK)
+            logits = vectors[part] @ joint.T
+            is_right[part] = logits.argmax(dim=-1) == following[part]
+            drafted = torch.softmax(logits, dim=-1, dtype=torch.float32)
+            found, wanted, weight = drafted.gather(1, leading[part]), shares[part], weights[part].unsqueeze(1)
+            is_less = found < wanted
+            less = torch.where(is_less, found, 0.0)
+            entropy = -(wanted * found.clamp(min=1e-9).log()).sum(dim=1, keepdim=True)
+            common = torch.minimum(found, wanted).sum(dim=1, keepdim=True)
+            loss += (weight * (entropy - overlap * common)).sum()
+            total = wanted.sum(dim=1, keepdim=True) + overlap * less.sum(dim=1, keepdim=True)
+            gradient = drafted.mul_(total * weight)
+            gradient.scatter_add_(1, leading[part], -weight * (wanted + overlap * less))
+            gradient = gradient.to(head.dtype)
+            inner[part] = gradient @ joint
+            outer += (gradient.T @ vectors[part, -rank:]).float()
+        ctx.save_for_backward(inner, outer)
+        ctx.mark_non_differentiable(is_right)
+        return loss, is_right
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inner, outer = ctx.saved_tensors
+        scale = gradients[0]
+        return (inner * scale, None, outer * scale, *[None] * 5)

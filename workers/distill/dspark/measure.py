@@ -1,0 +1,139 @@
+"""Measures a DSpark drafter on texts as it is served: greedy chains, and trees of the most probable paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.distill.dspark.module import SECOND, SparkModule
+from workers.distill.dspark.rows import TextRows
+
+_PARENTS, _SIBLINGS = 4, 8
+"""Candidates of a depth that others follow, and candidates below one: what a served drafter ranks by default."""
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How well a drafter drafts texts that it was not trained on."""
+
+    slots: tuple[float, ...]
+    """For each depth, the share of tokens that are right after right ones, in greedy chains from all anchors."""
+    chain: float
+    """Tokens per step with greedy chains of all depths, where each step begins after the one before."""
+    trees: dict[int, float]
+    """Tokens per step with trees of so many nodes, the same way."""
+
+    def __str__(self) -> str:
+        slots = " ".join(f"{share:.1%}" for share in self.slots)
+        trees = "".join(f", {found:.3f} with {size} nodes" for size, found in self.trees.items())
+        return f"{self.chain:.3f} tokens per step in a chain (slots {slots}){trees}"
+
+
+@torch.no_grad()
+def measure(
+    module: SparkModule, head: Tensor, texts: TextRows, sizes: Sequence[int], *, rows: int, blocks: int
+) -> Measured:
+    """Measure on texts of greedy answers, so many rows and blocks of a row at once.
+
+    `head` [vocabulary, hidden size] is the target's. `sizes` are numbers of nodes of trees.
+    """
+    slots = module.shape.slots
+    places: list[tuple[int, int]] = []
+    accepted, known = list[Tensor](), list[Tensor]()
+    for first in range(0, texts.rows, rows):
+        some = torch.arange(first, min(first + rows, texts.rows), device=texts.device)
+        taps = texts.taps(some)
+        of_row = texts.all_anchors(some)
+        for begin in range(0, max(map(len, of_row)), blocks):
+            parts = [one[begin : begin + blocks] for one in of_row]
+            padded = [[*part, *[0] * (blocks - len(part))] for part in parts]
+            is_one = torch.tensor([[index < len(part) for index in range(blocks)] for part in parts])
+            chosen = is_one.flatten().nonzero().flatten().to(texts.device)
+            block, goal = texts.blocks(some, torch.tensor(padded, device=texts.device), slots)
+            hidden = module(taps, block).flatten(0, 1)[chosen]
+            last, following = block.tokens[:, :, 0].flatten()[chosen], goal.following.flatten(0, 1)[chosen]
+            is_text = goal.is_text.flatten(0, 1)[chosen]
+            following = following.masked_fill(~is_text, -1)
+            _, chain = _ranked(module, head, hidden, last, following, parents=1, siblings=1)
+            scores, right = _ranked(module, head, hidden, last, following, parents=_PARENTS, siblings=_SIBLINGS)
+            found = [chain.sum(dim=1)]
+            for size in sizes:
+                picked = scores.topk(min(size, scores.shape[1])).indices
+                found.append(right.gather(1, picked).sum(dim=1))
+            accepted.append(torch.stack(found, dim=1).cpu())
+            known.append(is_text.sum(dim=1).cpu())
+            places += [(first + row, place) for row, part in enumerate(parts) for place in part]
+    return _summed(torch.cat(accepted), torch.cat(known), places, sizes, slots)
+
+
+def _ranked(
+    module: SparkModule,
+    head: Tensor,
+    hidden: Tensor,
+    last: Tensor,
+    following: Tensor,
+    *,
+    parents: int,
+    siblings: int,
+) -> tuple[Tensor, Tensor]:
+    """The logarithms of the paths of all candidates [blocks, candidates], and which paths the text has.
+
+    `hidden` [blocks, slots, hidden size], `last` [blocks] the anchors, `following` [blocks, slots] the text.
+    """
+    markov = module.markov_head
+    second = module.get_parameter(SECOND)
+    previous, state = last.unsqueeze(1), hidden.new_zeros(len(hidden), 1, module.rank)
+    paths, right = hidden.new_zeros(len(hidden), 1), torch.ones_like(last, dtype=torch.bool).unsqueeze(1)
+    all_scores, all_right = [], []
+    for slot in range(hidden.shape[1]):
+        embedded = markov.markov_w1(previous)
+        own = hidden[:, slot : slot + 1].expand(-1, previous.shape[1], -1)
+        mixed, state = markov.step(embedded, own, state)
+        base = (hidden[:, slot].to(head.dtype) @ head.T).float().unsqueeze(1)
+        logits = base + (mixed.to(head.dtype) @ second.to(head.dtype).T).float()
+        found, tokens = logits.topk(min(siblings, logits.shape[-1]), dim=-1)
+        shares = (found - logits.logsumexp(dim=-1, keepdim=True)).exp()
+        sure = module.sureness(own, embedded).sigmoid().clamp(_LEAST, 1.0 - _LEAST).unsqueeze(-1)
+        others = shares[..., 1:] * ((1.0 - sure) / (1.0 - shares[..., :1]).clamp(min=_LEAST))
+        shares = torch.cat([sure, others.clamp(_LEAST**4, 1.0)], dim=-1)
+        scores = (paths.unsqueeze(2) + shares.log()).flatten(1)
+        is_right = (right.unsqueeze(2) & (tokens == following[:, slot, None, None])).flatten(1)
+        all_scores.append(scores)
+        all_right.append(is_right)
+        paths, chosen = scores.topk(min(parents, scores.shape[1]))
+        right, previous = is_right.gather(1, chosen), tokens.flatten(1).gather(1, chosen)
+        origins = (chosen // tokens.shape[2]).unsqueeze(2).expand(-1, -1, state.shape[2])
+        state = state.gather(1, origins)
+    return torch.cat(all_scores, dim=1), torch.cat(all_right, dim=1)
+
+
+def _summed(
+    accepted: Tensor, known: Tensor, places: Sequence[tuple[int, int]], sizes: Sequence[int], slots: int
+) -> Measured:
+    """The figures from what is accepted [anchors, 1 + sizes], and the tokens [anchors] that could be."""
+    chain = accepted[:, 0]
+    right = [int((chain > depth).sum()) for depth in range(slots)]
+    tried = [int(((chain >= depth) & (known > depth)).sum()) for depth in range(slots)]
+    found = accepted.tolist()
+    index = {place: number for number, place in enumerate(places)}
+    steps, tokens = 0, [0] * (1 + len(sizes))
+    rates = []
+    for column in range(1 + len(sizes)):
+        steps = tokens = 0
+        for row, place in places:
+            if (row, place - 1) in index:
+                continue
+            while (row, place) in index:
+                steps += 1
+                taken = found[index[row, place]][column] + 1
+                tokens, place = tokens + taken, place + taken
+        rates.append(tokens / max(1, steps))
+    return Measured(
+        tuple(one / max(1, all_) for one, all_ in zip(right, tried, strict=True)),
+        rates[0],
+        dict(zip(sizes, rates[1:], strict=True)),
+    )

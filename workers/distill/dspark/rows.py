@@ -1,0 +1,174 @@
+"""Texts side by side in rows of one length, with the target's hidden states and probabilities, on its device."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.core.errors import ConfigurationError
+from workers.distill.answers import Answer
+from workers.distill.dspark.module import Blocks
+from workers.distill.eagle3.states import by_length
+
+_CHUNK = 4096
+"""Positions whose logits over the target's whole vocabulary are computed at once."""
+_SCALE_TOKENS = 1 << 16
+"""About how many tokens the scale of taps is computed from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What slots should predict."""
+
+    tokens: Tensor
+    """[..., leading] int64: the target's most probable tokens."""
+    probabilities: Tensor
+    """[..., leading] float32: their probabilities."""
+    following: Tensor
+    """[...] int64: the token that the text has."""
+    is_text: Tensor
+    """[...] Whether the text has such a token."""
+
+
+class TextRows:
+    """Texts packed into rows, and blocks of them.
+
+    A token takes the space of its taps and of its `leading` most probable successors, six bytes each.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        answers: Sequence[Answer],
+        taps: Sequence[int],
+        *,
+        length: int,
+        leading: int = 64,
+        temperature: float = 1.0,
+        batch_tokens: int = 16384,
+    ) -> None:
+        """Compute the states of all answers, each cut to `length` tokens, the size of a row.
+
+        `target` is a decoder-only model of `transformers`; tap `l` is the residual stream after `l` of its layers, all
+        but the last one. Its probabilities are those at `temperature`. Raises `ConfigurationError` without a text whose
+        answer has two tokens.
+        """
+        usable = [one for one in answers if len(one.answer) > 1 and len(one.prompt) + 2 <= length]
+        if not usable:
+            raise ConfigurationError("texts: needed an answer of two tokens within the length of a row, found none")
+        texts = [(*answer.prompt, *answer.answer)[:length] for answer in usable]
+        head = target.get_output_embeddings()
+        device, dtype, size = head.weight.device, head.weight.dtype, int(target.config.hidden_size)
+        places, self.rows = _packed([len(text) for text in texts], length)
+        self.length, self.device = length, device
+        self.tokens = sum(map(len, texts))
+        """Tokens of all texts."""
+        total = self.rows * length
+        leading = min(leading, int(target.config.vocab_size))
+        self._tokens = torch.zeros(total, dtype=torch.int64, device=device)
+        self._taps = torch.zeros((total, len(taps) * size), dtype=dtype, device=device)
+        self._leading = torch.zeros((total, leading), dtype=torch.int32, device=device)
+        self._shares = torch.zeros((total, leading), dtype=torch.float16, device=device)
+        starts, ends, is_anchor = torch.zeros(3, total, dtype=torch.int64)
+        for text, answer, place in zip(texts, usable, places, strict=True):
+            inner = place % length
+            starts[place : place + len(text)] = inner
+            ends[place : place + len(text)] = inner + len(text)
+            is_anchor[place + len(answer.prompt) : place + len(text) - 1] = 1
+        self._starts, self._ends = starts.to(device), ends.to(device)
+        self._is_anchor = is_anchor.bool().view(self.rows, length).to(device)
+        self.anchors = int(is_anchor.sum())
+        """Tokens after which a draft can be right."""
+        prompts = [len(answer.prompt) for answer in usable]
+        for batch in by_length([len(text) for text in texts], batch_tokens):
+            some = [[one[number] for number in batch] for one in (texts, prompts, places)]
+            self._read(target, *some, taps=taps, heat=temperature)
+
+    @torch.inference_mode()
+    def _read(
+        self,
+        target: Any,
+        texts: Sequence[tuple[int, ...]],
+        prompts: Sequence[int],
+        places: Sequence[int],
+        *,
+        taps: Sequence[int],
+        heat: float,
+    ) -> None:
+        """Store the states of some texts, with prompts of so many tokens. The first tokens of texts are at `places`."""
+        longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts]).unsqueeze(1)
+        tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts]).to(self.device)
+        inner = torch.arange(longest)
+        stored = torch.tensor(places).unsqueeze(1) + inner
+        found = target.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        states = torch.cat([found.hidden_states[tap] for tap in taps], dim=-1).flatten(0, 1)
+        is_token = inner < lengths
+        where, chosen = stored[is_token].to(self.device), is_token.flatten().nonzero().flatten().to(self.device)
+        self._tokens[where], self._taps[where] = tokens.flatten()[chosen], states[chosen]
+        is_drafted = (inner >= torch.tensor(prompts).unsqueeze(1)) & (inner < lengths - 1)
+        where, chosen = stored[is_drafted].to(self.device), is_drafted.flatten().nonzero().flatten().to(self.device)
+        head, final = target.get_output_embeddings(), found.last_hidden_state.flatten(0, 1)[chosen]
+        for part, goal in zip(final.split(_CHUNK), where.split(_CHUNK), strict=True):
+            shares, leading = head(part).float().div_(heat).softmax(dim=-1).topk(self._leading.shape[1])
+            self._leading[goal], self._shares[goal] = leading.int(), shares.half()
+
+    def tap_scale(self) -> Tensor:
+        """One divided by the root mean square of each element of the taps, [taps x hidden size]."""
+        places = self._ends.nonzero().flatten()
+        chosen = self._taps[places[:: max(1, len(places) // _SCALE_TOKENS)]].float()
+        return chosen.pow(2).mean(dim=0).add_(1e-6).rsqrt_()
+
+    def text(self, row: int, place: int) -> list[int]:
+        """The tokens of a row from `place` to the end of the text there."""
+        first = row * self.length + place
+        found: list[int] = self._tokens[first : row * self.length + int(self._ends[first])].tolist()
+        return found
+
+    def taps(self, rows: Tensor) -> Tensor:
+        """Taps [rows, length, taps x hidden size]."""
+        return self._taps.view(self.rows, self.length, -1)[rows]
+
+    def drawn(self, rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Different anchors of rows [rows, count] by chance, and whether each is one: a row may have fewer."""
+        chance = torch.rand((len(rows), self.length), generator=generator, device=self.device)
+        found = chance.masked_fill_(~self._is_anchor[rows], -1.0).topk(count)
+        return found.indices, found.values >= 0
+
+    def all_anchors(self, rows: Tensor) -> list[list[int]]:
+        """The positions of all anchors of each row."""
+        found = self._is_anchor[rows].cpu()
+        return [row.nonzero().flatten().tolist() for row in found]
+
+    def blocks(self, rows: Tensor, anchors: Tensor, slots: int) -> tuple[Blocks, Goal]:
+        """The blocks of anchors [rows, blocks], and what their slots should predict [rows, blocks, slots]."""
+        places = anchors.unsqueeze(2) + torch.arange(slots + 1, device=self.device)
+        stored = (rows * self.length).view(-1, 1, 1) + places.clamp(max=self.length - 1)
+        tokens = self._tokens[stored]
+        ends = self._ends[stored[:, :, :1]]
+        block = Blocks(anchors, self._starts[stored[:, :, 0]], tokens[:, :, :-1])
+        read = stored[:, :, :-1]
+        goal = Goal(self._leading[read].long(), self._shares[read].float(), tokens[:, :, 1:], places[:, :, 1:] < ends)
+        return block, goal
+
+
+def _packed(lengths: Sequence[int], size: int) -> tuple[list[int], int]:
+    """Where each text begins in rows of `size` tokens after one another, and the number of rows.
+
+    The longest texts come first, each in the row with the most space left.
+    """
+    places = [0] * len(lengths)
+    space: list[tuple[int, int]] = []  # minus the space left, row
+    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        length = lengths[number]
+        if space and -space[0][0] >= length:
+            left, row = heapq.heappop(space)
+        else:
+            left, row = -size, len(space)
+        places[number] = row * size + size + left
+        heapq.heappush(space, (left + length, row))
+    return places, len(space)

@@ -1,0 +1,46 @@
+"""Trainable parts of Llama-like layers, with the names of public checkpoints."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workers.model.drafting.ends import rms_norm
+
+
+class Norm(nn.Module):
+    """An RMS norm over the last dimension."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight, self._epsilon)
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return found
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention [rows, heads, tokens, head width] with a mask, all heads with keys of their own.
+
+    On a GPU, never by cuDNN, which plans anew for each shape.
+    """
+    if not queries.is_cuda:
+        return nn.functional.scaled_dot_product_attention(queries, keys, values, mask)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return nn.functional.scaled_dot_product_attention(queries, keys, values, mask)
