@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from deploy.distillation.conversations import AnswerPlan, BatchedTarget
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.eagle3.states import lengthened
 from workers.distill.output import replaced_directory
-from workers.distill.prompts import Task, by_task, read_prompts, schedule
+from workers.distill.prompts import evaluation_tasks, read_prompts, schedule
 from workers.distill.target_model import load_target
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
@@ -188,7 +188,9 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         known = {answer.key for answer in kept}
         temperatures = [float(one) for one in chosen.temperatures.split(",")]
         tasks = schedule([read_prompts(path) for path in chosen.prompts], temperatures, chosen.held_out, chosen.seed)
-        evaluation = self._evaluation()
+        evaluation = (
+            [] if chosen.evaluate is None else evaluation_tasks(chosen.evaluate, chosen.evaluate_prompts, chosen.seed)
+        )
         names = {f"{task.key}:0" for task in evaluation}
         plan = AnswerPlan(
             chosen.max_tokens,
@@ -228,17 +230,6 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         return Texts(
             tuple(one for one in kept if not one.held_out), {name: found for name, found in measured.items() if found}
         )
-
-    def _evaluation(self) -> list[Task]:
-        """The first turns of some prompts of each task of the evaluation."""
-        chosen = self.options
-        if chosen.evaluate is None:
-            return []
-        return [
-            Task(replace(prompt, turns=prompt.turns[:1]), 0, 0.0, chosen.seed, held_out=True)
-            for prompts in by_task(read_prompts(chosen.evaluate)).values()
-            for prompt in islice(prompts, chosen.evaluate_prompts)
-        ]
 
     def _device_name(self) -> str:
         return torch.cuda.get_device_name() if self.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"

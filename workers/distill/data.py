@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from cluster.core.errors import ConfigurationError
@@ -14,7 +13,7 @@ from workers.distill.checkpoints import stored_seconds
 from workers.distill.job import DistillJob, Quota
 from workers.distill.loop import TrainingPlan
 from workers.distill.options import DistillOptions
-from workers.distill.prompts import Prompt, Task, by_task, read_prompts, schedule
+from workers.distill.prompts import Prompt, Task, evaluation_tasks, schedule
 from workers.distill.vocabulary import frequent_tokens, stored_vocabulary
 from workers.model.model_files import end_of_sequence_ids
 
@@ -70,7 +69,11 @@ def collect_answers(
     `ConfigurationError` if the budget leaves no answer to train on.
     """
     options = job.options
-    evaluation = [] if options.evaluate is None else _evaluation_tasks(options.evaluate, options)
+    if any(prompt.is_template for prompts in files for prompt in prompts):
+        raise ConfigurationError(f"--prompts: templates are refused for kind {options.kind}; needed eagle3 or dspark")
+    evaluation = (
+        [] if options.evaluate is None else evaluation_tasks(options.evaluate, options.evaluate_prompts, options.seed)
+    )
     if not is_frozen:
         tasks = schedule(files, options.temperatures, options.held_out, options.seed)
         _generate_answers(job, ANSWERS, tasks, options.answer_tokens, budget)
@@ -105,12 +108,3 @@ def _generate_answers(job: DistillJob, name: str, tasks: Iterable[Task], answer_
             stage(tokens / answer_tokens if answer_tokens else 0.0, f"{tokens:,} tokens" if answer_tokens else "")
 
         job.served.answer(tasks, file, quota, report)
-
-
-def _evaluation_tasks(path: Path, options: DistillOptions) -> list[Task]:
-    """The first turns of `evaluate_prompts` prompts of each task."""
-    return [
-        Task(replace(prompt, turns=prompt.turns[:1]), 0, 0.0, options.seed, held_out=True)
-        for prompts in by_task(read_prompts(path)).values()
-        for prompt in islice(prompts, options.evaluate_prompts)
-    ]

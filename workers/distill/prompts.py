@@ -2,11 +2,11 @@
 
 The formats are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
 (`messages`), HumanEval (`entry_point` with `prompt`), Multi30k (`en` with `de` or `fr`, to translate into English) and
-plain prompts (`prompt`). Answers in the files are ignored,
-because the target writes its own. For a line with a system message alone (`system`, null for none), the target writes
-the question as well: a model that was tuned on conversations writes questions like those that it was tuned on (Magpie,
-Xu et al. 2024). A `template` is a prompt in which `{document}` stands for a longer answer of the target, each time
-another one, and `{question}` for what one of these answers.
+plain prompts (`prompt`). Answers in the files are ignored, because the target writes its own. For a line with a system
+message alone (`system`, null for none), the target writes the question as well: a model that was tuned on conversations
+writes questions like those that it was tuned on (Magpie, Xu et al. 2024). A `template` is a prompt in which
+`{document}` stands for a longer answer of the target, each time another one, and `{question}` for what one of these
+answers.
 """
 
 from __future__ import annotations
@@ -95,6 +95,18 @@ def by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
         task: [replace(prompt, category=task) for row in zip_longest(*groups) for prompt in row if prompt is not None]
         for task, groups in tasks.items()
     }
+
+
+def evaluation_tasks(path: Path, count: int, seed: int) -> list[Task]:
+    """The first turns of `count` prompts of each task of a file, to be answered greedily and never trained on.
+
+    Raises `ConfigurationError` as `read_prompts` does.
+    """
+    return [
+        Task(replace(prompt, turns=prompt.turns[:1]), 0, 0.0, seed, held_out=True)
+        for prompts in by_task(read_prompts(path)).values()
+        for prompt in prompts[:count]
+    ]
 
 
 def schedule(
@@ -199,12 +211,14 @@ def _plain(row: Mapping[str, Any], where: str) -> list[_Turns]:
 
 
 def _translation(row: Mapping[str, Any], where: str) -> list[_Turns]:
-    named = (("German", "de"), ("French", "fr"))
-    return [
+    found: list[_Turns] = [
         (None, [f"Translate {language} to English: {_text(row[key], f'{where}: {key}')}"])
-        for language, key in named
+        for language, key in (("German", "de"), ("French", "fr"))
         if key in row
     ]
+    if not found:
+        raise ConfigurationError(f"{where}: needed de or fr beside en, found {shorten(sorted(row))}")
+    return found
 
 
 def _template(row: Mapping[str, Any], where: str) -> list[_Turns]:

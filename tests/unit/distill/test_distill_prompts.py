@@ -36,6 +36,8 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("Hi",),
     ),
     "plain": ({"prompt": "Go on."}, ("Go on.",)),
+    "Multi30k": ({"de": "Ein Haus.", "en": "A house."}, ("Translate German to English: Ein Haus.",)),
+    "template": ({"template": "Summarize: {document}"}, ("Summarize: {document}",)),
     "a system message alone": ({"system": "Be brief."}, ()),
     "nothing at all": ({"system": None}, ()),
 }
@@ -83,8 +85,11 @@ class TestReading:
             ("[1]", "needed an object, found [1]"),
             (
                 '{"text": "a"}',
-                "one of the keys turns, messages, instruction, question, entry_point, prompt, system; found ['text']",
+                "one of the keys turns, messages, instruction, question, entry_point, prompt, template, en, system; "
+                "found ['text']",
             ),
+            ('{"en": "A house."}', "needed de or fr beside en, found ['en']"),
+            ('{"template": "Summarize."}', "template: needed {document}, found 'Summarize.'"),
             ('{"system": 7}', "system: needed a text that is not empty, found 7"),
             (
                 '{"system": "a", "messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "c"}]}',

@@ -1,0 +1,87 @@
+"""One process lets the target answer prompts in large batches: which are answered together, and with which texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.generation.text.chat_messages import Message
+from deploy.distillation import conversations
+from deploy.distillation.conversations import AnswerPlan, BatchedTarget
+from workers.distill.answers import Answer
+from workers.distill.prompts import Prompt, Task
+
+MOST = 150
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        return "".join(f"<{message.role}>{message.content}" for message in messages)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self.encode(self.render_chat(messages))
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The prompts of each batch that the target writes after. It writes their last character, again and again."""
+    found: list[list[str]] = []
+
+    def written(_: Any, prompts: Sequence[tuple[int, ...]], *__: Any) -> list[tuple[int, ...]]:
+        found.append(["".join(map(chr, prompt)) for prompt in prompts])
+        return [prompt[-1:] * MOST for prompt in prompts]
+
+    monkeypatch.setattr(conversations, "continuations", written)
+    return found
+
+
+def answered(tasks: Sequence[Task], *, rows: int = 8, cached: int = 1 << 24) -> list[list[Answer]]:
+    weight = SimpleNamespace(weight=torch.zeros(1))
+    target = SimpleNamespace(get_output_embeddings=lambda: weight, config=SimpleNamespace())
+    plan = AnswerPlan(MOST, 600, rows, ())
+    batched = BatchedTarget(target, Letters(), plan, lambda _: None)  # type: ignore[arg-type]
+    batched._cached = cached
+    return list(batched.answers(tasks))
+
+
+def task(line: int, turn: str | None, *, turn_pass: int = 0, system: str | None = None, held_out: bool = False) -> Task:
+    prompt = Prompt("some", line, () if turn is None else (turn,), system, is_template="{" in (turn or ""))
+    return Task(prompt, turn_pass, 0.0, 0, held_out)
+
+
+def test_prompts_of_similar_length_are_answered_together_as_many_as_memory_holds(batches: list[list[str]]) -> None:
+    turns = ["a", "b" * 100, "c", "d" * 90]
+
+    found = answered([task(line, turn) for line, turn in enumerate(turns)], cached=2 * (96 + MOST))
+
+    assert [[len(prompt) for prompt in batch] for batch in batches] == [[7, 7], [96], [106]]
+    assert [answer.key for batch in found for answer in batch] == [f"some:{line}:0:0:0" for line in (0, 2, 3, 1)]
+
+
+def test_templates_get_long_answers_and_what_they_answer(batches: list[list[str]]) -> None:
+    tasks = [task(0, "Who?"), task(1, "{document} {question}"), task(2, "Held!", held_out=True)]
+
+    answered([*tasks, task(3, "{document} {question}", turn_pass=1)], rows=3)
+
+    assert batches == [["<user>Who?", "<user>Held!"], [f"<user>{'?' * MOST} Who?"]]
+
+
+def test_a_question_of_the_target_is_answered_without_its_system_message_in_every_second_pass(
+    batches: list[list[str]],
+) -> None:
+    answered([task(0, None, turn_pass=number, system="S") for number in range(2)])
+
+    question = ">" * MOST
+    assert batches == [["<system>S<user>"] * 2, [f"<user>{question}", f"<system>S<user>{question}"]]
