@@ -93,7 +93,7 @@ class Run(SingleProcess):
         """A drafter that begins as the target's first layer and its last ones, on the target's device."""
         torch.manual_seed(self.options.seed)
         decoder = self.target.get_decoder()
-        embedding = self.target.get_input_embeddings().weight.detach()
+        embedding = self.target.get_input_embeddings().get_parameter("weight").detach()
         module = SparkModule(self._shape(len(taps)), embedding, scale).to(self.device)
         last = len(decoder.layers) - 1
         numbers = [0, *range(last - module.shape.body.layers + 2, last + 1)] if module.shape.body.layers > 1 else [last]

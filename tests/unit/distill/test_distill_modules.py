@@ -21,7 +21,7 @@ from workers.model.draft_shapes import ExitShape
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.table import SuccessorTable
 from workers.model.formats.registry import read_draft
-from workers.model.public_shapes import MedusaShape
+from workers.model.public_shapes import MaskedBlockShape, MedusaShape
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ class ModuleRun:
         arguments += ["--set", "target.kv.pool_bytes=4194304", "--answer-tokens", "240", "--max-tokens", "8"]
         arguments += ["--prompts", str(self.directory / "questions.jsonl"), "--out", str(self.directory / kind)]
         arguments += ["--work", str(self.work), "--held-out", "3", "--precision", "float32", "--device", "cpu"]
-        arguments += ["--vocabulary-size", "100", "--kind", kind, *more]
+        arguments += ["--kind", kind, *more, *([] if kind == "dspark" else ["--vocabulary-size", "100"])]
         self._monkeypatch.setattr(sys, "argv", ["pilotfish", "distill", *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
@@ -242,3 +242,25 @@ def test_an_eagle3_head_becomes_a_public_checkpoint_that_is_served(
     monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
     assert module_run.run("eagle3", "--steps", "1", "--int8") == 2
     assert "--int8: refused for kind eagle3" in capsys.readouterr().err
+
+
+def test_a_dspark_drafter_becomes_a_public_checkpoint_that_is_served(
+    module_run: ModuleRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module_run.work = tmp_path / "work"
+    more = ("--taps", "0,1,2", "--max-length", "200", "--batch-tokens", "400", "--answer-minutes", "0.5")
+
+    assert module_run.run("dspark", "--steps", "2", "--depths", "3", *more) == 0
+
+    directory = module_run.directory / "dspark"
+    loaded = load_drafter(directory, module_run.target, torch.float32, torch.device("cpu"), "block")
+    assert loaded.card.target == "tiny" and loaded.card.vocabulary_size is None and loaded.card.taps == (0, 1, 2)
+    assert isinstance(loaded.card.shape, MaskedBlockShape) and loaded.card.shape.depths == 3
+    assert "tokens per step on held out, as it is served" in capsys.readouterr().err
+    assert str(module_run.directory) not in (directory / "README.md").read_text()
+    monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
+    assert module_run.run("dspark", "--steps", "1", "--vocabulary-size", "100") == 2
+    assert "--vocabulary-size: refused for kind dspark" in capsys.readouterr().err
+    (module_run.directory / "templates.jsonl").write_text('{"template": "Summarize: {document}"}\n')
+    assert module_run.run("heads", "--steps", "1", "--prompts", str(module_run.directory / "templates.jsonl")) == 2
+    assert "templates are refused for kind heads" in capsys.readouterr().err

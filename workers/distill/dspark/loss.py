@@ -19,7 +19,7 @@ class HeadLoss:
     loss: Tensor
     """A number."""
     is_right: Tensor
-    """[slots] Whether the most probable token is the one of the text."""
+    """[slots] Whether the most probable token is the target's."""
 
 
 def head_loss(
@@ -28,7 +28,6 @@ def head_loss(
     second: Tensor,
     leading: Tensor,
     shares: Tensor,
-    following: Tensor,
     weights: Tensor,
     overlap: float,
 ) -> HeadLoss:
@@ -36,10 +35,10 @@ def head_loss(
 
     `vectors` [slots, hidden size + rank] are multiplied with the target's `head` [vocabulary, hidden size] and the
     Markov head's `second` matrix [vocabulary, rank], side by side. `leading` and `shares` [slots, leading] are the
-    target's most probable tokens and their probabilities, `following` [slots] the tokens of the text, and `weights`
-    [slots] multiply the losses, whose sum is returned.
+    target's most probable tokens, the first one first, and their probabilities. `weights` [slots] multiply the losses,
+    whose sum is returned.
     """
-    loss, is_right = _Loss.apply(vectors, head, second, leading, shares, following, weights, overlap)  # type: ignore[no-untyped-call]
+    loss, is_right = _Loss.apply(vectors, head, second, leading, shares, weights, overlap)  # type: ignore[no-untyped-call]
     return HeadLoss(loss, is_right)
 
 
@@ -54,7 +53,6 @@ class _Loss(torch.autograd.Function):
         second: Tensor,
         leading: Tensor,
         shares: Tensor,
-        following: Tensor,
         weights: Tensor,
         overlap: float,
     ) -> tuple[Tensor, Tensor]:
@@ -62,11 +60,11 @@ class _Loss(torch.autograd.Function):
         vectors = vectors.to(head.dtype)
         rank = second.shape[1]
         inner, outer = torch.empty_like(vectors), torch.zeros_like(second, dtype=torch.float32)
-        loss, is_right = weights.new_zeros(()), torch.empty_like(following, dtype=torch.bool)
+        loss, is_right = weights.new_zeros(()), torch.empty_like(weights, dtype=torch.bool)
         for first in range(0, len(vectors), _CHUNK):
             part = slice(first, first + _CHUNK)
             logits = vectors[part] @ joint.T
-            is_right[part] = logits.argmax(dim=-1) == following[part]
+            is_right[part] = logits.argmax(dim=-1) == leading[part, 0]
             drafted = torch.softmax(logits, dim=-1, dtype=torch.float32)
             found, wanted, weight = drafted.gather(1, leading[part]), shares[part], weights[part].unsqueeze(1)
             is_less = found < wanted
@@ -88,4 +86,4 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inner, outer = ctx.saved_tensors
         scale = gradients[0]
-        return (inner * scale, None, outer * scale, *[None] * 5)
+        return (inner * scale, None, outer * scale, *[None] * 4)

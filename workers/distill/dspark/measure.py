@@ -120,7 +120,6 @@ def _summed(
     tried = [int(((chain >= depth) & (known > depth)).sum()) for depth in range(slots)]
     found = accepted.tolist()
     index = {place: number for number, place in enumerate(places)}
-    steps, tokens = 0, [0] * (1 + len(sizes))
     rates = []
     for column in range(1 + len(sizes)):
         steps = tokens = 0

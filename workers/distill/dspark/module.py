@@ -133,6 +133,9 @@ class SparkModule(nn.Module):
         a part of `fc` where it is stored. Raises `ConfigurationError` for another shape.
         """
         super().__init__()
+        self._steps: Tensor
+        self._embedding: Tensor
+        self._scale: Tensor
         body = shape.body
         if not shape.predicts_next or shape.markov is None or shape.confidence != "markov":
             raise ConfigurationError(f"shape: {shape} is refused; it must be a DSpark drafter with both of its heads")
@@ -219,7 +222,7 @@ class SparkModule(nn.Module):
                 if name.startswith("mlp."):
                     part = part[:, chosen] if "down" in name else part[chosen]
                 elif name.startswith(("self_attn.k_proj", "self_attn.v_proj")):
-                    heads = part.unflatten(0, (-1, body.head_width))
+                    heads = part.view(-1, body.head_width, part.shape[1])
                     part = heads.repeat_interleave(max(1, body.kv_heads // len(heads)), dim=0).flatten(0, 1)
                 if goal.shape == part.shape:
                     goal.copy_(part)
@@ -228,13 +231,12 @@ class SparkModule(nn.Module):
         self.fc.weight.mul_(0.3)
         for tap in range(taps):
             self.fc.weight[:, tap * size : (tap + 1) * size].diagonal().add_(1.0 if tap + 1 == taps else 0.3)
-        markov = self.markov_head
         # The directions in which embeddings differ most: tokens of one kind begin with similar rows.
         embedding = self._embedding.float()
-        directions = torch.linalg.eigh(embedding.T @ embedding)[1][:, -markov.shape.rank :]
+        directions = torch.linalg.eigh(embedding.T @ embedding).eigenvectors[:, -self.rank :]
         first = (embedding - embedding.mean(dim=0)) @ directions
-        markov.markov_w1.weight.copy_(first / first.std(dim=0).clamp(min=1e-6))
-        markov.markov_w2.weight.zero_()
+        self.get_parameter(FIRST).copy_(first / first.std(dim=0).clamp(min=1e-6))
+        self.get_parameter(SECOND).zero_()
         for parameter in self.confidence_head.parameters():
             parameter.zero_()
 

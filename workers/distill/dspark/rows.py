@@ -86,21 +86,15 @@ class TextRows:
         """Tokens after which a draft can be right."""
         prompts = [len(answer.prompt) for answer in usable]
         for batch in by_length([len(text) for text in texts], batch_tokens):
-            some = [[one[number] for number in batch] for one in (texts, prompts, places)]
-            self._read(target, *some, taps=taps, heat=temperature)
+            found = [(texts[number], prompts[number], places[number]) for number in batch]
+            self._read(target, found, taps, temperature)
 
     @torch.inference_mode()
     def _read(
-        self,
-        target: Any,
-        texts: Sequence[tuple[int, ...]],
-        prompts: Sequence[int],
-        places: Sequence[int],
-        *,
-        taps: Sequence[int],
-        heat: float,
+        self, target: Any, batch: Sequence[tuple[tuple[int, ...], int, int]], taps: Sequence[int], heat: float
     ) -> None:
-        """Store the states of some texts, with prompts of so many tokens. The first tokens of texts are at `places`."""
+        """Store the states of texts, each with the tokens of its prompt and the place of its first token."""
+        texts, prompts, places = zip(*batch, strict=True)
         longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts]).unsqueeze(1)
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts]).to(self.device)
         inner = torch.arange(longest)
@@ -113,7 +107,7 @@ class TextRows:
         is_drafted = (inner >= torch.tensor(prompts).unsqueeze(1)) & (inner < lengths - 1)
         where, chosen = stored[is_drafted].to(self.device), is_drafted.flatten().nonzero().flatten().to(self.device)
         head, final = target.get_output_embeddings(), found.last_hidden_state.flatten(0, 1)[chosen]
-        for part, goal in zip(final.split(_CHUNK), where.split(_CHUNK), strict=True):
+        for part, goal in zip(torch.split(final, _CHUNK), torch.split(where, _CHUNK), strict=True):
             shares, leading = head(part).float().div_(heat).softmax(dim=-1).topk(self._leading.shape[1])
             self._leading[goal], self._shares[goal] = leading.int(), shares.half()
 

@@ -53,7 +53,7 @@ class State:
     loss: float
     """The mean loss since the last state."""
     right: float
-    """The mean share of slots since the last state whose most probable token is that of the text."""
+    """The mean share of slots since the last state whose most probable token is the target's."""
     epoch: int
 
     def __str__(self) -> str:
@@ -138,7 +138,6 @@ class BlockTraining:
                 module.get_parameter(SECOND),
                 goal.tokens.flatten(0, 2),
                 goal.probabilities.flatten(0, 2),
-                goal.following.flatten(),
                 weights,
                 plan.overlap,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from cluster.core.request import SamplingParameters
 from tests.support.models import tiny
 from workers.distill.answers import Answer
 from workers.distill.dspark.loss import head_loss
-from workers.distill.dspark.measure import measure
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
@@ -203,9 +201,8 @@ def test_the_loss_has_the_gradient_of_its_definition() -> None:
     vectors, second = draw(10, 6).requires_grad_(), draw(20, 2).requires_grad_()
     head, weights = draw(20, 4), draw(10).abs()
     shares, leading = draw(10, 20).softmax(dim=-1).topk(5)
-    following = leading[:, 1]
 
-    found = head_loss(vectors, head, second, leading, shares, following, weights, 0.7)
+    found = head_loss(vectors, head, second, leading, shares, weights, 0.7)
     mine = torch.autograd.grad(found.loss, (vectors, second))
 
     logits = vectors[:, :4] @ head.T + vectors[:, 4:] @ second.T
@@ -215,9 +212,10 @@ def test_the_loss_has_the_gradient_of_its_definition() -> None:
     torch.testing.assert_close(found.loss, loss)
     for one, wanted in zip(mine, torch.autograd.grad(loss, (vectors, second)), strict=True):
         torch.testing.assert_close(one, wanted)
-    assert found.is_right.tolist() == (logits.argmax(dim=-1) == following).tolist()
+    assert found.is_right.tolist() == (logits.argmax(dim=-1) == leading[:, 0]).tolist()
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_to_draft_the_texts(target: Any, texts: TextRows) -> None:
     torch.manual_seed(0)
     module = random_module(target, texts)
@@ -232,13 +230,33 @@ def test_a_drafter_learns_to_draft_the_texts(target: Any, texts: TextRows) -> No
 
     after = training.measure(texts, (4, 8))
     assert state.step == 60 and len(losses) == 60 and losses[-1] < losses[0] - 1
-    assert after.slots[0] > before.slots[0] + 0.2
-    assert after.trees[8] >= after.trees[4] >= after.chain > before.chain + 0.2
+    assert after.slots[0] > before.slots[0] + 0.1
+    assert after.trees[8] >= after.trees[4] > after.chain > before.chain + 0.1
+    assert after.chain == pytest.approx(tokens_per_step(module, target, texts))
 
 
-def test_steps_follow_one_another_in_what_is_measured(target: Any, texts: TextRows) -> None:
-    """A draft whose every token is right adds all its tokens and one more at each step."""
-    module = random_module(target, texts)
-    found = measure(module, target.get_output_embeddings().weight, texts, (96,), rows=3, blocks=8)
-    assert 1.0 <= found.chain <= SLOTS + 1 and found.chain <= found.trees[96] + 1e-6
-    assert replace(found, chain=2.0).chain == 2.0
+def tokens_per_step(module: SparkModule, target: Any, texts: TextRows) -> float:
+    """Tokens per step of greedy chains, step by step through each text."""
+    head = target.get_output_embeddings().weight
+    tokens = steps = 0
+    for row, anchors in enumerate(texts.all_anchors(torch.arange(texts.rows))):
+        places = torch.tensor([anchors])
+        blocks, goal = texts.blocks(torch.tensor([row]), places, SLOTS)
+        with torch.no_grad():
+            hidden = module(texts.taps(torch.tensor([row])), blocks)[0]
+        waiting = {place: number for number, place in enumerate(anchors)}
+        while waiting:
+            place = min(waiting)
+            number = waiting[place]
+            drafted = chain(module, head, hidden[number], int(blocks.tokens[0, number, 0]))
+            right = [
+                bool(is_text) and one == int(wanted)
+                for one, wanted, is_text in zip(
+                    drafted, goal.following[0, number], goal.is_text[0, number], strict=True
+                )
+            ]
+            taken = 1 + (right.index(False) if False in right else SLOTS)
+            tokens, steps = tokens + taken, steps + 1
+            for index in range(place, place + taken):
+                waiting.pop(index, None)
+    return tokens / steps
