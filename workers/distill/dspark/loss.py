@@ -13,6 +13,20 @@ _CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class SlotGoals:
+    """What slots should predict, and how much each counts."""
+
+    leading: Tensor
+    """[slots, leading] int64: the target's most probable tokens, the first one first."""
+    shares: Tensor
+    """[slots, leading] float32: their probabilities."""
+    weights: Tensor
+    """[slots] Multiply the losses."""
+    overlap: float
+    """Weight of the share that draft and target have in common, relative to the cross entropy."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeadLoss:
     """The loss of slots, and how good their predictions are."""
 
@@ -22,23 +36,13 @@ class HeadLoss:
     """[slots] Whether the most probable token is the target's."""
 
 
-def head_loss(
-    vectors: Tensor,
-    head: Tensor,
-    second: Tensor,
-    leading: Tensor,
-    shares: Tensor,
-    weights: Tensor,
-    overlap: float,
-) -> HeadLoss:
-    """Cross entropy against the target, minus `overlap` times the share that both distributions have in common.
+def head_loss(vectors: Tensor, head: Tensor, second: Tensor, goals: SlotGoals) -> HeadLoss:
+    """The sum of the losses of slots: cross entropy against the target, minus what both distributions share.
 
     `vectors` [slots, hidden size + rank] are multiplied with the target's `head` [vocabulary, hidden size] and the
-    Markov head's `second` matrix [vocabulary, rank], side by side. `leading` and `shares` [slots, leading] are the
-    target's most probable tokens, the first one first, and their probabilities. `weights` [slots] multiply the losses,
-    whose sum is returned.
+    Markov head's `second` matrix [vocabulary, rank], side by side.
     """
-    loss, is_right = _Loss.apply(vectors, head, second, leading, shares, weights, overlap)  # type: ignore[no-untyped-call]
+    loss, is_right = _Loss.apply(vectors, head, second, goals)  # type: ignore[no-untyped-call]
     return HeadLoss(loss, is_right)
 
 
@@ -46,16 +50,8 @@ class _Loss(torch.autograd.Function):
     """Computes the gradient of a part's logits while they are in memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        vectors: Tensor,
-        head: Tensor,
-        second: Tensor,
-        leading: Tensor,
-        shares: Tensor,
-        weights: Tensor,
-        overlap: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, vectors: Tensor, head: Tensor, second: Tensor, goals: SlotGoals) -> tuple[Tensor, Tensor]:
+        leading, shares, weights, overlap = goals.leading, goals.shares, goals.weights, goals.overlap
         joint = torch.cat([head, second.to(head.dtype)], dim=1)
         vectors = vectors.to(head.dtype)
         rank = second.shape[1]
@@ -86,4 +82,4 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inner, outer = ctx.saved_tensors
         scale = gradients[0]
-        return (inner * scale, None, outer * scale, *[None] * 4)
+        return inner * scale, None, outer * scale, None

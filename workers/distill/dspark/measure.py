@@ -55,11 +55,11 @@ def measure(
             chosen = is_one.flatten().nonzero().flatten().to(texts.device)
             block, goal = texts.blocks(some, torch.tensor(padded, device=texts.device), slots)
             hidden = module(taps, block).flatten(0, 1)[chosen]
-            last, following = block.tokens[:, :, 0].flatten()[chosen], goal.following.flatten(0, 1)[chosen]
             is_text = goal.is_text.flatten(0, 1)[chosen]
-            following = following.masked_fill(~is_text, -1)
-            _, chain = _ranked(module, head, hidden, last, following, parents=1, siblings=1)
-            scores, right = _ranked(module, head, hidden, last, following, parents=_PARENTS, siblings=_SIBLINGS)
+            following = goal.following.flatten(0, 1)[chosen].masked_fill(~is_text, -1)
+            tokens = torch.cat([block.tokens[:, :, :1].flatten(0, 1)[chosen], following], dim=1)
+            _, chain = _ranked(module, head, hidden, tokens, parents=1, siblings=1)
+            scores, right = _ranked(module, head, hidden, tokens, parents=_PARENTS, siblings=_SIBLINGS)
             found = [chain.sum(dim=1)]
             for size in sizes:
                 picked = scores.topk(min(size, scores.shape[1])).indices
@@ -71,19 +71,13 @@ def measure(
 
 
 def _ranked(
-    module: SparkModule,
-    head: Tensor,
-    hidden: Tensor,
-    last: Tensor,
-    following: Tensor,
-    *,
-    parents: int,
-    siblings: int,
+    module: SparkModule, head: Tensor, hidden: Tensor, text: Tensor, *, parents: int, siblings: int
 ) -> tuple[Tensor, Tensor]:
     """The logarithms of the paths of all candidates [blocks, candidates], and which paths the text has.
 
-    `hidden` [blocks, slots, hidden size], `last` [blocks] the anchors, `following` [blocks, slots] the text.
+    `hidden` are [blocks, slots, hidden size], `text` [blocks, 1 + slots] the anchors and the tokens after them.
     """
+    last, following = text[:, 0], text[:, 1:]
     markov = module.markov_head
     second = module.get_parameter(SECOND)
     previous, state = last.unsqueeze(1), hidden.new_zeros(len(hidden), 1, module.rank)

@@ -15,6 +15,8 @@ from workers.distill.answers import Answer
 from workers.distill.dspark.module import Blocks
 from workers.distill.eagle3.states import by_length
 
+_LEADING = 64
+"""Tokens whose probabilities are stored for a position: the most probable ones."""
 _CHUNK = 4096
 """Positions whose logits over the target's whole vocabulary are computed at once."""
 _SCALE_TOKENS = 1 << 16
@@ -38,7 +40,7 @@ class Goal:
 class TextRows:
     """Texts packed into rows, and blocks of them.
 
-    A token takes the space of its taps and of its `leading` most probable successors, six bytes each.
+    A token takes the space of its taps, and six bytes for each of its most probable successors that are stored.
     """
 
     def __init__(
@@ -48,7 +50,6 @@ class TextRows:
         taps: Sequence[int],
         *,
         length: int,
-        leading: int = 64,
         temperature: float = 1.0,
         batch_tokens: int = 16384,
     ) -> None:
@@ -69,7 +70,7 @@ class TextRows:
         self.tokens = sum(map(len, texts))
         """Tokens of all texts."""
         total = self.rows * length
-        leading = min(leading, int(target.config.vocab_size))
+        leading = min(_LEADING, int(target.config.vocab_size))
         self._tokens = torch.zeros(total, dtype=torch.int64, device=device)
         self._taps = torch.zeros((total, len(taps) * size), dtype=dtype, device=device)
         self._leading = torch.zeros((total, leading), dtype=torch.int32, device=device)

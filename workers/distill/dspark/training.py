@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.distill.dspark.loss import head_loss
+from workers.distill.dspark.loss import SlotGoals, head_loss
 from workers.distill.dspark.measure import Measured, measure
 from workers.distill.dspark.module import FIRST, SECOND, SparkModule
 from workers.distill.dspark.rows import TextRows
@@ -132,15 +132,9 @@ class BlockTraining:
         with self._autocast():
             hidden = module(texts.taps(rows), blocks)
             mixed, embedded = module.mixed(hidden, blocks.tokens)
-            found = head_loss(
-                torch.cat([hidden, mixed.to(hidden.dtype)], dim=-1).flatten(0, 2),
-                self._head,
-                module.get_parameter(SECOND),
-                goal.tokens.flatten(0, 2),
-                goal.probabilities.flatten(0, 2),
-                weights,
-                plan.overlap,
-            )
+            goals = SlotGoals(goal.tokens.flatten(0, 2), goal.probabilities.flatten(0, 2), weights, plan.overlap)
+            vectors = torch.cat([hidden, mixed.to(hidden.dtype)], dim=-1).flatten(0, 2)
+            found = head_loss(vectors, self._head, module.get_parameter(SECOND), goals)
             sure = module.sureness(hidden.detach(), embedded.detach()).flatten().float()
         doubt = torch.nn.functional.binary_cross_entropy_with_logits(
             sure, found.is_right.float(), weights, reduction="sum"

@@ -15,7 +15,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from tests.support.models import tiny
 from workers.distill.answers import Answer
-from workers.distill.dspark.loss import head_loss
+from workers.distill.dspark.loss import SlotGoals, head_loss
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
@@ -62,7 +62,7 @@ def answers(target: PreTrainedModel) -> tuple[Answer, ...]:
 
 @pytest.fixture(scope="module")
 def texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> TextRows:
-    return TextRows(target, answers, TAPS, length=ROW, leading=16, batch_tokens=64)
+    return TextRows(target, answers, TAPS, length=ROW, batch_tokens=64)
 
 
 def random_module(
@@ -188,7 +188,7 @@ def test_rows_hold_whole_texts_with_the_states_of_the_target(
     assert blocks.tokens[row, number].tolist()[: len(after)] == after[:SLOTS]
     assert goal.is_text[row, number].tolist() == [known + 1 + slot < len(text) for slot in range(SLOTS)]
     assert goal.following[row, number, 0] == text[known + 1] == goal.tokens[row, number, 0, 0]
-    shares = found.logits[0, known].softmax(dim=-1).topk(16).values
+    shares = found.logits[0, known].softmax(dim=-1).topk(64).values
     torch.testing.assert_close(goal.probabilities[row, number, 0], shares, rtol=1e-2, atol=1e-3)
 
 
@@ -202,7 +202,7 @@ def test_the_loss_has_the_gradient_of_its_definition() -> None:
     head, weights = draw(20, 4), draw(10).abs()
     shares, leading = draw(10, 20).softmax(dim=-1).topk(5)
 
-    found = head_loss(vectors, head, second, leading, shares, weights, 0.7)
+    found = head_loss(vectors, head, second, SlotGoals(leading, shares, weights, 0.7))
     mine = torch.autograd.grad(found.loss, (vectors, second))
 
     logits = vectors[:, :4] @ head.T + vectors[:, 4:] @ second.T
