@@ -10,10 +10,12 @@ import torch
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
 from deploy.simulation.device.fake_device import DEVICE, KernelCounter, fake_device
-from deploy.simulation.device.models import MODELS, RankModel
+from deploy.simulation.device.models import MODELS, RankModel, load
 from deploy.simulation.device.prediction import predict
 from deploy.simulation.device.step import Rows, count_step
+from workers.forward import linear
 from workers.forward.backends.triton import TritonBackend
+from workers.forward.gpu_product import GpuProduct
 from workers.forward.graph_buffers import GraphBuffers, GraphSize
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = RankModel("Llama-3.1-8B")
 LARGE = RankModel("Llama-3.3-70B", ranks=8)
+PACKED = RankModel("Llama-3.1-8B", group=128)
 LAYERS = 32
 
 
@@ -115,3 +118,33 @@ def test_a_rank_of_eight_reduces_twice_a_layer_and_once_for_the_decisions() -> N
     step = count_step(LARGE, (Rows(1, 2048),))
     assert len(step.all_reduces) == 161
     assert step.bytes <= 1.05 * (step.weight_bytes + step.kv_bytes)
+
+
+@pytest.mark.parametrize(("rows", "launches"), [((Rows(64, 2048),), 10), ((Rows(8, 300, nodes=7),), 9)],
+                         ids=["decode", "verify"])  # fmt: skip
+def test_packed_weights_take_no_more_launches_than_plain_ones(
+    rows: tuple[Rows, ...], launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = shorten(monkeypatch, SMALL.name, 3)
+    packed, plain = count_step(PACKED, rows), count_step(SMALL, rows)
+    assert packed.layer_kernels == launches
+    assert sum(kernel.name == "group_product" for kernel in packed.kernels) == 4 * layers
+    assert packed.flops == plain.flops
+    assert packed.copies == plain.copies
+    assert predict(packed).seconds < predict(plain).seconds
+
+
+def test_packed_weights_are_read_and_held_as_small_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = shorten(monkeypatch, SMALL.name, 3)
+    numbers = layers * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    head, norms = 2 * 128256 * 4096, 2 * (2 * layers + 1) * 4096
+    step = count_step(PACKED, (Rows(1, 2048),))
+    assert step.weight_bytes == numbers // 2 + numbers // 128 * 4 + head + norms
+    assert step.bytes <= 1.05 * (step.weight_bytes + step.kv_bytes)
+    before = set(linear._entries)
+    with fake_device() as device:
+        loaded, planned = load(PACKED, device)
+        made = [linear._entries[handle].kernel for handle in linear._entries.keys() - before]
+        words = sum(kernel.matrix.nbytes for kernel in made if isinstance(kernel, GpuProduct))
+        assert loaded.module is not None
+    assert words + head + norms == planned == step.weight_bytes

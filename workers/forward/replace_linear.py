@@ -10,7 +10,7 @@ from torch import nn
 from workers.forward.experts import fast_experts, is_mixture
 from workers.forward.layer_lists import plan_name
 from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
-from workers.forward.weights.base import Storage
+from workers.forward.weights.base import LinearKernel, NoGpuProduct, Storage
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import LINEAR_TYPES, StoredLinear
 from workers.forward.weights.plain import TiledWeight
@@ -21,26 +21,28 @@ if TYPE_CHECKING:
 # Projections of the same input, which become one product.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 _STYLES = ("colwise", "rowwise")
-_How = tuple[str, str | None]
-"""The setting `quantization`, and the directory of compiled CPU kernels."""
+_How = tuple[str, str | None, torch.dtype]
+"""The setting `quantization`, the directory of compiled CPU kernels, and the type of activations."""
 
 
 def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", directory: str | None = None) -> None:
     """Replace every linear layer and all experts by their fastest form; under tensor parallelism, by this rank's shard.
 
     A layer that is sharded neither by columns nor by rows stays as `transformers` made it. `directory` keeps the
-    compiled CPU kernels.
+    compiled CPU kernels. Raises `NoGpuProduct` with the layer's name for a matrix that a GPU would widen in memory.
     """
     plan: dict[str, str] = model.tp_plan or {}
-    _replace_experts(model, (quantization, directory))
+    types = (one.dtype for one in model.parameters() if one.is_floating_point())
+    how = quantization, directory, next(types, torch.get_default_dtype())
+    _replace_experts(model, how)
     # The list holds only parents: a reference to a linear layer would keep its old weights in memory.
     parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
     for path, parent in parents:
         for names in _SIBLINGS:
-            _merge(parent, path, names, plan, (quantization, directory))
+            _merge(parent, path, names, plan, how)
         for name, child in list(parent.named_children()):
             if _is_linear(child) and (style := _style(child, f"{path}.{name}", plan)) is not None:
-                setattr(parent, name, _replace(child, style, (quantization, directory)))
+                setattr(parent, name, _replace(child, f"{path}.{name}", style, how))
 
 
 def has_only_fast_linears(model: nn.Module) -> bool:
@@ -60,7 +62,7 @@ def _replace_experts(model: nn.Module, how: _How) -> None:
     ]
     for parent, name in places:
         layer = getattr(parent, name)
-        if (fast := fast_experts(layer, *how)) is None:
+        if (fast := fast_experts(layer, how[0], how[1])) is None:
             continue
         layer._parameters.clear()  # the packed weights replace them; a sharded layer refers to itself
         setattr(parent, name, fast)
@@ -101,25 +103,34 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
     styles = [_style(layer, f"{path}.{name}", plan) for layer, name in zip(layers, names, strict=True)]
     if any(style not in ("whole", "colwise") for style in styles):
         return
-    quantization, directory = how
-    storages, biases = zip(*(_stored(layer, quantization) for layer in layers), strict=True)
+    storages, biases = zip(*(_stored(layer, how[0]) for layer in layers), strict=True)
     if len({bias is None for bias in biases}) > 1:
         return
+    joined = storages[0].joined(storages[1:])
+    if joined.device.type != "cpu" and not joined.is_widened and any(one.is_widened for one in storages):
+        return  # they would be larger as one than they are stored
     bias = None if biases[0] is None else torch.cat(biases)
-    product = make_linear_kernel(storages[0].joined(storages[1:]), bias, directory)
+    product = _kernel(joined, bias, f"{path}.{names[0]}", how)
     for name, fast in zip(names, merge_linears(product, [one.outputs for one in storages]), strict=True):
         setattr(parent, name, fast)
 
 
-def _replace(layer: nn.Module, style: str, how: _How) -> FastLinear:
-    quantization, directory = how
+def _replace(layer: nn.Module, path: str, style: str, how: _How) -> FastLinear:
     is_cut = style == "rowwise"
-    storage, bias = _stored(layer, quantization, cut_inputs=is_cut)
-    kernel = make_linear_kernel(storage, None if is_cut else bias, directory)
+    storage, bias = _stored(layer, how[0], cut_inputs=is_cut)
+    kernel = _kernel(storage, None if is_cut else bias, path, how)
     fast = FastLinear(kernel, storage.outputs, reduce=is_cut, bias=bias if is_cut else None)
     if isinstance(layer.weight, torch.Tensor):
         fast.weight = PackedWeight(layer.weight.dtype, torch.Size((storage.outputs, storage.inputs)))
     return fast
+
+
+def _kernel(storage: Storage, bias: torch.Tensor | None, path: str, how: _How) -> LinearKernel:
+    """The fastest kernel of the layer at `path`. Raises `NoGpuProduct` with its name."""
+    try:
+        return make_linear_kernel(storage, bias, how[1], how[2])
+    except NoGpuProduct as error:
+        raise NoGpuProduct(f"{path.removeprefix('.')}: {error}") from error
 
 
 def _stored(layer: nn.Module, quantization: str, *, cut_inputs: bool = False) -> tuple[Storage, torch.Tensor | None]:

@@ -35,6 +35,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import AttentionProbe, measure_layers, run_probe
 from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.runner import WARM_UP_WIDTHS
+from workers.forward.weights.base import NoGpuProduct
 from workers.model.context import context_len, longest_context, stated_width
 from workers.model.devices import choose_device, may_be_native
 from workers.model.distilled import load_distilled_draft
@@ -97,8 +98,11 @@ def load_model(
         target_directory=target_directory,
         trial=Trial(verdict_file(section, tensor_parallel, device)) if trial else None,
     )
-    if section.quantization != "none" and request.device.type == "cuda":
-        raise ConfigurationError(_without_kernels(section))
+    if section.quantization == "int8" and request.device.type == "cuda":
+        raise ConfigurationError(
+            "quantization: int8 is refused on CUDA, where no weights are quantized; it must be none, or stored for a "
+            "checkpoint with quantized weights"
+        )
     if tensor_parallel > 1:
         check_divisible(request.config, tensor_parallel)
         plan_kv_heads(request.config, request.share)
@@ -114,17 +118,6 @@ def load_model(
             return _load_encoder_decoder(request, native=False)
 
 
-def _without_kernels(section: ModelSection) -> str:
-    """The message for a storage that CUDA has no kernels for: its name, and what is chosen instead."""
-    stored = "8 bits"
-    if section.quantization == "stored":
-        stored = str((quantization_of(Path(section.path)) or {}).get("quant_method", "GGUF"))
-    return (
-        f"quantization: {section.quantization} is refused on CUDA, which has no kernels for weights of {stored}; "
-        f"it must be none, which computes with their values in {section.dtype}"
-    )
-
-
 @contextmanager
 def _refused_by_name(config: PreTrainedConfig) -> Iterator[None]:
     """Raise `ModelLoadError` with the model's type for whatever an unknown family fails with inside."""
@@ -132,6 +125,10 @@ def _refused_by_name(config: PreTrainedConfig) -> Iterator[None]:
         yield
     except UnsupportedModel as error:
         raise ModelLoadError(f"model type {config.model_type!r} is refused: {error}") from error
+    except NoGpuProduct as error:
+        raise ConfigurationError(
+            f"quantization: stored is refused on CUDA: {error}; it must be none, which de-quantizes the weights"
+        ) from error
     except (KernelMismatch, PilotfishError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:  # code of a family that nobody has seen may raise anything
@@ -321,7 +318,7 @@ def _read_stored(request: _Request) -> PreTrainedModel:
         )
         return module
 
-    return load_stored(make, source, request.dtype, request.share)
+    return load_stored(make, source, request.dtype, request.share, device=request.device)
 
 
 def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:

@@ -111,7 +111,7 @@ def _plain_weights(directory: Path, cache_directory: Path) -> Path:
 
     def convert(building: Path, _: Path) -> None:
         logger.info(
-            "%s: its weights of %s are de-quantized into %s; quantization: stored would keep them as they are, on CPU",
+            "%s: its weights of %s are de-quantized into %s; quantization: stored would keep them as they are",
             *(directory, settings["quant_method"], destination),
         )
         dequantize(directory, building)

@@ -29,7 +29,7 @@ class ModelSection(Section):
     compile_directory: str | None = None
     """Directory for compiled code that is reused at the next start; unset takes a folder in Pilotfish's cache."""
     quantization: Literal["none", "int8", "stored"] = "none"
-    """`int8` keeps linear layers in 8 bits and answers as that model; `stored` keeps a checkpoint's bits, on CPU."""
+    """`int8` keeps linear layers in 8 bits and answers as that model; `stored` keeps a checkpoint's bits."""
 
 
 class PoolSection(Section):

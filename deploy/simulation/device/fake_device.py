@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from workers.forward import experts, linear
 
@@ -142,6 +142,12 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             }
             kernels.append(Kernel("fused", sum(reads.values()) + sum(writes.values())))
         return kernels
+
+
+@register_flop_formula(torch.ops.pilotfish.group_product, get_raw=True)
+def _packed_flops(x: torch.Tensor, parts: Any, numbers: Sequence[int], zero: float, **_: Any) -> int:  # noqa: ARG001
+    """Operations of a product with packed weights."""
+    return 2 * x.numel() * numbers[0]
 
 
 _OPAQUE: dict[str, Callable[..., Any]] = {

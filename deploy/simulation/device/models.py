@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +24,9 @@ from workers.forward.experts import is_mixture
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import measure_layers
 from workers.forward.replace_linear import replace_linear_layers
+from workers.forward.weights.base import Offset
+from workers.forward.weights.groups import GroupStorage
+from workers.forward.weights.modules import StoredLinear
 from workers.kv.spec import LayerShape
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -97,6 +101,8 @@ class RankModel:
 
     name: str
     ranks: int = 1
+    group: int | None = None
+    """Inputs of a group of the linear layers' weights in 4 bits, as AWQ stores them; `None`: they are plain."""
 
     def config(self) -> PreTrainedConfig:
         """The configuration of one rank's part: its heads, its columns of wide layers and experts, and of the head."""
@@ -126,6 +132,8 @@ def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bflo
     others = {id(module.get_input_embeddings().weight)}
     others |= {id(weight) for part in module.modules() if is_mixture(part) for weight in part.parameters()}
     read = sum(one.numel() * one.element_size() for one in module.parameters() if id(one) not in others)
+    if model.group is not None:
+        read += _quantize(module, model.group)
     replace_linear_layers(module)
     loaded = LoadedModel(
         module=module,
@@ -141,6 +149,24 @@ def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bflo
         tensor_parallel=1,  # the all-reduces are counted, not run
     )
     return loaded, read
+
+
+def _quantize(module: nn.Module, group: int) -> int:
+    """Give all linear layers but the head the storage of AWQ. Returns by how many bytes the weights grow."""
+    grown = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or name == "lm_head":
+                continue
+            (outputs, inputs), own = child.weight.shape, child.weight
+            values = torch.empty((outputs, inputs // 2), dtype=torch.uint8, device=own.device)
+            scale, zeros = (
+                torch.empty((outputs, inputs // group), dtype=torch.float16, device=own.device) for _ in range(2)
+            )
+            storage = GroupStorage(values, scale, 4, Offset.ZERO, zeros)
+            grown += storage.nbytes - own.numel() * own.element_size()
+            setattr(parent, name, StoredLinear(storage, child.bias))
+    return grown
 
 
 def _layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:

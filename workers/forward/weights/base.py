@@ -133,7 +133,7 @@ class Storage(Protocol):
         ...
 
     def to(self, device: torch.device) -> Self:
-        """The same matrix on another device."""
+        """The same matrix on a device: this very value if it is there."""
         ...
 
     def dequantized(self) -> torch.Tensor:

@@ -103,6 +103,8 @@ class GroupStorage:
         return Kind.GROUPS4 if self.table is None else Kind.GROUPS_TABLE
 
     def to(self, device: torch.device) -> GroupStorage:
+        if device == self.device:
+            return self
         values, scale = self.values.to(device), self.scale.to(device)
         offsets, order, table = (
             None if part is None else part.to(device) for part in (self.offsets, self.order, self.table)

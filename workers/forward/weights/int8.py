@@ -60,6 +60,8 @@ class Int8Storage:
         return True
 
     def to(self, device: torch.device) -> Int8Storage:
+        if device == self.device:
+            return self
         return Int8Storage(self.integers.to(device), self.scale.to(device))
 
     def dequantized(self) -> torch.Tensor:

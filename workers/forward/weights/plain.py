@@ -61,7 +61,7 @@ class PlainStorage:
         return False
 
     def to(self, device: torch.device) -> PlainStorage:
-        return PlainStorage(self.weight.to(device))
+        return self if device == self.device else PlainStorage(self.weight.to(device))
 
     def dequantized(self) -> torch.Tensor:
         return self.weight.float()

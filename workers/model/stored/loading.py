@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 10.0
 """Seconds from one line about a long load to the next."""
 _SHARDED_HEAD = {"lm_head": "colwise"}
+_CPU = torch.device("cpu")
 
 
 class StoredCheckpoint(Protocol):
@@ -52,12 +53,18 @@ class StoredCheckpoint(Protocol):
 
 
 def load_stored(
-    make: Any, source: Path, dtype: torch.dtype, share: Share, clock: Callable[[], float] = time.monotonic
+    make: Any,
+    source: Path,
+    dtype: torch.dtype,
+    share: Share,
+    *,
+    device: torch.device = _CPU,
+    clock: Callable[[], float] = time.monotonic,
 ) -> PreTrainedModel:
     """A model from a GGUF file or from a directory of quantized safetensors; `make()` makes it without weights.
 
-    Each rank keeps its share of every matrix. `clock` gives seconds: a long load logs how far it is. Raises
-    `ModelLoadError`, `ConfigurationError`.
+    Each rank keeps its share of every matrix, on `device`. `clock` gives seconds: a long load logs how far it is.
+    Raises `ModelLoadError`, `ConfigurationError`.
     """
     checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
     with init_empty_weights(include_buffers=False), no_init_weights():
@@ -73,7 +80,7 @@ def load_stored(
     kv_heads = head_counts(module.config)[1]
     head = module.get_output_embeddings()
     is_tied = module.config.get_text_config().tie_word_embeddings and f"{names[id(head)]}.weight" not in checkpoint
-    table = checkpoint.matrix(f"{names[id(embedding)]}.weight", tuple(embedding.weight.shape))
+    table = checkpoint.matrix(f"{names[id(embedding)]}.weight", tuple(embedding.weight.shape)).to(device)
     parents, due = list(module.named_modules()), clock() + _PROGRESS_SECONDS
     for number, (path, parent) in enumerate(parents):
         if clock() >= due:
@@ -86,8 +93,15 @@ def load_stored(
             elif type(child) is nn.Linear:
                 style = plan.get(plan_name(own)) if share.ranks > 1 else None
                 tied = table if child is head and is_tied else None
-                setattr(parent, name, _linear(child, own, checkpoint, dtype, _Cut(style, share, kv_heads), tied))
+                linear = _linear(child, own, checkpoint, dtype, _Cut(style, share, kv_heads), tied)
+                linear.storage = linear.storage.to(device)
+                setattr(parent, name, linear)
             elif (experts := _experts(child, own, checkpoint, dtype, share)) is not None:
+                if device.type != "cpu":
+                    raise ConfigurationError(
+                        f"quantization: stored is refused on {device.type.upper()}: {own}: there is no product for "
+                        "stored experts; it must be none, which computes with de-quantized values"
+                    )
                 setattr(parent, name, experts)
             else:
                 _fill(child, own, checkpoint, dtype)
@@ -96,6 +110,7 @@ def load_stored(
         raise ModelLoadError(f"{str(source)!r} has no tensor for {', '.join(left[:5])}")
     module.eval().requires_grad_(False)
     keep_kv_heads(module, share)
+    module.to(device)  # type: ignore[arg-type] # what is no stored matrix: vectors and buffers
     return module
 
 

@@ -17,7 +17,6 @@ from tests.support.engines.stored_model import TEXT, check_close, load, logits
 from tests.support.models import stored_gguf, tiny
 from workers.forward.attention import register
 from workers.forward.weights.modules import StoredLinear
-from workers.model import loading
 from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
@@ -106,12 +105,6 @@ def test_a_file_that_is_gone_is_named(code: str, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").unlink()
     with pytest.raises(ModelLoadError, match=r"model\.gguf' that its weights are stored in is gone; put it back"):
         load(path, code)
-
-
-def test_stored_weights_are_refused_on_cuda(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "choose_device", lambda *_: torch.device("cuda"))
-    with pytest.raises(ConfigurationError, match="quantization: stored is refused on CUDA"):
-        load(tiny.save(tmp_path, tiny.llama()), code)
 
 
 def test_three_ranks_hold_the_whole_together(tmp_path: Path) -> None:
