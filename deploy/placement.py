@@ -19,8 +19,10 @@ Device = Literal["cpu", "cuda"]
 HELPER_CPUS = 0.1
 """Number of cores (a fraction) that a role without a model claims."""
 
-STRATEGY = "STRICT_PACK"
-"""Ray's placement strategy: all bundles of a replica are on one node."""
+
+def strategy(*, spans_nodes: bool) -> str:
+    """Ray's placement strategy for the bundles of a replica: on one node, or on as few as possible."""
+    return "PACK" if spans_nodes else "STRICT_PACK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class RolePlacement:
     replicas: int = 1
     node_resource: str | None = None
     """Custom Ray resource of the nodes that the role runs on; `None`: any node."""
+    spans_nodes: bool = False
+    """Whether the bundles of a replica may be on several nodes."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -85,12 +89,14 @@ class RolePlacement:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The bundles that must be on one node: those of a replica. A target's replica begins with its coordinator."""
+    """The bundles of a replica, which are on one node unless it spans nodes. A target's begins with its coordinator."""
 
     role: str
     replica: int
     bundles: tuple[Bundle, ...]
     node_resource: str | None = None
+    spans_nodes: bool = False
+    """Whether the bundles may be on several nodes, where no node has room for all."""
     cpus: float = field(init=False)
     """Number of cores that all bundles claim."""
     gpus: int = field(init=False)
@@ -121,7 +127,7 @@ class Placement:
         whole_target = (*self.coordinator.bundles, *self.target.bundles)
         of_roles = ((self.ingress, self.ingress.bundles), (self.draft, self.draft.bundles), (self.target, whole_target))
         return tuple(
-            Group(role.role, replica, bundles, role.node_resource)
+            Group(role.role, replica, bundles, role.node_resource, role.spans_nodes)
             for role, bundles in of_roles
             for replica in range(role.replicas)
         )
@@ -179,7 +185,13 @@ def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
     helper = (Bundle(HELPER_CPUS),)
     return Placement(
         target=RolePlacement(
-            "target", target_device, (target_bundle,) * ranks, target_threads, target.replicas, target.node_resource
+            "target",
+            target_device,
+            (target_bundle,) * ranks,
+            target_threads,
+            target.replicas,
+            target.node_resource,
+            target.span_nodes,
         ),
         draft=RolePlacement(
             "draft", draft_device, (draft_bundle,) if drafters else (), draft_threads, drafters, draft.node_resource

@@ -19,8 +19,8 @@ from cluster.ingress.access.key_ring import KeyRing
 from cluster.wire.address import join_host_port
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.tls import client_context, server_files
-from deploy.fitting import fit
-from deploy.placement import Placement, Resources, RolePlacement
+from deploy.fitting import Fit, fit
+from deploy.placement import Group, Placement, Resources, RolePlacement
 from deploy.settings import Settings
 from workers.model.draft_card import is_distilled, read_card
 from workers.model.head_counts import ranks_that_divide
@@ -30,9 +30,10 @@ _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I
 _LONGEST_HEADER = 100 * 1024 * 1024
 """Bytes; the bound that safetensors itself sets on its headers."""
 _MOST_NODES = 8
+"""Nodes that a problem names."""
 
 _FEWER_RANKS = "lower target.tensor_parallel"
-"""Nodes that a problem names."""
+_SPAN_NODES = ", or set target.span_nodes for ranks on several nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +109,28 @@ def capacity_problems(placement: Placement, nodes: Sequence[Resources]) -> Itera
             resource = f"the Ray resource {group.node_resource!r}"
             yield Problem("nodes", f"one with {resource} for the {group.role}", "none", "start a node with it")
             continue
+        if group.spans_nodes:
+            yield _lacks_in_parts(group, found)
+            continue
         lacks_gpus = not any(node.gpus >= group.gpus for node in found.left)
         left = [(node.node, node.gpus if lacks_gpus else round(node.cpus, 2)) for node in found.left]
         yield Problem(
             "GPUs on one node" if lacks_gpus else "CPU cores on one node",
             f"{group.gpus if lacks_gpus else round(group.cpus, 2):g} for a replica of the {group.role}",
             f"{', '.join(f'{count:g} on {node}' for node, count in left[:_MOST_NODES])} without the other replicas",
-            f"{_FEWER_RANKS} or the number of replicas, or add a node",
+            f"{_FEWER_RANKS} or the number of replicas, or add a node" + _SPAN_NODES * (len(group.bundles) > 2),
         )
+
+
+def _lacks_in_parts(group: Group, found: Fit) -> Problem:
+    """The problem of a replica that may span nodes, and finds no room on all of them together."""
+    left = ", ".join(f"{node.gpus} and {round(node.cpus, 2):g} on {node.node}" for node in found.left[:_MOST_NODES])
+    return Problem(
+        "GPUs and CPU cores on several nodes",
+        f"{group.gpus} and {round(group.cpus, 2):g} for a replica of the {group.role}, in bundles",
+        f"{left} without the other replicas",
+        f"{_FEWER_RANKS} or the number of replicas, or add a node",
+    )
 
 
 def _fewer_gpus(placement: Placement) -> str:
@@ -216,8 +231,7 @@ def memory_problems(
                 f"lower {need.key}.kv.pool_bytes, raise target.tensor_parallel, or choose a smaller model",
             )
     for node in nodes:
-        held = [group.role for group in found.on(node.node)]
-        needed = sum(need.replica_bytes * held.count(need.role) for need in needs if need.device == "cpu")
+        needed = sum(need.process_bytes * _processes(found, need.role, node) for need in needs if need.device == "cpu")
         if needed > node.memory_bytes:
             yield Problem(
                 f"memory of {node.node}",
@@ -225,6 +239,12 @@ def memory_problems(
                 f"{_gib(node.memory_bytes)} free",
                 "lower target.kv.pool_bytes, set target.dtype=bfloat16, or choose a smaller model",
             )
+
+
+def _processes(found: Fit, role: str, node: Resources) -> int:
+    """Number of processes with a model that a role has on a node. A target's first bundle is its coordinator."""
+    seats = [seat for seat in found.seats if seat.group.role == role and seat.node.node == node.node]
+    return sum(len([bundle for bundle in seat.bundles if bundle or role != "target"]) for seat in seats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +257,6 @@ class _Needs:
     device: str
     process_bytes: int
     """Bytes of each of its processes."""
-    replica_bytes: int
-    """Bytes of all processes of a replica."""
 
 
 def _needs(
@@ -250,7 +268,7 @@ def _needs(
 
         weights = stored_bytes(directory, section.dtype) or weights
     process = -(-weights // ranks) + (section.kv.pool_bytes or 0)
-    return _Needs(role.role, key, role.device, process, process * ranks)
+    return _Needs(role.role, key, role.device, process)
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:

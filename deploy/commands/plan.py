@@ -146,10 +146,10 @@ def _has_several(placement: Placement, name: str) -> bool:
 def _rows(placement: Placement, nodes: Sequence[Resources]) -> list[dict[str, Any]]:
     """One entry per process: its role, replica, rank, node, device and claims."""
     found = fit(placement, nodes)
-    places = {(seat.group.role, seat.group.replica): seat.node.node for seat in found.seats}
     rows: list[dict[str, Any]] = []
     for role in placement.roles:
         group = "target" if role.role == "coordinator" else role.role
+        first = len(placement.coordinator.bundles) if role.role == "target" else 0  # a target's begin with those
         for replica in range(role.replicas):
             for rank, bundle in enumerate(role.bundles):
                 rows.append(
@@ -157,7 +157,7 @@ def _rows(placement: Placement, nodes: Sequence[Resources]) -> list[dict[str, An
                         "role": role.role,
                         "replica": replica,
                         "rank": rank if role.role == "target" else None,
-                        "node": places.get((group, replica)),
+                        "node": found.node_of(group, replica, first + rank),
                         "device": role.device,
                         "cpus": bundle.cpus,
                         "gpus": bundle.gpus,

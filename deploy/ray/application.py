@@ -20,7 +20,7 @@ from cluster.ingress.access.api_keys import ApiKey
 from cluster.wire.peer_access import PeerAccess
 from deploy.implied_settings import with_implied_settings
 from deploy.models import with_module_directories, with_served_name
-from deploy.placement import STRATEGY, Placement, RolePlacement, plan
+from deploy.placement import Placement, RolePlacement, plan, strategy
 from deploy.ray.autoscaling import number_of_replicas
 from deploy.ray.deployments import DraftReplica, IngressReplica, TargetReplica
 from deploy.ray.node_models import check_models
@@ -129,7 +129,7 @@ def _bind_targets(
             bundle.claims() | node_claim(target.node_resource)
             for bundle in (*placement.coordinator.bundles, *placement.target.bundles)
         ],
-        placement_group_strategy=STRATEGY,
+        placement_group_strategy=strategy(spans_nodes=placement.target.spans_nodes),
         ray_actor_options=actor_options(placement.coordinator),
         **_supervision(configuration),
         **number_of_replicas(target.replicas, target.autoscaling),

@@ -41,7 +41,7 @@ from deploy.ray.demo import kill_drafter
 from deploy.ray.directory import DirectoryClient
 from deploy.ray.drafter_follower import DrafterFollower
 from deploy.ray.ingress_server import IngressServer
-from deploy.ray.node_models import with_local_drafts, with_local_models
+from deploy.ray.node_models import find_on_nodes, with_local_drafts, with_local_models
 from deploy.ray.running_serve import with_proxy_address
 from deploy.settings import GARBAGE_THRESHOLD
 from workers.draft.registry import create
@@ -74,15 +74,20 @@ class TargetReplica:
         access: PeerAccess,
     ) -> None:
         configuration = load_configuration(values)
+        spans_nodes = worker_host is None and configuration.target.span_nodes
         if worker_host is None:
-            configuration = with_local_models(configuration)
+            named, configuration = configuration, with_local_models(configuration)
+            if spans_nodes:
+                find_on_nodes(named, configuration)
         context = serve.get_replica_context()
         self._drain_seconds = configuration.server.drain_timeout_seconds
         self._has_drafters = configuration.draft.is_enabled and not configuration.draft.is_colocated
         self._host = worker_host or node_address()
         target = configuration.target
         kinds = rank_kinds(target.tensor_parallel)
-        placement = RankPlacement(kinds, environment, standby=target.standby, application=context.app_name)
+        placement = RankPlacement(
+            kinds, environment, standby=target.standby, application=context.app_name, spans_nodes=spans_nodes
+        )
         self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, self._host, placement, access))
         step_timeout = configuration.target.step_timeout_seconds
         lease_seconds = configuration.cluster.lease_seconds

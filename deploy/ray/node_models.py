@@ -32,6 +32,22 @@ def with_local_models(configuration: Configuration) -> Configuration:
     return load_configuration(_on_node(ray.get_runtime_context().get_node_id(), _resolve, values))
 
 
+def find_on_nodes(configuration: Configuration, local: Configuration) -> None:
+    """Let each node of the current placement group find the target, which `local` has found on this one.
+
+    Raises `ConfigurationError` where a node has it in another directory, since all ranks of a target read the same.
+    """
+    group = ray.util.get_current_placement_group()
+    nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    for node in sorted(set(nodes.values()) - {ray.get_runtime_context().get_node_id()}):
+        found = load_configuration(_on_node(node, _resolve, configuration.model_dump(mode="json")))
+        if found.target.path != local.target.path:
+            raise ConfigurationError(
+                f"target.span_nodes: the target is at {local.target.path!r}, but on node {node} at "
+                f"{found.target.path!r}; it must be at the same path on all nodes of a target"
+            )
+
+
 def with_local_drafts(configuration: Configuration) -> Configuration:
     """As `with_local_models` if the drafting methods read any model's files; else the configuration itself."""
     draft = configuration.draft

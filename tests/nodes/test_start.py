@@ -33,14 +33,14 @@ def local_ray() -> Iterator[None]:
 @pytest.mark.usefixtures("local_ray")
 async def test_an_early_rank_is_claimed_once() -> None:
     early = start_early(FirstRank, APPLICATION, VARIABLES)
-    process_id = await early.process_id.remote()
+    place = await early.place.remote()
     placement, other = (
         RankPlacement((FirstRank,), VARIABLES, standby=False, application=APPLICATION) for _ in range(2)
     )
 
     claimed = await placement.claim_early()
 
-    assert await claimed.process_id.remote() == process_id
+    assert await claimed.place.remote() == place
     assert await other.claim_early() is None
     assert await placement.claim_early() is None, "ranks that start later are new ones"
 
@@ -48,7 +48,7 @@ async def test_an_early_rank_is_claimed_once() -> None:
 @pytest.mark.usefixtures("local_ray")
 async def test_an_early_rank_ends_with_the_process_that_claimed_it() -> None:
     early = start_early(FirstRank, APPLICATION, VARIABLES)
-    process = psutil.Process(await early.process_id.remote())
+    process = psutil.Process((await early.place.remote()).process_id)
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
     assert await early.claim.remote(owner.pid)
     owner.kill()

@@ -12,11 +12,13 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError, TargetUnavailable
@@ -26,7 +28,7 @@ from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.heartbeat import end_with, until_lost
 from workers.serve.logs import set_logging
-from workers.serve.node import compute_without_interruption, free_port, set_threads, use_interface_of
+from workers.serve.node import compute_without_interruption, free_port, node_address, set_threads, use_interface_of
 from workers.serve.rank_placement import RankGroup, RankPlacement
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_target
@@ -34,6 +36,33 @@ from workers.serve.worker_server import WorkerHost, host_target
 if TYPE_CHECKING:
     from workers.serve.learning.learner import Learner
     from workers.verify.group import DriverRank
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The process of a rank."""
+
+    process_id: int
+    node: str
+    """The id of its node in Ray."""
+
+    def kill(self) -> None:
+        """End the process at once, whichever node it is on."""
+        if self.node == ray.get_runtime_context().get_node_id():
+            _kill(self.process_id)
+            return
+        there = NodeAffinitySchedulingStrategy(self.node, soft=False)  # a node that is lost takes its processes along
+        ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(self.process_id)
+
+
+def _kill(process_id: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(process_id, signal.SIGKILL)
+
+
+def _own_place() -> RankPlace:
+    return RankPlace(os.getpid(), ray.get_runtime_context().get_node_id())
+
 
 _HEALTH_SECONDS = 0.25
 """Pause between checks of the driver rank's own health, in seconds."""
@@ -55,9 +84,13 @@ class FirstRank:
         self._is_stopped = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
 
-    def process_id(self) -> int:
-        """The process id of this actor."""
-        return os.getpid()
+    def place(self) -> RankPlace:
+        """Where this actor runs."""
+        return _own_place()
+
+    def offer(self) -> tuple[str, int]:
+        """The address of this node, and a port at which the ranks may find each other."""
+        return (host := node_address()), free_port(host)
 
     async def prepare(self, *, is_early: bool = False) -> None:
         """Load the libraries that `start` needs; `is_early`: those for packed weights, ahead of other processes."""
@@ -138,9 +171,9 @@ class FirstRank:
 class WorkerRank:
     """A rank above 0."""
 
-    def process_id(self) -> int:
-        """The process id of this actor."""
-        return os.getpid()
+    def place(self) -> RankPlace:
+        """Where this actor runs."""
+        return _own_place()
 
     def prepare(self) -> None:
         """Load the libraries that `run` needs."""
@@ -161,7 +194,7 @@ class WorkerRank:
         set_logging(configuration.log_level, configuration.server.log_format, f"target rank {rank}")
         compute_without_interruption()
         set_threads(group.threads)
-        use_interface_of(group.host)
+        use_interface_of(node_address() if group.spans_nodes else group.host)
         join_group(target, rank, group.host, group.rendezvous)
         try:
             method = create_for_worker_rank(configuration.draft, target)
@@ -173,7 +206,8 @@ class WorkerRank:
 class RankActors:
     """The ranks of one target, from `start()` until they end. It is a `workers.serve.rank_supervisor.Ranks`.
 
-    The owner's process is in bundle 0 of the current placement group, rank `i` in bundle `i + 1`, all on one node.
+    The owner's process is in bundle 0 of the current placement group, rank `i` in bundle `i + 1`. All are on one node,
+    unless the placement spans nodes.
     """
 
     def __init__(
@@ -195,16 +229,20 @@ class RankActors:
         self._placement = placement
         self._access = access
         self._actors: list[Any] = []  # Ray's types do not know the methods of actors
-        self._process_ids: list[int | None] = []
+        self._places: list[RankPlace | None] = []
         self._running: dict[asyncio.Future[None], int] = {}
 
     async def start(self) -> str:
         """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
-        profile = self._placement.step_profile
-        group = RankGroup(self._values, self._threads, self._host, free_port(self._host), profile)
         self._actors = self._placement.take(await self._placement.claim_early())
         first = self._actors[0]
-        self._process_ids = [None] * self._size
+        self._places = [None] * self._size
+        host, rendezvous = self._host, free_port(self._host)
+        if self._placement.spans_nodes:
+            async with asyncio.timeout(self._start_seconds):
+                host, rendezvous = await _future(first.offer.remote())
+        profile = self._placement.step_profile
+        group = RankGroup(self._values, self._threads, host, rendezvous, self._placement.spans_nodes, profile)
         identified = asyncio.gather(*(self._identify(rank) for rank in range(self._size)), return_exceptions=True)
         starting = _future(first.start.remote(group, self._access))
         for rank in range(1, self._size):
@@ -256,18 +294,16 @@ class RankActors:
         ended = {rank for running, rank in self._running.items() if running.done()}
         for rank, actor in enumerate(self._actors):
             ray.kill(actor)
-            process_id = self._process_ids[rank]
-            if process_id is not None and rank not in ended:
-                # Ray asks the process to end, but a stopped or hanging one does not answer. It is on this node.
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process_id, signal.SIGKILL)
+            place = self._places[rank]
+            if place is not None and rank not in ended:
+                place.kill()  # Ray asks the process to end, but a stopped or hanging one does not answer
         for running in self._running:
             running.add_done_callback(_consume)
-        self._actors, self._process_ids, self._running = [], [], {}
+        self._actors, self._places, self._running = [], [], {}
 
     async def _identify(self, rank: int) -> None:
-        process_ids = self._process_ids
-        process_ids[rank] = int(await _future(self._actors[rank].process_id.remote()))
+        places = self._places
+        places[rank] = await _future(self._actors[rank].place.remote())
 
     def _raise_for_ended(self) -> None:
         for running, rank in self._running.items():

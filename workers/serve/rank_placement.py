@@ -44,29 +44,38 @@ class RankGroup:
     """Address at which rank 0 listens."""
     rendezvous: int
     """Port of the store in which the ranks find each other."""
+    spans_nodes: bool = False
+    """Whether ranks may be on other nodes than `host`."""
     profile: tuple[StepSample, ...] = ()
     """What ranks before these measured as they warmed up; empty at the first start."""
 
 
 class RankPlacement:
-    """The actors of all ranks: rank `i` in bundle `i + 1` of the current placement group, all on one node.
+    """The actors of all ranks: rank `i` in bundle `i + 1` of the current placement group.
 
     A standby actor claims no resources, because its bundle belongs to the ranks of this target alone. Ray gives an
     actor its GPU when it starts, so there are none where ranks use GPUs.
     """
 
     def __init__(
-        self, kinds: Sequence[type], environment: Mapping[str, str], *, standby: bool, application: str = ""
+        self,
+        kinds: Sequence[type],
+        environment: Mapping[str, str],
+        *,
+        standby: bool,
+        application: str = "",
+        spans_nodes: bool = False,
     ) -> None:
         """`kinds` are the classes of the actors, by rank. Each has a method `prepare`, which loads its libraries.
 
-        With an `application`, its first rank may have been started early.
+        With an `application`, its first rank may have been started early. `spans_nodes`: not all need be on one node.
         """
         self._application = application
         self._kinds = tuple(kinds)
         self._environment = dict(environment)
         self._wants_standby = standby
         self._standby: list[Any] = []  # Ray's types do not know the methods of actors
+        self.spans_nodes = spans_nodes
         self.step_profile: tuple[StepSample, ...] = ()
         """What the first ranks measured as they warmed up. Ranks that start later do not measure it again."""
 

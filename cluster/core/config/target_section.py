@@ -73,6 +73,8 @@ class TargetSection(ModelSection, PluginHost):
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ranks that share each layer; it must divide the number of attention heads. Where it exceeds the number
     of KV heads, several ranks hold the same one, so it must be a multiple of that number; else it must divide it."""
+    span_nodes: bool = False
+    """Whether the ranks of a target may be on several nodes, where no node has enough GPUs or cores for all of them."""
     max_context_len: Positive | None = None
     """Longest sequence of prompt and answer, in tokens; unset takes the model's own bound."""
     acceptance: str = "coupled"

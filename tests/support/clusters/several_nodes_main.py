@@ -57,7 +57,9 @@ class RunningNodes:
         """
         target, draft = configuration.target, configuration.draft
         placement = Placement(
-            target=RolePlacement("target", "cpu", (Bundle(0.45, 1),) * target.tensor_parallel, 1),
+            target=RolePlacement(
+                "target", "cpu", (Bundle(0.45, 1),) * target.tensor_parallel, 1, spans_nodes=target.span_nodes
+            ),
             draft=RolePlacement("draft", "cpu", (Bundle(1.0, 1),) * draft.replicas, 1),
             coordinator=RolePlacement("coordinator", "cpu", (Bundle(0.1),), 1),
             ingress=RolePlacement("ingress", "cpu", (Bundle(0.1),), 1),

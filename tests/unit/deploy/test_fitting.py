@@ -112,7 +112,8 @@ def test_enough_gpus_on_too_small_nodes_are_one_line() -> None:
     assert line == (
         "GPUs on one node: needed 4 for a replica of the target, "
         "found 2 on gpu-0, 2 on gpu-1, 2 on gpu-2 without the other replicas; "
-        "lower target.tensor_parallel or the number of replicas, or add a node"
+        "lower target.tensor_parallel or the number of replicas, or add a node, "
+        "or set target.span_nodes for ranks on several nodes"
     )
 
 

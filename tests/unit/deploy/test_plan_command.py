@@ -17,7 +17,7 @@ SETTINGS = ("target.device=auto", "target.replicas=2", "target.tensor_parallel=4
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     settings = (part for setting in SETTINGS for part in ("--set", setting))
-    monkeypatch.setattr(sys, "argv", ["pilotfish", "plan", *arguments, *settings])
+    monkeypatch.setattr(sys, "argv", ["pilotfish", "plan", *settings, *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return int(ended.value.code or 0)
@@ -48,6 +48,29 @@ def test_json_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     (problem,) = found["problems"]
     assert problem["subject"] == "GPUs on one node"
     assert {process["node"] for process in found["processes"] if process["role"] == "target"} == {None}
+
+
+def test_ranks_span_nodes_where_a_setting_lets_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As few nodes as possible, and all GPUs count."""
+    found = planned(monkeypatch, capsys, "--node", "3*cpus=32,gpus=3", "--set", "target.span_nodes=true")
+    ranks = [process for process in found["processes"] if process["role"] == "target"]
+    assert [rank["node"] for rank in ranks] == ["node 1"] * 3 + ["node 2"] + ["node 3"] * 3 + ["node 2"]
+    coordinators = [process["node"] for process in found["processes"] if process["role"] == "coordinator"]
+    assert coordinators == ["node 1", "node 3"]
+    assert planned(monkeypatch, capsys, *CLUSTER, "--set", "target.span_nodes=true") == planned(
+        monkeypatch, capsys, *CLUSTER
+    )
+
+
+def test_too_few_gpus_for_ranks_on_several_nodes_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = ("--node", "cpus=32,gpus=8", "--node", "cpus=0.1,gpus=3", "--set", "target.tensor_parallel=9")
+    assert run(monkeypatch, "--json", *nodes, "--set", "target.span_nodes=true", "--set", "target.replicas=1") == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["subject"] == "GPUs and CPU cores on several nodes"
 
 
 def test_the_table_names_the_node_of_every_process(
