@@ -37,8 +37,14 @@ REQUESTS = [*RIGHT, NEVER_RIGHT[0], *USUAL[:2]]
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    """A target whose KV heads two ranks can share."""
+    """A target with a KV head for each of two ranks."""
     return make_directories(tmp_path_factory.mktemp("ranks"), num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def directories_with_one_head(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    """A target with a single KV head, which both ranks hold."""
+    return make_directories(tmp_path_factory.mktemp("one-head"), num_key_value_heads=1)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,16 @@ async def test_two_ranks_draft_and_answer_as_one_does(
     assert answers == plain
     if any(case.drafts and case.finds_repetitions for case in cases):
         assert all(accepted[: len(RIGHT)])
+
+
+@pytest.mark.parametrize("name", ["eagle", "heads", "mtp", "early_exit"])
+async def test_ranks_that_share_a_kv_head_draft_and_answer_as_one_does(
+    name: str, directories_with_one_head: Directories, group: RankGroup
+) -> None:
+    plain, _ = await answer_all(configure("none", "drafter", directories_with_one_head, ranks=1), None)
+    answers, accepted = await answer_all(configure(name, "target", directories_with_one_head), group)
+    assert answers == plain
+    assert all(accepted[: len(RIGHT)])
 
 
 def evidence_of(engine: StepEngine) -> list[Evidence]:
