@@ -15,22 +15,20 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets the kernels instead"
 )
 
-DECODED, VERIFIED, PROMPT = 1, 64, 2048
-"""Rows of the three launches."""
+ROWS = (1, 64, 2048)
+"""Rows of a decoding step, of a verification and of a prompt: each has a launch of its own."""
 CASES = [
-    (Values.INTEGERS4, 128, "zero", DECODED),
-    (Values.INTEGERS4, 128, "zero", VERIFIED),
-    (Values.INTEGERS4, 128, "zero", PROMPT),
-    (Values.INTEGERS4, 32, "minimum", DECODED),
-    (Values.INTEGERS8, 32, "", DECODED),
-    (Values.E4M3, 128, "", DECODED),
-    (Values.E2M1, 32, "", DECODED),
-    (Values.E2M1, 32, "", PROMPT),
+    *((capability, Values.INTEGERS4, 128, "zero", rows) for capability in (80, 90, 100) for rows in ROWS),
+    (80, Values.INTEGERS4, 32, "minimum", 1),
+    (90, Values.INTEGERS8, 32, "", 1),
+    (80, Values.E4M3, 128, "", 1),
+    (100, Values.E2M1, 32, "", 1),
+    (90, Values.E2M1, 32, "", 2048),
 ]
+"""Generation, values, inputs of a group, what a group has beside its scale, and rows."""
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("values", "group", "offset", "rows"), CASES)
+@pytest.mark.parametrize(("capability", "values", "group", "offset", "rows"), CASES)
 def test_packed_weights_are_multiplied_on_tensor_cores_without_spills(
     capability: int, values: Values, group: int, offset: str, rows: int
 ) -> None:
