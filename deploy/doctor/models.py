@@ -18,6 +18,9 @@ from workers.model.stretch import parse_stretch
 def model_findings(configuration: Configuration, cache_directory: Path) -> Iterator[Finding]:
     """Where the target, the draft model and the drafting modules are."""
     yield model_finding("target.path", configuration.target.path, cache_directory)
+    if configuration.target.span_nodes:
+        network = "ranks may be on several nodes: they use the network between them for every layer"
+        yield Finding("target.span_nodes", f"{network}, and each node needs the target at the same path")
     weights = configuration.draft.weights
     if weights is not None:
         yield model_finding(f"draft.{configuration.draft.weights_method}.path", weights.path, cache_directory)

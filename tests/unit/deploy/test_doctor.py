@@ -167,6 +167,7 @@ def test_the_summary_says_how_many_open_ports_demand_a_credential() -> None:
 @pytest.mark.slow
 def test_the_command_prints_json_and_exits_with_1_on_a_problem(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deploy.cli", "doctor", "--json", "--set", f"target.path={tmp_path}"]
+    command += ["--set", "target.span_nodes=true"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
     assert done.returncode == 1
@@ -174,7 +175,7 @@ def test_the_command_prints_json_and_exits_with_1_on_a_problem(tmp_path: Path) -
     assert {"subject": "target.path", "found": str(tmp_path)}.items() <= next(
         finding for finding in report["findings"] if finding["subject"] == "target.path"
     ).items()
-    assert {"Python", "torch", "ray", "cores", "memory", "GPUs", "CPU kernels", "listeners"} <= {
+    assert {"Python", "torch", "ray", "cores", "memory", "GPUs", "target.span_nodes", "CPU kernels", "listeners"} <= {
         finding["subject"] for finding in report["findings"]
     }
     for listener in report["listeners"]:
