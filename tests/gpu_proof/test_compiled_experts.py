@@ -20,21 +20,24 @@ MOST_SHARED = 160 * 1024
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "gate"), [(1536, 2048, 1), (2048, 768, 0), (5760, 2880, 2), (2880, 2880, 0)]
+    ("outputs", "inputs", "gate", "blocks"),
+    [(1536, 2048, 1, 0), (2048, 768, 0, 0), (5760, 2880, 2, 0), (5760, 2880, 2, 90), (2880, 2880, 0, 90)],
 )
 def test_experts_are_multiplied_on_tensor_cores_without_spills(
-    capability: int, is_wide: bool, outputs: int, inputs: int, gate: int
+    capability: int, is_wide: bool, outputs: int, inputs: int, gate: int, blocks: int
 ) -> None:
-    """The matrices of Qwen3-30B-A3B, and those of gpt-oss, which have biases."""
+    """The matrices of Qwen3-30B-A3B, and those of gpt-oss, which have biases, in bfloat16 and in MXFP4."""
     from workers.forward.triton import experts as kernels
 
     pointers = dict.fromkeys(("x", "matrices", "biases", "output"), "*bf16")
-    pointers |= dict.fromkeys(("order", "tiles", "count"), "*i32")
+    pointers |= dict.fromkeys(("order", "tiles", "count"), "*i32") | {"exponents": "*bf16"}
+    if blocks:
+        pointers |= {"matrices": "*u8", "exponents": "*i8"}
     strides = dict.fromkeys(("x_row", "matrix_expert", "matrix_output"), "i32")
     tile = kernels.WIDE_TILE if is_wide else kernels.NARROW_TILE
     constants = {
         "EACH": 8 if gate else 0, "INPUTS": inputs, "OUTPUTS": outputs, "TILE": tile, "ROWS": kernels.outputs_of(tile),
-        "STEP": kernels.step_of(tile), "GATE": gate, "HAS_BIAS": inputs == 2880, "EXACT": False,
+        "STEP": kernels.step_of(tile), "BLOCKS": blocks, "GATE": gate, "HAS_BIAS": inputs == 2880, "EXACT": False,
     }  # fmt: skip
     found = assembled(
         kernels.multiply_tiles,

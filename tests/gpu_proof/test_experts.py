@@ -8,7 +8,9 @@ from torch.nn.functional import linear
 
 from tests.gpu_proof.device import DEVICE, needs_kernels
 from workers.forward.expert_choice import ExpertChoice
-from workers.forward.weights.experts import ClampedSwiglu, Gate, swiglu
+from workers.forward.weights.base import Storage
+from workers.forward.weights.experts import ClampedSwiglu, Expert, Gate, StoredExperts, swiglu
+from workers.forward.weights.floats import mxfp4_storage
 
 pytestmark = needs_kernels()
 
@@ -129,3 +131,28 @@ def test_no_token_changes_another_one(dtype: torch.dtype) -> None:
         alone = mixed((x[some], chosen[some], weights[some]))
         bound = 0.0 if DEVICE.type == "cuda" else 1e-6 if dtype == torch.float32 else 2**-6
         torch.testing.assert_close(alone, whole[some], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("inputs", [128, 96], ids=["whole steps", "an odd number of blocks"])
+def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(inputs: int) -> None:
+    from workers.forward.expert_trial import triton_experts
+
+    draw = torch.Generator().manual_seed(0)
+
+    def matrix(outputs: int, width: int) -> Storage:
+        blocks = torch.randint(0, 256, (outputs, width // 32, 16), generator=draw, dtype=torch.uint8)
+        return mxfp4_storage(blocks, torch.randint(117, 125, blocks.shape[:2], generator=draw, dtype=torch.uint8))
+
+    gate = ClampedSwiglu(1.7, 2.0)
+    experts = [
+        Expert(matrix(128, inputs), drawn(128, seed=5), matrix(inputs, 64), drawn(inputs, seed=9))
+        for _ in range(EXPERTS)
+    ]
+    stored = StoredExperts(experts, gate).to(DEVICE)
+    kernel = triton_experts(stored)
+    for count in (3, 50):
+        _, chosen, weights = tokens_of(count, torch.float32)
+        x = drawn(count, inputs, seed=3).to(DEVICE)
+        reference = stored(x, chosen, weights)
+        bound = 1e-5 * float(reference.abs().max())
+        torch.testing.assert_close(kernel.mix(x, chosen, weights), reference, rtol=0.0, atol=bound)

@@ -23,9 +23,11 @@ from workers.model.loading import load_model
 pytestmark = needs_kernels()
 
 
-@pytest.mark.parametrize("make", [tiny.qwen3_moe, tiny.mixtral, tiny.gpt_oss])
-def test_the_layers_of_mixtures_are_fused(tmp_path: Path, make: Callable[..., PreTrainedConfig]) -> None:
-    path = str(tiny.save(tmp_path, make(num_hidden_layers=1)))
+@pytest.mark.parametrize(("make", "experts"), [
+    (tiny.qwen3_moe, "num_experts"), (tiny.mixtral, "num_local_experts"), (tiny.gpt_oss, "num_local_experts"),
+])  # fmt: skip
+def test_the_layers_of_mixtures_are_fused(tmp_path: Path, make: Callable[..., PreTrainedConfig], experts: str) -> None:
+    path = str(tiny.save(tmp_path, make(num_hidden_layers=1, **{experts: 4})))
     model = load_model(ModelSection(path=path, device=DEVICE.type, native="off", compile="off"))
     module = AutoModelForCausalLM.from_pretrained(path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     model = replace(model, module=module.to(DEVICE).eval())

@@ -81,12 +81,20 @@ def fast_experts(layer: nn.Module, quantization: str, directory: str | None) -> 
     usual. `quantization` is the setting. `directory` keeps the compiled CPU kernels.
     """
     if isinstance(layer, StoredExperts):
+        if layer.device.type != "cpu":
+            return None
         return FastExperts(_on_cpu(layer.experts, layer.gate, directory), sums_ranks=layer.sums_ranks)
     matrices = matrices_of(layer)
     if matrices is None or matrices.first.device.type != "cpu":
         return None
     kernel = _on_cpu(matrices.stored(quantization), gate_of(layer), directory)
     return FastExperts(kernel, sums_ranks=matrices.is_cut)
+
+
+def sums_ranks(layer: Any) -> bool:
+    """Whether a layer has one rank's inner numbers, and the sum of all ranks is its output."""
+    matrices = None if isinstance(layer, StoredExperts) else matrices_of(layer)
+    return layer.sums_ranks if isinstance(layer, StoredExperts) else matrices is not None and matrices.is_cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)

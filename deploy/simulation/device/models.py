@@ -85,7 +85,11 @@ MODELS: dict[str, PreTrainedConfig] = {
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
-"""Configurations as the models' authors publish them. Weights are in bfloat16, those of gpt-oss, too."""
+"""Configurations as the models' authors publish them. Weights are in bfloat16."""
+_MXFP4 = {"gpt-oss-20b"}
+"""Models whose experts are in MXFP4."""
+_MXFP4_BYTES = 17 / 32
+"""Bytes of a number in MXFP4: 32 of 4 bits share 8 bits."""
 
 
 def kv_heads(name: str) -> int:
@@ -112,6 +116,16 @@ class RankModel:
             if hasattr(config, name):
                 setattr(config, name, getattr(config, name) // self.ranks)
         return config
+
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether experts are in MXFP4."""
+        return self.name in _MXFP4
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of a number of an expert."""
+        return _MXFP4_BYTES if self.has_mxfp4 else 2
 
     @property
     def shares_heads(self) -> bool:

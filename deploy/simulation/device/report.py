@@ -31,8 +31,9 @@ def prediction_table(model: RankModel) -> Table:
     for name, rows in STEPS.items():
         step = count_step(model, rows)
         found = predict(step)
+        kind = "bfloat16, experts in MXFP4" if model.has_mxfp4 else "bfloat16"
         compiled = "" if step.is_fused else ", layers compiled"
-        table.title = f"{model.name}{part} in bfloat16 on H100{compiled}: predicted"
+        table.title = f"{model.name}{part} in {kind} on H100{compiled}: predicted"
         table.add_row(
             name,
             str(len(step.kernels)),

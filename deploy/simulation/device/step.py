@@ -182,8 +182,8 @@ class _CountedKernels:
 class _CountedExperts:
     """The kernels of the experts of a layer, which are counted instead of launched."""
 
-    def __init__(self, matrices: ExpertMatrices, counter: KernelCounter) -> None:
-        self._matrices, self._counter = matrices, counter
+    def __init__(self, matrices: ExpertMatrices, number_bytes: float, counter: KernelCounter) -> None:
+        self._matrices, self._number_bytes, self._counter = matrices, number_bytes, counter
         self.read = 0
         """Bytes of the matrices that a step reads."""
 
@@ -193,7 +193,7 @@ class _CountedExperts:
         share = 1 - (1 - chosen.shape[1] / experts) ** len(chosen)  # of the experts: each token chooses by itself
         self._counter.add(Kernel("route_expert", 16 * rows))
         for matrix, inputs in ((matrices.first, x.numel()), (matrices.second, rows * matrices.second.shape[2])):
-            read = int(share * matrix.numel() * element)
+            read = int(share * matrix.numel() * self._number_bytes)
             outputs = matrices.second.shape[2] if matrix is matrices.first else matrix.shape[1]
             flops = 2 * rows * matrix.shape[1] * matrix.shape[2]
             self._counter.add(Kernel("multiply_tiles", read + (inputs + rows * outputs) * element, flops))
@@ -217,7 +217,7 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size) * tables)
         attention = _CountedAttention(attention_setting(loaded, pool), counter)
         runner = ModelRunner(loaded, pool, attention=ChosenBackend("triton", attention, CAPABILITIES))
-        experts = _count_experts(loaded.module, counter)
+        experts = _count_experts(loaded.module, model, counter)
         is_fused = fuse_layers(loaded.module, _CountedKernels(counter))
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
         reduced: list[int] = []
@@ -237,7 +237,7 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         )
 
 
-def _count_experts(module: nn.Module, counter: KernelCounter) -> list[_CountedExperts]:
+def _count_experts(module: nn.Module, model: RankModel, counter: KernelCounter) -> list[_CountedExperts]:
     """Replace the experts of all layers by kernels that are counted."""
     found: list[_CountedExperts] = []
     for parent in list(module.modules()):
@@ -245,7 +245,7 @@ def _count_experts(module: nn.Module, counter: KernelCounter) -> list[_CountedEx
             if is_mixture(child):
                 if (matrices := matrices_of(child)) is None:
                     raise RuntimeError(f"{type(child).__name__} is not multiplied by the kernels")
-                found.append(_CountedExperts(matrices, counter))
+                found.append(_CountedExperts(matrices, model.expert_bytes, counter))
                 setattr(parent, name, FastExperts(found[-1], sums_ranks=False))
     return found
 

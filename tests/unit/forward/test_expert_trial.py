@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config.model_section import ModelSection
 from tests.support.models import tiny
-from workers.forward.expert_trial import replace_experts_if_equal, replace_experts_on_gpu
-from workers.forward.experts import ExpertMatrices, ExpertsKernel, FastExperts
+from workers.forward.expert_trial import Make, replace_experts_if_equal, replace_experts_on_gpu
+from workers.forward.experts import ExpertsKernel, FastExperts, matrices_of
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.weights.experts import Gate, PlainExperts, swiglu
+from workers.forward.weights.experts import Expert, PlainExperts, gate_of, swiglu
 from workers.model.loading import load_model
 
 
@@ -25,17 +26,22 @@ def loaded(directory: Path) -> LoadedModel:
     return replace(model, module=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
 
 
-def plain(matrices: ExpertMatrices, gate: Gate) -> ExpertsKernel:
-    return PlainExperts(matrices.stored("none"), gate)
+def plain(layer: Any) -> ExpertsKernel:
+    return PlainExperts(stored(layer), gate_of(layer))
 
 
-def wrong(matrices: ExpertMatrices, gate: Gate) -> ExpertsKernel:
-    assert gate is swiglu
-    return PlainExperts(matrices.stored("none"), lambda product: 1.1 * swiglu(product))
+def wrong(layer: Any) -> ExpertsKernel:
+    return PlainExperts(stored(layer), lambda product: 1.1 * swiglu(product))
 
 
-def not_compiled(matrices: ExpertMatrices, gate: Gate) -> ExpertsKernel:
-    raise RuntimeError(f"no kernel for {matrices.first.shape} with {gate}")
+def not_compiled(layer: Any) -> ExpertsKernel:
+    raise RuntimeError(f"no kernel for {layer}")
+
+
+def stored(layer: Any) -> list[Expert]:
+    matrices = matrices_of(layer)
+    assert matrices is not None
+    return matrices.stored("none")
 
 
 def replaced(model: LoadedModel) -> int:
@@ -54,9 +60,9 @@ def test_experts_that_agree_are_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "reason"), [(wrong, "differ by"), (not_compiled, "no kernel for")])
-def test_others_stay_as_they_are(tmp_path: Path, make: object, reason: str) -> None:
+def test_others_stay_as_they_are(tmp_path: Path, make: Make, reason: str) -> None:
     model = loaded(tmp_path)
-    count, problem = replace_experts_if_equal(model, make)  # type: ignore[arg-type]
+    count, problem = replace_experts_if_equal(model, make)
     assert count == replaced(model) == 0
     assert reason in (problem or "")
 

@@ -31,6 +31,7 @@ _CHUNK = 1024
 """Choices that one iteration of the routing reads."""
 _SUM = 1024
 """Outputs of a token that one program adds."""
+_MOST_EXPONENT = 100
 _SWIGLU, _CLAMPED = tl.constexpr(1), tl.constexpr(2)
 """Kinds of gates; 0 is none."""
 _LARGEST = tl.constexpr(88.0)
@@ -42,9 +43,34 @@ class Matrices:
     """A matrix and maybe a bias of each expert."""
 
     weights: torch.Tensor
-    """`[experts, out, in]`, with contiguous inputs."""
+    """`[experts, out, in]`, with contiguous inputs; in MXFP4 uint8 `[experts, out, in / 2]`, see `mxfp4_matrices`."""
     biases: torch.Tensor | None = None
     """`[experts, out]`, contiguous."""
+    exponents: torch.Tensor | None = None
+    """In MXFP4, int8 `[experts, in / 32, out]`, contiguous: the power of two of each block."""
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of a matrix, with those that are padding."""
+        return self.weights.shape[2] * (1 if self.exponents is None else 2)
+
+
+def mxfp4_matrices(values: torch.Tensor, exponents: torch.Tensor, biases: torch.Tensor | None) -> Matrices:
+    """Matrices in MXFP4, as the kernels read them: 64 inputs lie in 32 bytes, the first 32 of them in their low halves.
+
+    `values` are uint8 `[experts, out, in / 2]`, with two neighbouring inputs in a byte, and `exponents` int8
+    `[experts, out, in / 32]`. An odd number of blocks is padded with zeros. Raises `ValueError` for exponents beyond
+    those that kernels add to a number's own.
+    """
+    if int(exponents.min()) < -_MOST_EXPONENT or int(exponents.max()) > _MOST_EXPONENT:
+        raise ValueError(f"exponents of MXFP4 are beyond {_MOST_EXPONENT}")
+    experts, outputs, blocks = exponents.shape
+    if blocks % 2:
+        values = torch.nn.functional.pad(values, (0, 16))
+        exponents = torch.nn.functional.pad(exponents, (0, 1))
+    numbers = torch.stack((values & 15, values >> 4), -1).view(experts, outputs, -1, 2, 32)
+    packed = (numbers[:, :, :, 0] | numbers[:, :, :, 1] << 4).flatten(2)
+    return Matrices(packed, biases, exponents.transpose(1, 2).contiguous())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,16 +161,18 @@ def multiply_grouped(
 
     `x` is `[rows, in]`, contiguous; with `each`, the experts of a token, it is `[tokens, in]`.
     """
-    weights, biases = matrices.weights, matrices.biases
-    _, outputs, inputs = weights.shape
+    weights, biases, exponents = matrices.weights, matrices.biases, matrices.exponents
+    outputs = weights.shape[1]
     output = x.new_empty((len(routing.order), outputs if gate is None else outputs // 2))
     tile, clamped = routing.tile, gate if isinstance(gate, ClampedSwiglu) else None
     multiply_tiles[(triton.cdiv(outputs, outputs_of(tile)), len(routing.tiles))](
-        x, weights, weights if biases is None else biases, output, routing.order, routing.tiles, routing.count,
+        x, weights, weights if exponents is None else exponents, weights if biases is None else biases,
+        output, routing.order, routing.tiles, routing.count,
         1.0 if clamped is None else clamped.alpha, 0.0 if clamped is None else clamped.limit,
         x.stride(0), weights.stride(0), weights.stride(1),
-        EACH=each, INPUTS=inputs, OUTPUTS=outputs, TILE=tile, ROWS=outputs_of(tile),
-        STEP=step_of(tile), GATE=0 if gate is None else 1 if clamped is None else 2, HAS_BIAS=biases is not None,
+        EACH=each, INPUTS=x.shape[1], OUTPUTS=outputs, TILE=tile, ROWS=outputs_of(tile), STEP=step_of(tile),
+        BLOCKS=0 if exponents is None else exponents.shape[1],
+        GATE=0 if gate is None else 1 if clamped is None else 2, HAS_BIAS=biases is not None,
         EXACT=x.dtype == torch.float32 or not x.is_cuda,  # the interpreter has no products of bfloat16
         num_warps=warps_of(tile), num_stages=stages_of(tile),
     )  # fmt: skip
@@ -234,9 +262,9 @@ def route_expert(
 
 @triton.jit
 def multiply_tiles(
-    x, matrices, biases, output, order, tiles, count, alpha, limit, x_row, matrix_expert, matrix_output,
+    x, matrices, exponents, biases, output, order, tiles, count, alpha, limit, x_row, matrix_expert, matrix_output,
     EACH: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr,
+    STEP: tl.constexpr, BLOCKS: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of one expert for one tile of its rows. A gate's outputs lie beside those that it multiplies."""
     tile = tl.program_id(1)
@@ -253,18 +281,13 @@ def multiply_tiles(
         if GATE == _SWIGLU:  # gates are the first half
             number = place // 2 + place % 2 * (OUTPUTS // 2)
         number = tl.where(is_output, number, 0)
-        inputs = tl.arange(0, STEP)
-        own = matrices + expert.to(tl.int64) * matrix_expert + number[:, None] * matrix_output + inputs[None, :]
-        rows = x + source.to(tl.int64)[:, None] * x_row + inputs[None, :]
-        sums = tl.zeros([ROWS, TILE], tl.float32)
-        for begin in range(0, INPUTS, STEP):
-            is_weight, is_number = is_output[:, None], is_row[:, None]
-            if INPUTS % STEP:
-                is_weight = is_weight & (begin + inputs < INPUTS)[None, :]
-                is_number = is_number & (begin + inputs < INPUTS)[None, :]
-            weight = tl.load(own + begin, mask=is_weight, other=0.0)
-            factor = tl.load(rows + begin, mask=is_number, other=0.0)
-            sums += product(weight, tl.trans(factor), EXACT)
+        own = matrices + expert.to(tl.int64) * matrix_expert + number[:, None] * matrix_output
+        rows = x + source.to(tl.int64)[:, None] * x_row
+        if BLOCKS > 0:
+            powers = exponents + expert.to(tl.int64) * (BLOCKS * OUTPUTS) + number
+            sums = mxfp4_sums(own, powers, rows, is_output, is_row, INPUTS, OUTPUTS, TILE, ROWS, STEP, BLOCKS, EXACT)
+        else:
+            sums = plain_sums(own, rows, is_output, is_row, INPUTS, TILE, ROWS, STEP, EXACT)
         if HAS_BIAS:
             sums += tl.load(biases + expert * OUTPUTS + number, mask=is_output, other=0.0).to(tl.float32)[:, None]
         kind = output.dtype.element_ty
@@ -277,6 +300,61 @@ def multiply_tiles(
             column = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
             to = output + row.to(tl.int64)[:, None] * (OUTPUTS // 2) + column[None, :]
             tl.store(to, tl.trans(result.to(kind)), mask=is_row[:, None] & (column < OUTPUTS // 2)[None, :])
+
+
+@triton.jit
+def plain_sums(
+    own, rows, is_output, is_row, INPUTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """The products of a tile of outputs and a tile of rows, float32 `[ROWS, TILE]`."""
+    inputs = tl.arange(0, STEP)[None, :]
+    sums = tl.zeros([ROWS, TILE], tl.float32)
+    for begin in range(0, INPUTS, STEP):
+        is_weight, is_number = is_output[:, None], is_row[:, None]
+        if INPUTS % STEP:
+            is_weight = is_weight & (begin + inputs < INPUTS)
+            is_number = is_number & (begin + inputs < INPUTS)
+        weight = tl.load(own + begin + inputs, mask=is_weight, other=0.0)
+        factor = tl.load(rows + begin + inputs, mask=is_number, other=0.0)
+        sums += product(weight, tl.trans(factor), EXACT)
+    return sums
+
+
+@triton.jit
+def mxfp4_sums(
+    own, powers, rows, is_output, is_row, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The products with matrices in MXFP4, which are widened in registers, float32 `[ROWS, TILE]`."""
+    inputs = tl.arange(0, 32)[None, :]
+    sums = tl.zeros([ROWS, TILE], tl.float32)
+    for begin in range(0, 32 * BLOCKS, STEP):
+        for part in tl.static_range(0, STEP, 64):
+            first = begin + part
+            is_weight = is_output[:, None]
+            if (32 * BLOCKS) % STEP:
+                is_weight = is_weight & (first + inputs < 32 * BLOCKS)
+            packed = tl.load(own + first // 2 + inputs, mask=is_weight, other=0).to(tl.int16)
+            for half in tl.static_range(2):
+                place = first + 32 * half + inputs
+                is_factor = is_row[:, None]
+                if INPUTS % STEP:
+                    is_factor = is_factor & (place < INPUTS)
+                block = tl.minimum(first // 32 + half, BLOCKS - 1)
+                power = tl.load(powers + block * OUTPUTS, mask=is_output, other=0).to(tl.int16)
+                weight = widened((packed >> (4 * half)) & 15, power[:, None])
+                sums += product(weight, tl.trans(tl.load(rows + place, mask=is_factor, other=0.0)), EXACT)
+    return sums
+
+
+@triton.jit
+def widened(value, power):
+    """Numbers of 4 bits (E2M1) times powers of two, exact in bfloat16."""
+    size, exponent = value & 7, ((value >> 1) & 3) + 126 + power
+    bits = (exponent << 7) | tl.where(size > 1, (value & 1) << 6, 0)  # the one number below the least power is 0.5
+    bits = tl.where(size == 0, 0, bits) | ((value >> 3) << 15)
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -68,13 +68,21 @@ class StoredExperts(nn.Module):
         self.gate = gate
         self.sums_ranks = sums_ranks
         self._plain = PlainExperts(experts, gate)
+        self.register_buffer("place", torch.empty(0), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer's rows are. The matrices may still be on the CPU, and multiply there."""
+        place: torch.Tensor = self.get_buffer("place")
+        return place.device
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`x` `[tokens, hidden]` → the weighted sum of its experts' outputs, `[tokens, hidden]`, without other ranks.
 
         `chosen` and `weights` are `[tokens, experts of a token]`.
         """
-        return self._plain.mix(x, chosen, weights).to(x.dtype)
+        own = self.experts[0].first.device
+        return self._plain.mix(x.to(own), chosen.to(own), weights.to(own)).to(x)
 
 
 def gated_rows(gate: Gate, product: torch.Tensor, inner: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from workers.forward.weights.base import Storage
 from workers.forward.weights.groups import E2M1, GroupStorage
 from workers.forward.weights.integers import equal_groups
 
@@ -37,3 +38,17 @@ def mxfp4_storage(blocks: torch.Tensor, exponents: torch.Tensor) -> GroupStorage
     scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS).bfloat16()
     table = torch.tensor(E2M1)
     return GroupStorage(blocks.flatten(1).clone(), scales, 4, table=table)
+
+
+def mxfp4_parts(storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values uint8 `[out, in / 2]` and powers of two int8 `[out, in / 32]` of a matrix in MXFP4.
+
+    Two neighbouring inputs are in a byte. Raises `ValueError` for another storage.
+    """
+    if isinstance(storage, GroupStorage) and storage.bits == 4 and storage.group == 32 and storage.table is not None:
+        mantissa, exponent = torch.frexp(storage.scale.float())
+        table = torch.tensor(E2M1)
+        has_more = storage.order is not None or storage.offsets is not None
+        if torch.equal(storage.table.cpu(), table) and bool((mantissa == 0.5).all()) and not has_more:
+            return storage.values, (exponent - 1).to(torch.int8)
+    raise ValueError("experts are not stored in MXFP4")

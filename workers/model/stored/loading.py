@@ -63,8 +63,8 @@ def load_stored(
 ) -> PreTrainedModel:
     """A model from a GGUF file or from a directory of quantized safetensors; `make()` makes it without weights.
 
-    Each rank keeps its share of every matrix, on `device`. `clock` gives seconds: a long load logs how far it is.
-    Raises `ModelLoadError`, `ConfigurationError`.
+    Each rank keeps its share of every matrix, on `device`; experts stay on the CPU until kernels take them. `clock`
+    gives seconds: a long load logs how far it is. Raises `ModelLoadError`, `ConfigurationError`.
     """
     checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
     with init_empty_weights(include_buffers=False), no_init_weights():
@@ -97,11 +97,6 @@ def load_stored(
                 linear.storage = linear.storage.to(device)
                 setattr(parent, name, linear)
             elif (experts := _experts(child, own, checkpoint, dtype, share)) is not None:
-                if device.type != "cpu":
-                    raise ConfigurationError(
-                        f"quantization: stored is refused on {device.type.upper()}: {own}: there is no product for "
-                        "stored experts; it must be none, which computes with de-quantized values"
-                    )
                 setattr(parent, name, experts)
             else:
                 _fill(child, own, checkpoint, dtype)
