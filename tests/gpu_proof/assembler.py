@@ -33,6 +33,7 @@ def assembled(
     warps: int = 4,
     stages: int = 3,
     fuses: bool = True,
+    most_registers: int | None = None,
     aligned: Sequence[str] = (),
 ) -> Assembled:
     """Compile a kernel for a GPU and read what the assembler says of it. `fuses` is the launch's `enable_fp_fusion`.
@@ -52,7 +53,7 @@ def assembled(
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses},
+        options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses, "maxnreg": most_registers},
     )
     text = compiled.asm["ptx"]
     found = re.search(r"\.target\s+(\w+)", text)

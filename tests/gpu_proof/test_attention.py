@@ -201,6 +201,22 @@ def test_trees_of_more_than_one_word() -> None:
         torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=CLOSE)
 
 
+@pytest.mark.parametrize("stored", [95, 1018])
+def test_a_draft_changes_no_bit(stored: int) -> None:
+    """A token has the same bits as a node of a chain and in a step of its own, under each window, where splits end."""
+    shape = Shape(2, 1, 16, 16)
+    setting = setting_of(shape, torch.float32, blocks=80)
+    backend, chain = TritonBackend(setting), 12
+    held = [[BlockId(block) for block in range(-(-(stored + 1 + chain) // 16))]]
+    drafted = RowShape(held, stored, 1, TokenTree.chain(range(chain)))
+    queries = queries_of([drafted], shape, torch.float32)
+    together = attended(backend, [drafted], queries)
+    for node in range(0, chain + 1, 4):
+        plain = attended(backend, [RowShape(held, stored + node, 1, EMPTY_TREE)], queries[node : node + 1])
+        for alone, beside in zip(plain, together, strict=True):
+            assert torch.equal(alone[0], beside[node])
+
+
 def test_neighbours_change_no_bit() -> None:
     shape = Shape(4, 2, 32, 64)  # POOL blocks of 64: a long row has several splits
     setting = setting_of(shape, torch.float32)

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 MOST_REGISTERS, MOST_SHARED = 255, 160 * 1024
+MOST_SPILLED = 320
+"""Bytes of a thread where a launch bounds its registers: a kernel without spills has too few programs at once."""
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -24,12 +26,13 @@ MOST_REGISTERS, MOST_SHARED = 255, 160 * 1024
 def test_attention_multiplies_on_tensor_cores_without_spills(
     capability: int, group: int, dim: int, is_wide: bool, kind: str, extra: bool
 ) -> None:
-    from workers.forward.triton.attention import attend_tiles, key_tile, launch_warps
+    from workers.forward.triton.attention import attend_tiles, launch_of
     from workers.forward.triton.tiles import SPLIT_KEYS, wide_tile
 
     tile = wide_tile(group, dim) if is_wide else 4
+    launch = launch_of(tile, group, dim, is_wide=is_wide, capability=capability)
     pointers = dict.fromkeys(("queries", "keys", "values", "output"), f"*{kind}")
-    pointers |= dict.fromkeys(("sums", "stats"), "*fp32") | {"sink_logits": f"*{kind}"}
+    pointers |= dict.fromkeys(("sums", "stats"), "*fp32") | {"arrivals": "*i32", "sink_logits": f"*{kind}"}
     pointers |= dict.fromkeys(("items", "tokens", "lasts", "positions"), "*i32") | {"words": "*i64"}
     pointers |= dict.fromkeys(("starts", "blocks", "order", "counts"), "*i32") | {"scale": "fp32", "soft_cap": "fp32"}
     numbers = (
@@ -47,8 +50,8 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
     width = triton.next_power_of_2(dim)
     constants = {
         "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": group, "TILE": max(tile, 16 // group),
-        "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": key_tile(dim),
-        "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "IS_WIDE": is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
+        "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": launch.keys,
+        "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
         "EXACT": False,
     }  # fmt: skip
     found = assembled(
@@ -56,12 +59,13 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
         pointers | dict.fromkeys(numbers, "i32"),
         constants,
         capability,
-        warps=launch_warps(tile, group, dim, is_wide=is_wide),
-        stages=3 if is_wide else 1,
-        aligned=[*list(pointers)[:7], *numbers[5:]],
+        warps=launch.warps,
+        stages=launch.stages,
+        most_registers=launch.registers,
+        aligned=[*list(pointers)[:8], *numbers[5:]],
     )
-    assert found.spilled_bytes == 0, found
-    assert found.registers <= MOST_REGISTERS
+    assert found.spilled_bytes <= (MOST_SPILLED if launch.registers else 0), found
+    assert found.registers <= (launch.registers or MOST_REGISTERS)
     assert found.shared_bytes <= MOST_SHARED
     assert found.tensor_products > 0
 
@@ -82,16 +86,6 @@ def test_keys_and_values_are_stored_without_spills(capability: int, heads: int, 
     }
     found = assembled(store_tokens, pointers | dict.fromkeys(numbers, "i32"), constants, capability)
     assert found.spilled_bytes == 0
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_splits_are_joined_without_spills(capability: int) -> None:
-    from workers.forward.triton.attention import join_splits
-
-    arguments = {"sums": "*fp32", "stats": "*fp32", "output": "*bf16", "tokens": "*i32", "lasts": "*i32"}
-    arguments |= dict.fromkeys(("query_count", "splits", "output_token", "output_head"), "i32")
-    constants = {"HEADS": 32, "DIM": 128, "WIDTH": 128, "WORDS": 1, "SPLIT": 512}
-    assert assembled(join_splits, arguments, constants, capability, fuses=False).spilled_bytes == 0
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

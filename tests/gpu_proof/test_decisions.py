@@ -17,15 +17,17 @@ from tests.support.fakes.host_waits import OnGpu
 from workers.sampling.context import AllowedTokens, DecisionContext
 from workers.sampling.decide import Undecidable, decide, is_shardable, merge_winners, shard_winners
 from workers.sampling.decision_table import table_of
-from workers.sampling.noise import chords, gumbel
+from workers.sampling.noise import gumbel
 
 pytestmark = needs_kernels()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _lines_of_noise() -> None:
-    """The table of the noise is made once, without a fake device."""
-    chords(DEVICE)
+    """The table of the noise is made once, without a fake device, and kept for the device as a tensor names it."""
+    from workers.sampling.triton.noise import packed_chords
+
+    packed_chords(torch.empty(0, device=DEVICE).device)
 
 
 SIZES = [1, 33, 4096, 5000]
@@ -95,8 +97,9 @@ def test_decisions_are_those_of_the_reference(data: st.DataObject) -> None:
     logits = logits_of(len(contexts), size, data.draw(st.integers(0, 99)), kind, dtype)
     kept = logits.clone()
     expected = found(decide, logits, contexts)
+    there = logits.to(DEVICE)
     with OnGpu() as gpu:
-        assert found(decide, logits.to(DEVICE), contexts) == expected
+        assert found(decide, there, contexts) == expected
     assert gpu.waits == ["tolist"]
     torch.testing.assert_close(logits, kept, rtol=0, atol=0, equal_nan=True)
 

@@ -86,6 +86,7 @@ class _CountedAttention(TritonBackend):
     def __init__(self, setting: AttentionSetting, counter: KernelCounter) -> None:
         self._store, self._device = setting.store, setting.device
         self._layers = setting.layers
+        self._kv_heads = max(shape.kv_heads for shape in setting.layers)
         self._wide_tile = min(wide_tile(shape.heads_per_kv, shape.head_dim) for shape in setting.layers)
         self._counter = counter
         self._rows: Sequence[RowShape] = ()
@@ -112,10 +113,8 @@ class _CountedAttention(TritonBackend):
         self.kv_bytes += read + 2 * len(queries) * shape.kv_heads * dim * element
         for index, plan in enumerate(metadata.queries[placement.window]):
             first = index == 0
-            self._counter.add(Kernel("attend_tiles", (own + read) * first, 4 * heads * dim * seen * first))
-            if plan.splits > 1:
-                parts = plan.splits * len(plan.tokens) * heads * (dim + 2) * _FLOAT_BYTES
-                self._counter.add(Kernel("join_splits", 2 * parts))
+            parts = plan.splits * len(plan.tokens) * heads * (dim + 2) * _FLOAT_BYTES if plan.splits > 1 else 0
+            self._counter.add(Kernel("attend_tiles", (own + read) * first + 2 * parts, 4 * heads * dim * seen * first))
         return torch.empty_like(queries)
 
     def attend_with_sinks(

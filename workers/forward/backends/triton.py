@@ -27,7 +27,7 @@ from workers.forward.backends.base import (
 from workers.forward.layout import RowShape, blocks_read, slots_of
 from workers.forward.padded_step import PaddedStep, RowPadding, WindowBlocks
 from workers.forward.projections import Projections
-from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries, wide_tile
+from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, wide_tile
 from workers.kv.groups import AttentionWindow
 from workers.transfer import IntegerArray, to_device_together
 
@@ -76,6 +76,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         self._store = setting.store
         self._device = setting.device
         self._caps = [shape.soft_cap for shape in setting.layers]
+        self._kv_heads = max(shape.kv_heads for shape in setting.layers)
         self._wide_tile = min(wide_tile(shape.heads_per_kv, shape.head_dim) for shape in setting.layers)
 
     def plan(self, rows: Sequence[RowShape]) -> TritonStep:
@@ -92,7 +93,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         parts = [part for part in parts if part.members]
         arrays = [np.array([list(chain.from_iterable(table)) for table in slots], dtype=np.int64)]
         for part in parts:
-            arrays += part.arrays
+            arrays += [*part.arrays, np.zeros(len(part.arrays[0]) * self._kv_heads, dtype=np.int64)]
             for window in windows:
                 arrays += part.seen(window)
         for table, window in read:
@@ -101,10 +102,9 @@ class TritonBackend(AttentionBackend[TritonStep]):
         slot_tensor = next(sent)
         queries: dict[AttentionWindow, list[Queries]] = {window: [] for window in windows}
         for part in parts:
-            items, tokens, starts = (next(sent).int() for _ in part.arrays)
-            for found in queries.values():
+            items, tokens, starts, arrivals = (next(sent).int() for _ in range(4))
+            for window, found in queries.items():
                 last, positions, words = next(sent).int(), next(sent).int(), next(sent)
-                splits = part.splits(size, SPLIT_KEYS)
                 found.append(
                     Queries(
                         items,
@@ -114,8 +114,9 @@ class TritonBackend(AttentionBackend[TritonStep]):
                         words,
                         starts,
                         tile=part.tile,
+                        arrivals=arrivals,
                         is_wide=part.is_wide,
-                        splits=splits,
+                        splits=part.splits(size, window),
                     )
                 )
         return TritonStep(slot_tensor, queries, {key: self._received(sent) for key in read})
@@ -130,9 +131,10 @@ class TritonBackend(AttentionBackend[TritonStep]):
         for window, read in step.windows.items():
             last, positions, words = (part.flatten()[step.padding.scatter] for part in _seen(read))
             last = last.masked_fill(is_padding, NO_QUERY)
+            items = _tiles(step.padding, min(width, _NARROW_TILE))
             queries[window] = [
                 Queries(
-                    items=_tiles(step.padding, min(width, _NARROW_TILE)),
+                    items=items,
                     tokens=tokens,
                     last=last.int(),
                     positions=positions.int(),
@@ -140,7 +142,8 @@ class TritonBackend(AttentionBackend[TritonStep]):
                     starts=read.sees.stored.int(),
                     tile=_NARROW_TILE,
                     is_wide=False,
-                    splits=-(-read.order.shape[1] * step.block_size // SPLIT_KEYS),
+                    arrivals=items.new_zeros(len(items) * self._kv_heads),
+                    splits=most_splits(read.order.shape[1], step.block_size, window),
                 )
             ]
             order, counts = read.order.int(), read.counts.int()
@@ -246,9 +249,9 @@ class _Part:
         ]
         """Tiles `[tiles, 3]`, the token of each query, and the position of the first tree node of each row."""
 
-    def splits(self, size: int, keys: int) -> int:
-        """Splits of the row with the most keys."""
-        return 1 if self.is_wide else max(-(-(-(-row.end // size) * size) // keys) for row in self._rows)
+    def splits(self, size: int, window: AttentionWindow) -> int:
+        """The most splits of a row."""
+        return 1 if self.is_wide else most_splits(max(-(-row.end // size) for row in self._rows), size, window)
 
     def seen(self, window: AttentionWindow) -> list[IntegerArray]:
         """The last committed position that each query sees, its own position, and its words of tree nodes."""

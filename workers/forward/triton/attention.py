@@ -1,14 +1,18 @@
-"""Triton kernels for attention over a paged KV pool, for prompt chunks, single tokens, chains and trees alike.
+"""Triton kernel for attention over a paged KV pool, for prompt chunks, single tokens, chains and trees alike.
 
 Nothing is gathered and no mask is in memory. The queries of the heads that share a KV head form one tile. A query sees
 the positions up to its last committed one, within its layer's window, and those whose bits are set in its word: the
-nodes of its draft tree. The keys of a row are divided into splits of a fixed number of keys, so that neither the batch
-nor the other rows change a bit (split-KV with a reduction, after Dao's FlashDecoding).
+nodes of its draft tree. The keys of a row are divided into splits of a fixed number of positions, so that neither the
+batch nor the other rows nor a draft change a bit (split-KV with a reduction, after Dao's FlashDecoding). The program
+that finishes the last split of a tile joins them, in their order.
 
 The module needs the package `triton`; only `workers.forward.backends.triton` imports it.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -16,26 +20,53 @@ import triton.language as tl
 
 from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries
 
-_KEY_NUMBERS = 4096
-"""Numbers of the keys of one iteration: 32 keys of 128 numbers, 16 of 256. More would not fit registers."""
+_KEY_NUMBERS, _MOST_KEYS = 8192, 64
+"""Numbers of the keys of one iteration, and most keys: 64 of 128 numbers, 32 of 256. More would not fit registers."""
+_MOST_REGISTERS = 128
+"""Registers of a thread for narrow tiles. Four programs then run on a multiprocessor instead of two, and more loads are
+in flight, though some tens of bytes of each thread move to memory."""
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
 computing the others."""
+_HOPPER = 90
 _WORD, _NO_QUERY = tl.constexpr(64), tl.constexpr(NO_QUERY)
 
 
-def key_tile(dim: int) -> int:
-    """Keys of one iteration, for heads of `dim` numbers. Padded heads take more registers: they have half as many."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is compiled. No choice depends on the batch, so none changes the order of a sum."""
+
+    keys: int
+    """Keys of one iteration."""
+    warps: int
+    stages: int
+    """Iterations whose keys and values are loaded ahead."""
+    registers: int | None
+    """Most registers of a thread. `None` is the compiler's choice."""
+
+
+def launch_of(tile: int, group: int, dim: int, *, is_wide: bool, capability: int) -> Launch:
+    """The launch for tiles of so many queries, whose heads share a KV head in groups, with heads of `dim` numbers.
+
+    `capability` is the device's, 90 for Hopper. Before it, products keep their operands in registers.
+    """
     width: int = triton.next_power_of_2(dim)
-    return max(16, min(32, _KEY_NUMBERS // width // (1 if dim == width else 2)))
-
-
-def launch_warps(tile: int, group: int, dim: int, *, is_wide: bool) -> int:
-    """Warps of a program, for tiles of so many queries of the heads that share a KV head."""
+    # Padded heads take more registers: they have half as many keys.
+    keys = max(16, min(_MOST_KEYS, _KEY_NUMBERS // width // (1 if dim == width else 2)))
     if is_wide:
-        return 4 if dim > 64 else 8
-    return 8 if tile * triton.next_power_of_2(group) >= 64 or dim > 128 else 4
+        return Launch(keys if capability >= _HOPPER else min(keys, 32), 4 if dim > 64 else 8, 3, None)
+    is_large = tile * triton.next_power_of_2(group) >= 64 or dim > 128
+    return Launch(keys, 8 if is_large else 4, 3, _MOST_REGISTERS)
+
+
+@lru_cache
+def _capability(device: torch.device) -> int:
+    """The compute capability, and Hopper's where kernels are interpreted."""
+    if device.type != "cuda":
+        return _HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def paged_attention(
@@ -53,24 +84,24 @@ def paged_attention(
 ) -> None:
     """Write the attention of the plan's queries, of `queries` `[tokens, heads, dim]`, into `output` of that shape.
 
-    `stored` are keys and values, `[blocks, block size, KV heads, dim]` each, with contiguous heads. `window` 0 is none.
-    `soft_cap` bounds the products by tanh (Gemma 2, section 2). `learned_sinks` `[heads]` are logits of a key without
-    a value (gpt-oss).
+    Tokens that are padding are not written. `stored` are keys and values, `[blocks, block size, KV heads, dim]` each,
+    with contiguous heads. What a row stores up to its last token is finite, also where no query sees it. `window` 0 is
+    none. `soft_cap` bounds the products by tanh (Gemma 2, section 2). `learned_sinks` `[heads]` are logits of a key
+    without a value (gpt-oss).
     """
     keys, values = stored
     heads, dim = queries.shape[1:]
     kv_heads, size = keys.shape[2], keys.shape[1]
     group = heads // kv_heads
     width = triton.next_power_of_2(dim)
-    partial = plan.splits > 1
     tiles = len(plan.items) * kv_heads
     shape = (plan.splits, len(plan.tokens), heads)
-    sums = torch.empty((*shape, width) if partial else (1,), dtype=torch.float32, device=queries.device)
-    stats = torch.empty((2, *shape) if partial else (1,), dtype=torch.float32, device=queries.device)
-    sink_logits = stats if learned_sinks is None else learned_sinks
-    in_turn = min(plan.splits, max(_LEAST_IN_TURN, _PROGRAMS // max(1, tiles)))
+    sums = torch.empty((1,) if plan.is_wide else (*shape, width), dtype=torch.float32, device=queries.device)
+    stats = torch.empty((1,) if plan.is_wide else (2, *shape), dtype=torch.float32, device=queries.device)
+    launch = launch_of(plan.tile, group, dim, is_wide=plan.is_wide, capability=_capability(queries.device))
+    in_turn = 1 if plan.is_wide else min(plan.splits, max(_LEAST_IN_TURN, _PROGRAMS // max(1, tiles)))
     attend_tiles[(len(plan.items), kv_heads, in_turn)](
-        queries, keys, values, output, sums, stats, sink_logits,
+        queries, keys, values, output, sums, stats, plan.arrivals, stats if learned_sinks is None else learned_sinks,
         plan.items, plan.tokens, plan.last, plan.positions, plan.words, plan.starts,
         read.blocks, read.order, read.counts,
         scale, soft_cap or 0.0, window, sinks, len(plan.tokens), read.blocks.shape[1], plan.splits,
@@ -78,31 +109,24 @@ def paged_attention(
         output.stride(0), output.stride(1),
         HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
         TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
-        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=key_tile(dim),
-        SPLIT=SPLIT_KEYS, IS_SPLIT=partial, IS_WIDE=plan.is_wide,
+        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=launch.keys,
+        SPLIT=SPLIT_KEYS, IS_SPLIT=not plan.is_wide,
         HAS_CAP=soft_cap is not None, HAS_SINKS=learned_sinks is not None,
-        num_warps=launch_warps(plan.tile, group, dim, is_wide=plan.is_wide), num_stages=3 if plan.is_wide else 1,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
         EXACT=queries.dtype == torch.float32 or not queries.is_cuda,  # the interpreter has no products of bfloat16
     )  # fmt: skip
-    if partial:
-        join_splits[(len(plan.tokens), heads)](
-            sums, stats, output, plan.tokens, plan.last,
-            len(plan.tokens), plan.splits, output.stride(0), output.stride(1),
-            HEADS=heads, DIM=dim, WIDTH=width, WORDS=plan.words.shape[1], SPLIT=SPLIT_KEYS, enable_fp_fusion=False,
-        )  # fmt: skip
 
 
 # Sizes that change from step to step are not specialized on: they would be compiled while serving.
 @triton.jit(do_not_specialize=["window", "sinks", "query_count", "most_blocks", "splits"])
 def attend_tiles(
-    queries, keys, values, output, sums, stats, sink_logits,
+    queries, keys, values, output, sums, stats, arrivals, sink_logits,
     items, tokens, lasts, positions, words, starts, blocks, order, counts,
     scale, soft_cap, window, sinks, query_count, most_blocks, splits,
     query_token, query_head, key_slot, key_head, value_slot, value_head, output_token, output_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr,
     WORDS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, IS_WIDE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    EXACT: tl.constexpr,
+    SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, one KV head and some splits of the keys: an online softmax over the row's blocks in each."""
     item, kv_head = tl.program_id(0), tl.program_id(1)
@@ -121,36 +145,48 @@ def attend_tiles(
     is_dim = dims < DIM
     query_place = queries + token[:, None] * query_token + head[:, None] * query_head + dims[None, :]
     query_tile = tl.load(query_place, mask=is_query[:, None] & is_dim[None, :], other=0.0)
-    # A tile ends at the last position that one of its queries sees; words begin behind the prompt. The index of a block
-    # among those that a row reads is at most its place in the sequence.
-    reach = tl.max(tl.where(last == start - 1, start + _WORD * WORDS - 1, last), axis=0)
-    row_end = tl.minimum(tl.load(counts + row), (reach + SIZE) // SIZE) * SIZE
+    first_word = tl.load(words + query * WORDS, mask=is_query & (WORDS > 0), other=0)[:, None]
+    # A tile ends at the last position that one of its queries sees: what is stored behind may be anything.
+    end = 1 + tl.max(tl.maximum(last, last_node(words, query, is_query, start, WORDS)), axis=0)
+    # Between the blocks of the sinks and those of the window, blocks are left out: tiles of keys and splits without a
+    # key are passed over, but all begin at the same positions in every step.
+    block_count = tl.maximum(tl.load(counts + row), 1)
+    left_out = tl.load(order + row * most_blocks + block_count - 1) + 1 - block_count
+    gap = (sinks + SIZE - 1) // SIZE * SIZE
+    gap_end = gap + left_out * SIZE
+    tiles_before, tiles_out = left_out_between(gap, gap_end, KEY_TILE)
+    splits_before, splits_out = left_out_between(gap, gap_end, SPLIT)
     split_count = 1
     if IS_SPLIT:
-        split_count = tl.minimum(splits, splits_seen(tl.max(last, axis=0), WORDS, SPLIT))
-    for split in range(tl.program_id(2), split_count, tl.num_programs(2)):
-        most = learned_sink(sink_logits, head, is_query, split, HAS_SINKS)
-        total = tl.where(most == float("-inf"), 0.0, 1.0)
-        result = tl.zeros([TILE * GROUP_TILE, WIDTH], tl.float32)
-        begin = split * SPLIT
-        end = row_end
+        split_count = without_gap((end + SPLIT - 1) // SPLIT, splits_before, splits_out)
+    output_place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
+    is_written = is_query[:, None] & is_dim[None, :]
+    span = query_count.to(tl.int64) * HEADS
+    entry = query * HEADS + head
+    for number in range(tl.program_id(2), split_count, tl.num_programs(2)):
+        begin, split_end = 0, end
         if IS_SPLIT:
-            end = tl.minimum(end, begin + SPLIT)
-        for key_first in range(begin, end, KEY_TILE):
-            flat = key_first + tl.arange(0, KEY_TILE)
-            is_read = flat < end
-            entry = row * most_blocks + flat // SIZE
-            key = tl.load(order + entry, mask=is_read, other=0) * SIZE + flat % SIZE
-            slot = tl.load(blocks + entry, mask=is_read, other=0).to(tl.int64) * SIZE + flat % SIZE
-            sees = sees_keys(words, query, is_query, last, position, key, is_read, start, window, sinks, WORDS)
-            is_seen = tl.max(sees.to(tl.int32), axis=0) != 0
-            # A load whose mask depends on what is seen cannot begin before the last iteration ends. Wide tiles gain by
-            # that; narrow ones gain by reading nothing else.
-            is_loaded = (is_read if IS_WIDE else is_seen)[:, None] & is_dim[None, :]
+            begin = with_gap(number, splits_before, splits_out) * SPLIT
+            split_end = tl.minimum(end, begin + SPLIT)
+        most = tl.where(is_query, float("-inf"), float("-inf"))
+        total = tl.zeros([TILE * GROUP_TILE], tl.float32)
+        result = tl.zeros([TILE * GROUP_TILE, WIDTH], tl.float32)
+        first_tile = without_gap(begin // KEY_TILE, tiles_before, tiles_out)
+        end_tile = without_gap((split_end + KEY_TILE - 1) // KEY_TILE, tiles_before, tiles_out)
+        for tile in range(first_tile, end_tile):
+            key = with_gap(tile, tiles_before, tiles_out) * KEY_TILE + tl.arange(0, KEY_TILE)
+            is_read = (key < split_end) & ((key < gap) | (key >= gap_end))
+            block = row * most_blocks + key // SIZE - tl.where(key < gap, 0, left_out)
+            slot = tl.load(blocks + block, mask=is_read, other=0).to(tl.int64) * SIZE + key % SIZE
+            is_loaded = is_read[:, None] & is_dim[None, :]
             key_tile = load_rows(keys + kv_head * key_head, slot * key_slot, dims, is_loaded)
             products = product(query_tile, tl.trans(key_tile), EXACT) * scale
             if HAS_CAP:
                 products = soft_cap * tanh(products / soft_cap)
+            word = first_word
+            if WORDS > 1:
+                word = words_of(words, query, is_query, key, start, WORDS)
+            sees = is_read[None, :] & sees_keys(word, last, position, key, start, window, sinks, WORDS)
             scores = tl.where(sees, products, float("-inf"))
             highest = tl.maximum(most, tl.max(scores, axis=1))
             base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -158,29 +194,51 @@ def attend_tiles(
             shrink = tl.exp(most - base)
             total = total * shrink + tl.sum(weights, axis=1)
             value_tile = load_rows(values + kv_head * value_head, slot * value_slot, dims, is_loaded)
-            if IS_WIDE:  # what no query sees may be anything: a weight of 0 would not make a NaN 0
-                value_tile = tl.where(is_seen[:, None], value_tile, 0.0)
             result = result * shrink[:, None] + product(weights, value_tile, EXACT)
             most = highest
-        if not IS_SPLIT:
-            result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-            output_place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
-            tl.store(output_place, result.to(output.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
+        if split_count == 1:
+            result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
+            tl.store(output_place, result.to(output.dtype.element_ty), mask=is_written)
         else:
-            entry = (split * query_count + query) * HEADS + head
-            if begin < end:  # the join reads no sums of a split without keys
-                tl.store(sums + entry[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
-            tl.store(stats + entry, most, mask=is_query)
-            tl.store(stats + splits * query_count * HEADS + entry, total, mask=is_query)
+            tl.store(sums + (number * span + entry)[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
+            tl.store(stats + number * span + entry, most, mask=is_query)
+            tl.store(stats + (splits + number) * span + entry, total, mask=is_query)
+    if IS_SPLIT:  # noqa: SIM102 - decided by the compiler
+        if is_last_program(arrivals + item * tl.num_programs(1) + kv_head, split_count):
+            most, total, result = joined(sums, stats, entry, is_query, dims, split_count, splits, span, WIDTH)
+            result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
+            tl.store(output_place, result.to(output.dtype.element_ty), mask=is_written)
 
 
 @triton.jit
-def learned_sink(logits, head, is_query, split, HAS_SINKS: tl.constexpr):
-    """The logit of a first key without a value, which the first split has, or that of no key."""
-    most = tl.where(is_query, float("-inf"), float("-inf"))
-    if HAS_SINKS:
-        most = tl.where(split == 0, tl.load(logits + head, mask=is_query, other=0.0).to(tl.float32), most)
-    return most
+def last_node(words, query, is_query, start, WORDS: tl.constexpr):
+    """The position of the last node that each query sees, and -1 where it sees none."""
+    bits = tl.arange(0, _WORD)
+    last = tl.where(is_query, -1, -1)
+    for number in tl.static_range(WORDS):
+        word = tl.load(words + query * WORDS + number, mask=is_query, other=0)
+        is_set = (word[:, None] >> bits[None, :].to(tl.int64)) & 1 != 0
+        last = tl.maximum(last, tl.max(tl.where(is_set, start + number * _WORD + bits[None, :], -1), axis=1))
+    return last
+
+
+@triton.jit
+def left_out_between(gap, gap_end, UNIT: tl.constexpr):
+    """Units of so many positions that begin before `gap`, and how many whole ones lie between it and `gap_end`."""
+    before = (gap + UNIT - 1) // UNIT
+    return before, tl.maximum(gap_end // UNIT - before, 0)
+
+
+@triton.jit
+def without_gap(number, before, left_out):
+    """The number of a unit among those that are not left out."""
+    return number - tl.minimum(tl.maximum(number - before, 0), left_out)
+
+
+@triton.jit
+def with_gap(number, before, left_out):
+    """The number among all units of a unit that is not left out."""
+    return tl.where(number < before, number, number + left_out)
 
 
 @triton.jit
@@ -190,29 +248,33 @@ def load_rows(stored, rows, dims, is_loaded):
 
 
 @triton.jit
-def splits_seen(last, WORDS: tl.constexpr, SPLIT: tl.constexpr):
-    """No fewer splits than have keys that a query sees whose last position is `last`."""
-    return (last + _WORD * WORDS) // SPLIT + 1
-
-
-@triton.jit
 def tanh(value):
     """The hyperbolic tangent."""
     return 1.0 - 2.0 / (tl.exp(2.0 * value) + 1.0)
 
 
 @triton.jit
-def sees_keys(words, query, is_query, last, position, key, is_read, start, window, sinks, WORDS: tl.constexpr):
-    """Whether each query sees each key: the keys up to its last one, within the window, and those its words name."""
+def words_of(words, query, is_query, key, start, WORDS: tl.constexpr):
+    """For each query and key, the query's word that has the key's bit."""
+    number = (key[None, :] - start) // _WORD
+    is_in_words = (key[None, :] >= start) & (number < WORDS) & is_query[:, None]
+    return tl.load(words + query[:, None] * WORDS + number, mask=is_in_words, other=0)
+
+
+@triton.jit
+def sees_keys(word, last, position, key, start, window, sinks, WORDS: tl.constexpr):
+    """Whether each query sees each key: the keys up to its last one, within the window, and those its words name.
+
+    `word` is the only one of each query, or that of each query and key.
+    """
     sees = key[None, :] <= last[:, None]
     if window > 0:
         sees = sees & ((position[:, None] - key[None, :] < window) | (key[None, :] < sinks))
     if WORDS > 0:
         bit = key[None, :] - start
-        in_words = (bit >= 0) & (bit < _WORD * WORDS) & is_query[:, None]
-        word = tl.load(words + query[:, None] * WORDS + bit // _WORD, mask=in_words, other=0)
-        sees = sees | (in_words & (((word >> (bit % _WORD).to(tl.int64)) & 1) != 0))
-    return sees & is_read[None, :] & is_query[:, None]
+        is_set = (word >> (bit % _WORD).to(tl.int64)) & 1 != 0
+        sees = sees | ((bit >= 0) & (bit < _WORD * WORDS) & is_set)
+    return sees
 
 
 @triton.jit
@@ -225,33 +287,51 @@ def product(left, right, EXACT: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["query_count", "splits"])
-def join_splits(
-    sums, stats, output, tokens, lasts, query_count, splits, output_token, output_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """The softmax over the splits of one query and head that have keys which it sees. Padding becomes 0.
+@triton.jit
+def finished(most, total, result, sink_logits, head, is_query, HAS_SINKS: tl.constexpr):
+    """The sum of values divided by the sum of weights, to which a learned sink adds its own."""
+    if HAS_SINKS:
+        sink = tl.load(sink_logits + head, mask=is_query, other=0.0).to(tl.float32)
+        highest = tl.maximum(most, sink)
+        shrink = tl.exp(most - highest)
+        total = total * shrink + tl.exp(sink - highest)
+        result = result * shrink[:, None]
+    return result / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def is_last_program(arrived, split_count):
+    """Whether this is the last of the programs that share a tile of several splits. It sets the counter back to 0."""
+    is_last = False
+    if (split_count > 1) & (tl.program_id(2) < split_count):
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+        is_last = before == tl.minimum(split_count, tl.num_programs(2)) - 1
+        if is_last:
+            tl.store(arrived, 0)
+    return is_last
+
+
+@triton.jit
+def joined(sums, stats, entry, is_query, dims, split_count, splits, span, WIDTH: tl.constexpr):
+    """The softmax over the splits of a tile: the highest score, the sum of weights and the sum of values of each query.
 
     The splits are added one by one: the order of a sum over a tile of splits would depend on the step's longest row.
     """
-    query, head = tl.program_id(0), tl.program_id(1)
-    last = tl.load(lasts + query)
-    count = tl.where(last == _NO_QUERY, 0, tl.minimum(splits, splits_seen(last, WORDS, SPLIT)))
-    dims = tl.arange(0, WIDTH)
-    most = float("-inf")
-    for split in range(count):
-        most = tl.maximum(most, tl.load(stats + (split * query_count + query) * HEADS + head))
+    most = tl.where(is_query, float("-inf"), float("-inf"))
+    for number in range(split_count):
+        place = stats + number * span + entry
+        most = tl.maximum(most, tl.load(place, mask=is_query, other=float("-inf"), cache_modifier=".cg"))
     base = tl.where(most == float("-inf"), 0.0, most)
-    whole = 0.0
-    result = tl.zeros([WIDTH], tl.float32)
-    for split in range(count):
-        entry = (split * query_count + query) * HEADS + head
-        total = tl.load(stats + splits * query_count * HEADS + entry)
-        if total > 0.0:  # a split without keys has no sums
-            weight = tl.exp(tl.load(stats + entry) - base)
-            whole += total * weight
-            result += tl.load(sums + entry * WIDTH + dims) * weight
-    token = tl.load(tokens + query).to(tl.int64)
-    place = output + token * output_token + head * output_head + dims
-    result = result / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(place, result.to(output.dtype.element_ty), mask=dims < DIM)
+    total = tl.where(is_query, 0.0, 0.0)
+    result = tl.zeros([entry.shape[0], WIDTH], tl.float32)
+    for number in range(split_count):
+        at = number * span + entry
+        weight = tl.exp(tl.load(stats + at, mask=is_query, other=float("-inf"), cache_modifier=".cg") - base)
+        added = tl.load(stats + splits * span + at, mask=is_query, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            sums + at[:, None] * WIDTH + dims[None, :], mask=is_query[:, None], other=0.0, cache_modifier=".cg"
+        )
+        total += added * weight
+        result += values * weight[:, None]
+    return most, total, result

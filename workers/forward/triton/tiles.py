@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.kv.groups import AttentionWindow
+
 SPLIT_KEYS = 512
-"""Keys of one split. It depends on nothing, so the number of splits depends on a row's length alone."""
+"""Positions of one split. All rows are divided at the same positions, so a row's sums depend on the row alone."""
 NO_QUERY = -2
 """The last position of a query that is padding. A query that sees no stored token has -1."""
 _WIDE_ROWS, _MOST_NUMBERS = 64, 8192
@@ -22,6 +24,11 @@ def wide_tile(heads_per_kv: int, head_dim: int) -> int:
     """Queries of a tile of a prompt, a power of two."""
     group, width = (1 << (number - 1).bit_length() for number in (heads_per_kv, head_dim))
     return max(1, min(_WIDE_ROWS, _MOST_NUMBERS // width) // group)
+
+
+def most_splits(blocks: int, size: int, window: AttentionWindow) -> int:
+    """The most splits of a row that reads so many blocks of `size` tokens, which begin anywhere under a window."""
+    return -(-blocks * size // SPLIT_KEYS) + (0 if window.size is None else 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +52,10 @@ class Queries:
     """Queries of a tile, a power of two."""
     is_wide: bool
     """Whether these are the queries of prompts, in wide tiles."""
+    arrivals: torch.Tensor
+    """`[tiles x KV heads]`, 0: counts programs that have finished their splits, and is 0 again after each launch."""
     splits: int
-    """Splits of the row with the most keys; 1 computes all keys of a row in one."""
+    """The most splits that a row may have; a wide row has one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
