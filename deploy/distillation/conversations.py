@@ -25,8 +25,8 @@ _USER = "(what the user says)"
 """A placeholder for the user's message, to find where the chat template puts it."""
 _QUESTION_FLOOR = 0.05
 """Questions leave out tokens that are less probable than this share of the most probable one: mostly noise."""
-_LEAST_DOCUMENT, _DOCUMENTS = 120, 4096
-"""Least tokens of an answer that becomes a document, and most documents that are kept."""
+_LEAST_DOCUMENT, _DOCUMENTS, _NEW_DOCUMENTS = 120, 4096, 512
+"""Least tokens of an answer that becomes a document, most documents that are kept, and most new ones of a batch."""
 _CACHE_SHARE = 0.5
 """Share of the free memory of a device that keys and values of one batch may take."""
 
@@ -93,10 +93,13 @@ class BatchedTarget:
 
     def _answered(self, asked: Sequence[tuple[Task, Tokens]]) -> list[Answer]:
         written = self._write([prompt for _, prompt in asked], [task.temperature for task, _ in asked], 0.0)
-        for (task, _), answer in zip(asked, written, strict=True):
-            if len(answer) >= _LEAST_DOCUMENT and not task.held_out and not task.prompt.is_template:
-                self._documents.append((task.prompt.turns[0], self._tokenizer.decode(answer).strip()))
-        self._documents = self._documents[-_DOCUMENTS:]
+        long = (
+            (task.prompt.turns[0], answer)
+            for (task, _), answer in zip(asked, written, strict=True)
+            if len(answer) >= _LEAST_DOCUMENT and not task.held_out and not task.prompt.is_template
+        )
+        new = [(question, self._tokenizer.decode(answer).strip()) for question, answer in islice(long, _NEW_DOCUMENTS)]
+        self._documents = [*self._documents, *new][-_DOCUMENTS:]
         return [
             Answer(f"{task.key}:0", task.prompt.category, task.temperature, task.held_out, prompt, answer)
             for (task, prompt), answer in zip(asked, written, strict=True)

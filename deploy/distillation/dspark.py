@@ -30,7 +30,7 @@ _TREES = (7, 16, 32)
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
+    """The options of the command line. Raises `ConfigurationError` for one out of bounds."""
     parser = common_options("dspark", __doc__)
     add = parser.add_argument
     add("--slots", type=int, default=6, help="Tokens of a block, and most tokens of a draft.")
@@ -45,7 +45,14 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1.5e-3)
     add("--overlap", type=float, default=1.0, help="Weight of the common share of draft and target in the loss.")
     add("--goal-temperature", type=float, default=0.7, help="Temperature of the target's probabilities in the loss.")
-    return parser.parse_args(arguments)
+    parser.set_defaults(long_share=0.05)
+    chosen = parser.parse_args(arguments)
+    bounds = {"slots": (2, 256), "layers": (1, 64), "rank": (1, 4096), "batch_rows": (1, 4096)}
+    for name, (least, most) in (bounds | {"blocks": (1, chosen.max_length)}).items():
+        if not least <= (value := getattr(chosen, name)) <= most:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{option}: {value} is refused; it must be within {least} and {most}")
+    return chosen
 
 
 class Run(SingleProcess):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.core.errors import ConfigurationError
 from cluster.generation.text.chat_messages import Message
-from deploy.distillation import conversations
+from deploy.distillation import conversations, dspark
 from deploy.distillation.conversations import AnswerPlan, BatchedTarget
 from workers.distill.answers import Answer
 from workers.distill.prompts import Prompt, Task
@@ -85,3 +86,16 @@ def test_a_question_of_the_target_is_answered_without_its_system_message_in_ever
 
     question = ">" * MOST
     assert batches == [["<system>S<user>"] * 2, [f"<user>{question}", f"<system>S<user>{question}"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--slots", "1"), "--slots: 1 is refused; it must be within 2 and 256"),
+        (("--blocks", "90", "--max-length", "64"), "--blocks: 90 is refused; it must be within 1 and 64"),
+    ],
+)
+def test_an_option_out_of_bounds_is_refused_before_a_model_is_loaded(given: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        dspark.options(["--target", "none", "--prompts", "none", "--out", "none", *given])
+    assert str(refused.value) == message
