@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from cluster.core.config.target_section import TargetSection
@@ -213,6 +214,29 @@ def test_the_loss_has_the_gradient_of_its_definition() -> None:
     for one, wanted in zip(mine, torch.autograd.grad(loss, (vectors, second)), strict=True):
         torch.testing.assert_close(one, wanted)
     assert found.is_right.tolist() == (logits.argmax(dim=-1) == leading[:, 0]).tolist()
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, _: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.names.add(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+def test_a_step_reads_nothing_back_from_the_device(target: Any, texts: TextRows) -> None:
+    """Each of these operations waits for a GPU: a step of a few milliseconds would take many times as long."""
+    training = BlockTraining(target, random_module(target, texts), BlockPlan(rows=2, blocks=8, is_bfloat16=False))
+
+    with Calls() as calls:
+        training._step(texts, torch.arange(2), torch.Generator().manual_seed(0), ())
+
+    assert "aten.mm.default" in calls.names
+    assert not {name for name in calls.names if "_local_scalar_dense" in name or "nonzero" in name or "equal" in name}
 
 
 @pytest.mark.slow
