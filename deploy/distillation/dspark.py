@@ -82,13 +82,14 @@ class Run(SingleProcess):
         training = BlockTraining(self.target, module, plan)
 
         def report(state: State) -> None:
-            found = "; ".join(f"{name} {training.measure(each, _TREES)}" for name, each in measured.items())
-            self.tell(f"training {state}; {found}")
-            if self.is_due:
+            found = {name: training.measure(each, _TREES) for name, each in measured.items()}
+            self.tell(f"training {state}; {'; '.join(f'{name} {one}' for name, one in found.items())}")
+            if self.is_best({name: max(one.trees.values()) for name, one in found.items()}):
                 self._save(taps, module)
 
         training.run(rows, report, chosen.report_seconds)
-        self._save(taps, module)
+        if not self.is_kept:
+            self._save(taps, module)
 
     def _rows(self, answers: Sequence[Answer], taps: Sequence[int]) -> TextRows:
         chosen = self.options

@@ -88,14 +88,16 @@ class Run(SingleProcess):
         )
 
         def report(state: State) -> None:
-            found = ", ".join(f"{name} {_told(training.measure(each))}" for name, each in measured.items())
+            found = {name: training.measure(each) for name, each in measured.items()}
+            told = ", ".join(f"{name} {_told(one)}" for name, one in found.items())
             place = f"epoch {state.epoch}, step {state.step}"
-            self.tell(f"training {state.seconds:.0f} s: {place}, loss {state.loss:.4f}; {found}")
-            if self.is_due:
+            self.tell(f"training {state.seconds:.0f} s: {place}, loss {state.loss:.4f}; {told}")
+            if self.is_best({name: one.tokens_per_step for name, one in found.items()}):
                 self._save(card, head, rows)
 
         training.run(states, report, chosen.report_seconds)
-        self._save(card, head, rows)
+        if not self.is_kept:
+            self._save(card, head, rows)
 
     def _states(self, answers: Sequence[Answer], taps: Sequence[int]) -> TextStates:
         chosen = self.options

@@ -6,11 +6,12 @@ They need neither Ray nor a cluster.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -57,8 +58,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--held-out", type=int, default=48, help="Prompts of each file that are only measured on (a tenth at most).")
     add("--taps", default="", help="Hidden states that the draft reads. Unset: by the number of layers.")
     add("--decay", type=float, default=0.8, help="Weight of a depth relative to the one before.")
-    add("--report-seconds", type=float, default=20.0)
-    add("--save-seconds", type=float, default=60.0)
+    add("--report-seconds", type=float, default=20.0, help="Seconds between two measures; the best state is kept.")
     add("--file-bytes", type=int, default=15_000_000, help="Most bytes of one file of weights.")
     add("--seed", type=int, default=0)
     add("--notes", type=Path, help="A Markdown file to append to the model card.")
@@ -100,7 +100,8 @@ class SingleProcess(ABC):
         """`told` gets each line of the progress; unset: standard output. Raises `ModelLoadError`."""
         self.options = chosen
         self._told, self._lines = told or _print, list[str]()
-        self._began = self._saved = time.monotonic()
+        self._began = time.monotonic()
+        self._best = -math.inf
         self.device = torch.device(chosen.device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.device.type == "cuda":
@@ -148,16 +149,25 @@ class SingleProcess(ABC):
         chosen = self.options
         return lengthened(answers, chosen.long_share, chosen.max_length, chosen.seed)
 
+    def is_best(self, tokens_per_step: Mapping[str, float]) -> bool:
+        """Whether no state before drafted better, by the tokens per step on the texts of each name.
+
+        Texts that were held back decide, then those of `--evaluate`. Without any, the latest state is the best.
+        """
+        found = next(iter(tokens_per_step.values()), math.inf)
+        is_best = found >= self._best
+        self._best = max(self._best, found)
+        return is_best
+
     @property
-    def is_due(self) -> bool:
-        """Whether the draft is to be saved again."""
-        return time.monotonic() - self._saved >= float(self.options.save_seconds)
+    def is_kept(self) -> bool:
+        """Whether a state was the best one so far."""
+        return self._best > -math.inf
 
     def save(self, card: str, write: Callable[[Path], None]) -> None:
         """Write the checkpoint and its model card, in the place of an earlier one."""
         with replaced_directory(self.options.out, card, {}) as scratch:
             write(scratch)
-        self._saved = time.monotonic()
 
     def card(self, introduction: str, method: str) -> str:
         """The model card: what the draft is, how it was made, the command, and what was told."""

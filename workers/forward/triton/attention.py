@@ -130,13 +130,7 @@ def attend_tiles(
 ):  # fmt: skip
     """One tile of queries, one KV head and some splits of the keys: an online softmax over the row's blocks in each."""
     item, kv_head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(items + 3 * item)
-    first = tl.load(items + 3 * item + 1)
-    count = tl.load(items + 3 * item + 2)
-    index = tl.arange(0, TILE * GROUP_TILE)
-    query = first + index // GROUP_TILE
-    is_query = (index // GROUP_TILE < count) & (index % GROUP_TILE < GROUP)
-    head = kv_head * GROUP + index % GROUP_TILE
+    row, query, is_query, head = queries_of_tile(items + 3 * item, kv_head, GROUP, GROUP_TILE, TILE)
     token = tl.load(tokens + query, mask=is_query, other=0).to(tl.int64)
     last = tl.load(lasts + query, mask=is_query, other=_NO_QUERY)
     position = tl.load(positions + query, mask=is_query, other=0)
@@ -150,8 +144,7 @@ def attend_tiles(
     end = 1 + tl.max(tl.maximum(last, last_node(words, query, is_query, start, WORDS)), axis=0)
     # Between the blocks of the sinks and those of the window, blocks are left out: tiles of keys and splits without a
     # key are passed over, but all begin at the same positions in every step.
-    block_count = tl.maximum(tl.load(counts + row), 1)
-    left_out = tl.load(order + row * most_blocks + block_count - 1) + 1 - block_count
+    left_out = blocks_left_out(counts + row, order + row * most_blocks)
     gap = (sinks + SIZE - 1) // SIZE * SIZE
     gap_end = gap + left_out * SIZE
     tiles_before, tiles_out = left_out_between(gap, gap_end, KEY_TILE)
@@ -187,15 +180,10 @@ def attend_tiles(
             if WORDS > 1:
                 word = words_of(words, query, is_query, key, start, WORDS)
             sees = is_read[None, :] & sees_keys(word, last, position, key, start, window, sinks, WORDS)
-            scores = tl.where(sees, products, float("-inf"))
-            highest = tl.maximum(most, tl.max(scores, axis=1))
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-            weights = tl.exp(scores - base[:, None])
-            shrink = tl.exp(most - base)
+            weights, shrink, most = weighed(tl.where(sees, products, float("-inf")), most)
             total = total * shrink + tl.sum(weights, axis=1)
             value_tile = load_rows(values + kv_head * value_head, slot * value_slot, dims, is_loaded)
             result = result * shrink[:, None] + product(weights, value_tile, EXACT)
-            most = highest
         if split_count == 1:
             result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
             tl.store(output_place, result.to(output.dtype.element_ty), mask=is_written)
@@ -211,6 +199,15 @@ def attend_tiles(
 
 
 @triton.jit
+def queries_of_tile(item, kv_head, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr):
+    """The row of a tile, and for each row of its products the query, whether there is one, and the head."""
+    first, count = tl.load(item + 1), tl.load(item + 2)
+    index = tl.arange(0, TILE * GROUP_TILE)
+    is_query = (index // GROUP_TILE < count) & (index % GROUP_TILE < GROUP)
+    return tl.load(item), first + index // GROUP_TILE, is_query, kv_head * GROUP + index % GROUP_TILE
+
+
+@triton.jit
 def last_node(words, query, is_query, start, WORDS: tl.constexpr):
     """The position of the last node that each query sees, and -1 where it sees none."""
     bits = tl.arange(0, _WORD)
@@ -220,6 +217,13 @@ def last_node(words, query, is_query, start, WORDS: tl.constexpr):
         is_set = (word[:, None] >> bits[None, :].to(tl.int64)) & 1 != 0
         last = tl.maximum(last, tl.max(tl.where(is_set, start + number * _WORD + bits[None, :], -1), axis=1))
     return last
+
+
+@triton.jit
+def blocks_left_out(count, order):
+    """Blocks that a row does not read, between those of the sinks and those of its window."""
+    last = tl.maximum(tl.load(count), 1) - 1
+    return tl.load(order + last) - last
 
 
 @triton.jit
@@ -285,6 +289,14 @@ def product(left, right, EXACT: tl.constexpr):
     else:
         result = tl.dot(left.to(right.dtype), right)
     return result
+
+
+@triton.jit
+def weighed(scores, most):
+    """An online softmax's weights of new scores, the factor of the sums before, and the highest score so far."""
+    highest = tl.maximum(most, tl.max(scores, axis=1))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    return tl.exp(scores - base[:, None]), tl.exp(most - base), highest
 
 
 @triton.jit

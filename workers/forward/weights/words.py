@@ -99,9 +99,9 @@ class LaunchShape:
 def launch_shape(rows: int) -> LaunchShape:
     """The tiles for a number of rows. Tiles of 64 rows would use other instructions, which may round otherwise."""
     if rows <= 16:
-        return LaunchShape(16, 64, 2, 4, splits_apart=True)
+        return LaunchShape(16, 64, 4, 4, splits_apart=True)
     if rows <= _MOST_APART:
-        return LaunchShape(32, 64, 4, 3, splits_apart=True)
+        return LaunchShape(32, 128, 4, 3, splits_apart=True)
     return LaunchShape(32, 128, 8, 3, splits_apart=False)
 
 
