@@ -283,7 +283,7 @@ def test_a_long_load_says_how_far_it_is(
             tmp_path / "model",
             torch.float32,
             Share(0, 1),
-            lambda: next(seconds),
+            clock=lambda: next(seconds),
         )
     shares = [int(share) for share in re.findall(r"model: (\d+)% of its modules are read", caplog.text)]
     assert len(shares) > 2
