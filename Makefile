@@ -87,20 +87,17 @@ serve: $(WEIGHTS)  ## Start the cluster and keep it up (CONFIG=preset or file, A
 distill: $(WEIGHTS)  ## Make a draft model (ARGS='--prompts FILE --layers 0,1,29 --minutes 60 --out DIRECTORY')
 	$(BIN)/pilotfish distill --config $(CONFIG) $(ARGS)
 
-# Small tests run in two processes with one thread each. Tests with Ray or real weights run one at a time, beside the small
-# ones: both wait often, and leave a fifth to a half of two cores idle. What the second ones write is shown at the end.
-BOTH = shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT; \
-	$(MAKE) --no-print-directory -j 2 $(1) beside SECOND=$(2) SHOWN="$$shown"; status=$$?; cat "$$shown"; exit $$status
-
+# Small tests run in two processes with one thread each. Tests with Ray or real weights run one at a time. The one of
+# `make test` runs beside the small ones, for a whole cluster waits often; what it writes is shown at the end.
 test: $(WEIGHTS)  ## Run the fast tests, and one path through everything real (ARGS goes to pytest)
-	@$(call BOTH,fast,essential)
+	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT; \
+	$(MAKE) --no-print-directory -j 2 fast beside SHOWN="$$shown"; status=$$?; cat "$$shown"; exit $$status
 
-test-all: $(TEST_WEIGHTS)  ## Run the tests that `make test` leaves out (ARGS goes to pytest)
-	@$(call BOTH,slow,whole)
+test-all: $(TEST_WEIGHTS) slow whole  ## Run the tests that `make test` leaves out (ARGS goes to pytest)
 
 .PHONY: beside
 beside:
-	@$(MAKE) --no-print-directory $(SECOND) >$(SHOWN) 2>&1
+	@$(MAKE) --no-print-directory essential >$(SHOWN) 2>&1
 
 .PHONY: fast
 fast: $(INSTALLED)
