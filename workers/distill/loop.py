@@ -24,6 +24,7 @@ from workers.distill.budget import StepTimes
 from workers.distill.checkpoints import Progress, load_checkpoint, save_checkpoint
 from workers.distill.divergence import divergence_named
 from workers.distill.examples import batches_of_epoch
+from workers.distill.learning_rate import learning_rate
 from workers.distill.options import DistillOptions
 
 Clock = Callable[[], float]
@@ -296,7 +297,7 @@ class TrainingLoop:
         plan, learner = self._plan, self._learner
         for optimizer in learner.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(plan, done) * group.get("scale", 1.0)
+                group["lr"] = learning_rate(plan.learning_rate, plan.warm_up, done) * group.get("scale", 1.0)
         loss, positions = learner.loss([self._answers[index] for index in indices], number)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(learner.parameters.values(), plan.gradient_norm)
@@ -352,11 +353,3 @@ def _signals_between_steps() -> Iterator[Callable[[], bool]]:
         yield lambda: noted
     finally:
         restore()
-
-
-def learning_rate(plan: TrainingPlan, done: float) -> float:
-    """The learning rate at the finished share `done`: a linear rise, then a cosine to 0 (Loshchilov & Hutter 2017)."""
-    if done < plan.warm_up:
-        return plan.learning_rate * max(done / plan.warm_up, 0.01)
-    share = min(1.0, (done - plan.warm_up) / max(1e-9, 1 - plan.warm_up))
-    return plan.learning_rate * 0.5 * (1 + math.cos(math.pi * share))

@@ -18,6 +18,7 @@ from workers.distill.dspark.loss import SlotGoals, head_loss
 from workers.distill.dspark.measure import Measured, measure
 from workers.distill.dspark.module import FIRST, SECOND, SparkModule
 from workers.distill.dspark.rows import TextRows
+from workers.distill.learning_rate import learning_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class BlockTraining:
                 break
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate(plan.learning_rate, plan.warm_up, done)
+                    group["lr"] = learning_rate(plan.learning_rate, plan.warm_up, done)
             found.append(self._step(texts, rows, generator, optimizers))
             step += 1
             if clock() - reported >= report_seconds:
@@ -171,14 +172,6 @@ class BlockTraining:
             inner, lr=plan.learning_rate, weight_decay=plan.weight_decay, ns_steps=4, adjust_lr_fn="match_rms_adamw"
         )
         return muon, adam
-
-
-def rate(highest: float, warm_up: float, done: float) -> float:
-    """The learning rate at the finished share `done`: a linear rise, then a cosine to 0 (Loshchilov & Hutter 2017)."""
-    if done < warm_up:
-        return highest * max(done / warm_up, 0.01)
-    share = min(1.0, (done - warm_up) / max(1e-9, 1 - warm_up))
-    return highest * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def _batches(texts: TextRows, plan: BlockPlan, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:

@@ -16,6 +16,7 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.rollout import roll_out
 from workers.distill.eagle3.states import TextBatch, TextStates, target_probabilities
+from workers.distill.learning_rate import learning_rate
 
 _MULTIPLE = 64
 """Batches on a GPU have lengths that are multiples of this: few shapes, and none that a kernel copies to align it."""
@@ -98,7 +99,7 @@ class RollOutTraining:
                 break
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = _rate(plan, done)
+                    group["lr"] = learning_rate(plan.learning_rate, plan.warm_up, done)
             losses.append(self._step(texts.batch(rows, multiple), optimizers))
             step += 1
             if clock() - reported >= report_seconds:
@@ -222,14 +223,6 @@ def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> 
                 batches.append([])
             batches[-1].append(row)
     return batches
-
-
-def _rate(plan: RollOutPlan, done: float) -> float:
-    """The learning rate at the finished share `done`: a linear rise, then a cosine to 0 (Loshchilov & Hutter 2017)."""
-    if done < plan.warm_up:
-        return plan.learning_rate * max(done / plan.warm_up, 0.01)
-    share = min(1.0, (done - plan.warm_up) / max(1e-9, 1 - plan.warm_up))
-    return plan.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def _state(step: int, seconds: float, losses: Sequence[Tensor], epoch: int) -> State:
