@@ -20,7 +20,8 @@ from workers.distill.answers import Answer, Leading
 from workers.distill.chart import loss_curve
 from workers.distill.checkpoints import Progress
 from workers.distill.examples import batches_of_epoch, make_batch
-from workers.distill.loop import TrainingPlan, learning_rate
+from workers.distill.learning_rate import learning_rate
+from workers.distill.loop import TrainingPlan
 from workers.distill.student import Student, StudentPlan, make_student
 from workers.distill.target_model import load_target
 from workers.distill.train import Training, on_policy
@@ -291,9 +292,8 @@ def test_agreement_is_counted_by_category(target: PreTrainedModel, answers: tupl
 
 
 def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
-    training_plan = plan(learning_rate=1.0, warm_up=0.1)
 
-    rates = [learning_rate(training_plan, done / 100) for done in range(101)]
+    rates = [learning_rate(1.0, 0.1, done / 100) for done in range(101)]
 
     assert rates[:11] == sorted(rates[:11])
     assert rates[10] == pytest.approx(1.0)
