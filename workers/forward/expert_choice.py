@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with which weights, from the logits of a mixture's router.
+"""Chooses the experts of each token, and their weights, from the logits of a mixture's router.
 
 `ExpertChoice.of` is what the kernel that chooses in one launch is compared with.
 """

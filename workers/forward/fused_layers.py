@@ -30,7 +30,7 @@ class _Family:
     """What distinguishes the layers of a family from Llama's, biases and norms of heads apart."""
 
     module: str
-    """Of `transformers`."""
+    """The name of the family's module in `transformers`."""
     mixture: str = ""
     """Class of the feed-forward network that is a mixture, without the family's prefix."""
     router: str = "gate"

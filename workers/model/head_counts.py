@@ -1,4 +1,7 @@
-"""Which numbers of ranks can divide the heads of a model. It imports nothing, so that commands can check it at once."""
+"""Checks whether a number of ranks can divide the heads of a model.
+
+The module imports nothing, so that commands can check it at once.
+"""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ class Exactness:
 
     equal: int = 0
     explained: int = 0
-    """They differ first where the target's logits of both tokens are closer than rounding may change them."""
+    """Answers that differ first where the target's logits of both tokens are closer than rounding may change them."""
     wrong: int = 0
     not_compared: int = 0
-    """They come from other random numbers, or a side has no token ids."""
+    """Answers that come from other random numbers, or of which a side has no token ids."""
     largest_gap: float = 0.0
     """Largest difference of logits among the explained and the wrong answers, where it is known."""
 

@@ -53,7 +53,7 @@ def test_json_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_ranks_span_nodes_where_a_setting_lets_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As few nodes as possible, and all GPUs count."""
+    """The plan takes as few nodes as possible and counts the GPUs of all."""
     found = planned(monkeypatch, capsys, "--node", "3*cpus=32,gpus=3", "--set", "target.span_nodes=true")
     ranks = [process for process in found["processes"] if process["role"] == "target"]
     assert [rank["node"] for rank in ranks] == ["node 1"] * 3 + ["node 2"] + ["node 3"] * 3 + ["node 2"]

@@ -292,7 +292,6 @@ def test_agreement_is_counted_by_category(target: PreTrainedModel, answers: tupl
 
 
 def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
-
     rates = [learning_rate(1.0, 0.1, done / 100) for done in range(101)]
 
     assert rates[:11] == sorted(rates[:11])

@@ -75,7 +75,7 @@ def mxfp4_matrices(values: torch.Tensor, exponents: torch.Tensor, biases: torch.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Which rows an expert multiplies. int32, on the device."""
+    """The rows that each expert multiplies. int32 tensors on the device."""
 
     order: torch.Tensor
     """`[rows]`: the place in `[tokens, experts of a token]` of each row; experts in order."""

@@ -133,7 +133,7 @@ class Storage(Protocol):
         ...
 
     def to(self, device: torch.device) -> Self:
-        """The same matrix on a device: this very value if it is there."""
+        """The matrix on a device; the same object if it is there already."""
         ...
 
     def dequantized(self) -> torch.Tensor:
