@@ -20,6 +20,8 @@ Resolve = Callable[[], Awaitable[str]]
 SHORT_CALL_SECONDS = 10.0
 """Timeout of calls that compute nothing, in seconds."""
 _RESOLVE_SECONDS = 10.0
+_LONGEST_CALL_SECONDS = 86_400.0
+"""How long the calls on the channel of a lost server may still run, in seconds."""
 
 
 class Connection:
@@ -39,6 +41,7 @@ class Connection:
         self.metadata = access.metadata()
         """The metadata that every call must have."""
         self._channel: grpc.aio.Channel | None = None
+        self._closing: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     async def channel(self) -> grpc.aio.Channel:
         """Return the channel; open it if necessary. Raises `unavailable` if the address cannot be resolved."""
@@ -58,14 +61,19 @@ class Connection:
         return self._channel
 
     def failed(self, error: grpc.aio.AioRpcError) -> PilotfishError:
-        """Return the error to raise for a failed call, and drop the channel if the server was lost.
+        """Return the error to raise for a failed call. If the server was lost, the next call opens another channel.
 
         A server that refuses the token is lost, too: another cluster may have its port now.
 
-        The channel is not closed, because other calls may still run on it. It ends with the last of them.
+        The old channel is closed after the last call on it, because other calls may still run.
         """
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED):
-            self._channel = None
+            channel, self._channel = self._channel, None
+            if channel is not None:
+                closing = asyncio.create_task(channel.close(_LONGEST_CALL_SECONDS), name="close channel")
+                self._closing[closing] = channel
+                closing.add_done_callback(self._closing.pop)
+        _drop_frames(error)
         return from_rpc_error(error, self._unavailable)
 
     def checked(self, answer: Any) -> Any:
@@ -75,7 +83,20 @@ class Connection:
         return answer
 
     async def close(self) -> None:
-        """Close the channel. The next call opens another."""
+        """Close all channels, and end the calls on them. The next call opens another."""
         channel, self._channel = self._channel, None
-        if channel is not None:
+        channels = [*self._closing.values(), *([] if channel is None else [channel])]
+        for closing in self._closing:
+            closing.cancel()
+        for channel in channels:
             await channel.close()
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Remove the tracebacks of an error and of those before it.
+
+    Their frames hold the failed call, and the call holds its connection open until the error is collected.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -145,6 +145,7 @@ class _Stream:
             self._lose(error)
         finally:
             self._stream.cancel()
+            self._stream = None  # errors hold this object for a while, and the call would hold its connection
 
     def _apply(self, event: coordinator_pb2.CallEvent) -> None:
         call = self._calls.get(event.call)

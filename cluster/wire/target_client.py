@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from cluster.core.config.cluster_section import LEASE_SECONDS
-from cluster.core.errors import DeadlineExceeded, InvalidRequest, TargetUnavailable
+from cluster.core.errors import InvalidRequest, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 from cluster.wire.codec.opening import decode_open_result, encode_open_rows
@@ -86,7 +86,6 @@ class GrpcTarget:
             answer = await method(request, timeout=timeout_seconds, metadata=self._connection.metadata)
             return self._connection.checked(answer)
         except grpc.aio.AioRpcError as error:
-            raised = self._connection.failed(error)
-            if isinstance(raised, DeadlineExceeded):
-                raised = TargetUnavailable(f"no answer within {timeout_seconds} s")
-            raise raised from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TargetUnavailable(f"no answer within {timeout_seconds} s") from error
+            raise self._connection.failed(error) from error

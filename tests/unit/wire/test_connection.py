@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from random import Random
 
+import psutil
 import pytest
 
 from cluster.core.errors import (
     DrafterUnavailable,
+    NotReady,
     PilotfishError,
     TargetUnavailable,
 )
 from cluster.wire.channel import open_channel
 from cluster.wire.connection import Resolve
+from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
-from tests.support.fakes.wire_servers import BATCH, HOST, INFO, RESULT, ROWS, TIMEOUT_SECONDS, ScriptedServer
+from deploy.coordinator_server import fixed_address
+from tests.support.clusters.faulty_link import FaultyLink
+from tests.support.fakes.wire_servers import (
+    BATCH,
+    HOST,
+    INFO,
+    OPENS,
+    RESULT,
+    ROWS,
+    TIMEOUT_SECONDS,
+    ScriptedServer,
+    words,
+)
 from tests.support.fakes.wire_servers import channel as channel
 from tests.support.fakes.wire_servers import client as client
 from tests.support.fakes.wire_servers import drafter as drafter
@@ -63,6 +80,68 @@ async def test_a_server_that_moved_to_another_port_is_found_there(
     assert again == first
     assert scripted.resolved == 2
     await client.close()
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+async def test_a_channel_of_a_lost_server_is_closed_after_its_last_call(
+    scripted: ScriptedServer, target: GrpcTarget
+) -> None:
+    scripted.target.hold.clear()
+    running = asyncio.create_task(target.step(BATCH))
+    await scripted.target.requested.wait()
+    scripted.target.failure = TargetUnavailable("the worker has gone")
+    for _ in range(8):
+        with pytest.raises(TargetUnavailable):
+            await target.open(OPENS)
+    await _until_connections(scripted.port, 1)  # the step alone is left
+    scripted.target.failure = None
+    scripted.target.hold.set()
+    assert await running == RESULT
+    assert await target.step(BATCH) == RESULT
+    await _until_connections(scripted.port, 1)
+    scripted.target.failure = TargetUnavailable("the worker has gone")
+    with pytest.raises(TargetUnavailable):
+        await target.step(BATCH)
+    await target.close()
+    await _until_connections(scripted.port, 0)
+
+
+@pytest.mark.usefixtures("_no_collector")
+async def test_kept_errors_of_a_refused_stream_keep_no_connection(scripted: ScriptedServer) -> None:
+    async def nowhere() -> str:
+        raise ConnectionError("no process serves")
+
+    link = FaultyLink(nowhere, Random(1))
+    address = await link.start()
+    client = CoordinatorClient(fixed_address(address))
+    errors = []
+    for _ in range(8):
+        with pytest.raises(NotReady, match="no process serves") as caught:
+            await words(client)
+        errors.append(caught.value)
+    await _until_connections(int(address.rpartition(":")[2]), 0)
+    await client.close()
+    await link.stop()
+    assert len(errors) == 8
+
+
+async def _until_connections(port: int, number: int) -> None:
+    """Wait until this process has `number` connections to a port. Raises `TimeoutError`."""
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while _connections(port) != number:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.02)
+
+
+def _connections(port: int) -> int:
+    peers = [one.raddr for one in psutil.Process().net_connections() if one.raddr]
+    return sum(peer.port == port for peer in peers)
 
 
 async def test_an_absent_server_is_unavailable_at_once() -> None:
