@@ -18,15 +18,10 @@ from deploy.distillation.single_process import SingleProcess, Texts, common_opti
 from workers.distill.answers import Answer
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
-from workers.distill.dspark.training import BlockPlan, BlockTraining, State
+from workers.distill.dspark.training import BlockPlan, BlockTraining
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.speculators import write_dspark
 from workers.model.public_shapes import MarkovShape, MaskedBlockShape
-
-_STATE_TOKENS = 65536
-"""Tokens of one pass of the target that computes hidden states on a GPU, padding included."""
-_TREES = (7, 16, 32)
-"""Nodes of the trees that are measured."""
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,28 +63,9 @@ class Run(SingleProcess):
         rows = self._rows(self.lengthened(texts.train), taps)
         measured = {name: self._rows(answers, taps) for name, answers in texts.measured.items()}
         module = self._module(taps, rows.tap_scale())
-        plan = BlockPlan(
-            self.training_seconds(),
-            chosen.steps,
-            rows=chosen.batch_rows,
-            blocks=chosen.blocks,
-            decay=chosen.decay,
-            overlap=chosen.overlap,
-            learning_rate=chosen.learning_rate,
-            is_bfloat16=self.device.type == "cuda",
-            seed=chosen.seed,
-        )
+        plan = BlockPlan(**self.plan_values(), rows=chosen.batch_rows, blocks=chosen.blocks, overlap=chosen.overlap)
         training = BlockTraining(self.target, module, plan)
-
-        def report(state: State) -> None:
-            found = {name: training.measure(each, _TREES) for name, each in measured.items()}
-            self.tell(f"training {state}; {'; '.join(f'{name} {one}' for name, one in found.items())}")
-            if self.is_best({name: max(one.trees.values()) for name, one in found.items()}):
-                self._save(taps, module)
-
-        training.run(rows, report, chosen.report_seconds)
-        if not self.is_kept:
-            self._save(taps, module)
+        self.fit(training, rows, measured, lambda: self._save(taps, module))
 
     def _rows(self, answers: Sequence[Answer], taps: Sequence[int]) -> TextRows:
         chosen = self.options

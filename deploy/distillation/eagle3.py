@@ -17,7 +17,7 @@ from deploy.distillation.single_process import SingleProcess, Texts, common_opti
 from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.states import TextStates
-from workers.distill.eagle3.training import Measured, RollOutPlan, RollOutTraining, State
+from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
 from workers.distill.vocabulary import frequent_tokens
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.speculators import write_eagle3
@@ -70,16 +70,7 @@ class Run(SingleProcess):
         states = self._states(self.lengthened(texts.train), taps)
         measured = {name: self._states(answers, taps) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)
-        plan = RollOutPlan(
-            self.training_seconds(),
-            chosen.steps,
-            depths=chosen.depths,
-            decay=chosen.decay,
-            learning_rate=chosen.learning_rate,
-            batch_tokens=chosen.batch_tokens,
-            is_bfloat16=self.device.type == "cuda",
-            seed=chosen.seed,
-        )
+        plan = RollOutPlan(**self.plan_values(), depths=chosen.depths, batch_tokens=chosen.batch_tokens)
         rows = torch.tensor(vocabulary, device=self.device)
         training = RollOutTraining(self.target, head, rows, plan)
         name = chosen.name or self.directory.name
@@ -87,17 +78,7 @@ class Run(SingleProcess):
             name, size, int(self.config.hidden_size), (), len(vocabulary), kind="eagle", taps=taps, shape=head.shape
         )
 
-        def report(state: State) -> None:
-            found = {name: training.measure(each) for name, each in measured.items()}
-            told = ", ".join(f"{name} {_told(one)}" for name, one in found.items())
-            place = f"epoch {state.epoch}, step {state.step}"
-            self.tell(f"training {state.seconds:.0f} s: {place}, loss {state.loss:.4f}; {told}")
-            if self.is_best({name: one.tokens_per_step for name, one in found.items()}):
-                self._save(card, head, rows)
-
-        training.run(states, report, chosen.report_seconds)
-        if not self.is_kept:
-            self._save(card, head, rows)
+        self.fit(training, states, measured, lambda: self._save(card, head, rows))
 
     def _states(self, answers: Sequence[Answer], taps: Sequence[int]) -> TextStates:
         chosen = self.options
@@ -146,11 +127,6 @@ of {chosen.depths} steps. `slots` are the shares of right tokens after right one
                 file_bytes=chosen.file_bytes,
             ),
         )
-
-
-def _told(found: Measured) -> str:
-    slots = " ".join(f"{share:.1%}" for share in found.slots)
-    return f"{found.tokens_per_step:.3f} tokens per step (slots {slots})"
 
 
 def main() -> int:

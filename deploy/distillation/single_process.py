@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from transformers import AutoConfig
@@ -24,12 +24,16 @@ from cluster.core.errors import ConfigurationError, PilotfishError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.distillation.conversations import AnswerPlan, BatchedTarget
 from workers.distill.answers import Answer, AnswerFile, read_answers
+from workers.distill.device_training import DeviceTraining, State
 from workers.distill.eagle3.states import lengthened
 from workers.distill.output import replaced_directory
 from workers.distill.prompts import evaluation_tasks, read_prompts, schedule
 from workers.distill.target_model import load_target
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
+
+States = TypeVar("States")
+"""Texts with the hidden states that a training reads."""
 
 
 def common_options(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -101,7 +105,6 @@ class SingleProcess(ABC):
         self.options = chosen
         self._told, self._lines = told or _print, list[str]()
         self._began = time.monotonic()
-        self._best = -math.inf
         self.device = torch.device(chosen.device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.device.type == "cuda":
@@ -149,20 +152,44 @@ class SingleProcess(ABC):
         chosen = self.options
         return lengthened(answers, chosen.long_share, chosen.max_length, chosen.seed)
 
-    def is_best(self, tokens_per_step: Mapping[str, float]) -> bool:
-        """Whether no state before drafted better, by the tokens per step on the texts of each name.
+    def plan_values(self) -> dict[str, Any]:
+        """What the options say of a plan of any kind."""
+        chosen = self.options
+        return {
+            "seconds": self.training_seconds(),
+            "steps": chosen.steps,
+            "decay": chosen.decay,
+            "learning_rate": chosen.learning_rate,
+            "is_bfloat16": self.device.type == "cuda",
+            "seed": chosen.seed,
+        }
 
-        Texts that were held back decide, then those of `--evaluate`. Without any, the latest state is the best.
+    def fit(
+        self,
+        training: DeviceTraining[Any, States, Any],
+        texts: States,
+        measured: Mapping[str, States],
+        save: Callable[[], None],
+    ) -> None:
+        """Train, and save what is measured to draft no worse than every state before.
+
+        The first of the `measured` texts decide: those that were held back, then those of `--evaluate`. Without any,
+        the latest state is saved.
         """
-        found = next(iter(tokens_per_step.values()), math.inf)
-        is_best = found >= self._best
-        self._best = max(self._best, found)
-        return is_best
+        best = -math.inf
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether a state was the best one so far."""
-        return self._best > -math.inf
+        def report(state: State) -> None:
+            nonlocal best
+            found = {name: training.measure(each) for name, each in measured.items()}
+            self.tell(f"training {state}; {'; '.join(f'{name} {one}' for name, one in found.items())}")
+            reached = next((one.tokens_per_step for one in found.values()), math.inf)
+            if reached >= best:
+                best = reached
+                save()
+
+        training.run(texts, report, self.options.report_seconds)
+        if best == -math.inf:
+            save()
 
     def save(self, card: str, write: Callable[[Path], None]) -> None:
         """Write the checkpoint and its model card, in the place of an earlier one."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from workers.distill.device_training import Measured
 from workers.distill.dspark.module import SECOND, SparkModule
 from workers.distill.dspark.rows import TextRows
 
@@ -16,30 +16,14 @@ _PARENTS, _SIBLINGS = 4, 8
 _LEAST = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """How well a drafter drafts texts that it was not trained on."""
-
-    slots: tuple[float, ...]
-    """For each depth, the share of tokens that are right after right ones, in greedy chains from all anchors."""
-    chain: float
-    """Tokens per step with greedy chains of all depths, where each step begins after the one before."""
-    trees: dict[int, float]
-    """Tokens per step with trees of so many nodes, the same way."""
-
-    def __str__(self) -> str:
-        slots = " ".join(f"{share:.1%}" for share in self.slots)
-        trees = "".join(f", {found:.3f} with {size} nodes" for size, found in self.trees.items())
-        return f"{self.chain:.3f} tokens per step in a chain (slots {slots}){trees}"
-
-
 @torch.no_grad()
 def measure(
     module: SparkModule, head: Tensor, texts: TextRows, sizes: Sequence[int], *, rows: int, blocks: int
 ) -> Measured:
     """Measure on texts of greedy answers, so many rows and blocks of a row at once.
 
-    `head` [vocabulary, hidden size] is the target's. `sizes` are numbers of nodes of trees.
+    `head` [vocabulary, hidden size] is the target's. `sizes` are numbers of nodes of trees. Each step begins after the
+    one before; shares of right tokens are those of all anchors.
     """
     slots = module.shape.slots
     places: list[tuple[int, int]] = []

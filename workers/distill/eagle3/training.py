@@ -1,11 +1,9 @@
-"""Trains an EAGLE-3 head by its own roll-outs over texts whose hidden states are on the device."""
+"""Trains an EAGLE-3 head by its own roll-outs over texts."""
 
 from __future__ import annotations
 
-import math
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cluster.core.errors import ConfigurationError
+from workers.distill.device_training import DevicePlan, DeviceTraining, Measured
 from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.rollout import roll_out
 from workers.distill.eagle3.states import TextBatch, TextStates, target_probabilities
-from workers.distill.learning_rate import learning_rate
 
 _MULTIPLE = 64
 """Batches on a GPU have lengths that are multiples of this: few shapes, and none that a kernel copies to align it."""
@@ -24,99 +22,32 @@ _NEIGHBOURS = 32
 """Shuffled texts are sorted by length within this many batches. This saves padding and keeps the order random."""
 
 
-@dataclass(frozen=True, slots=True)
-class RollOutPlan:
-    """Settings of a training. It ends after `steps`, or after `seconds` where `steps` is `None`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollOutPlan(DevicePlan):
+    """Settings of a training by roll-outs."""
 
-    seconds: float = 0.0
-    steps: int | None = None
     depths: int = 5
     """Steps of a roll-out."""
-    decay: float = 0.8
-    """Weight of a depth relative to the depth before."""
-    learning_rate: float = 1e-3
-    warm_up: float = 0.03
-    """Share of the training in which the learning rate rises."""
-    weight_decay: float = 0.01
-    gradient_norm: float = 1.0
     batch_tokens: int = 16384
     """Tokens of a batch, padding included."""
-    is_bfloat16: bool = True
-    """Whether matrices are multiplied in bfloat16. Parameters are float32."""
-    seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """How well a head drafts texts that it was not trained on."""
-
-    slots: tuple[float, ...]
-    """For each depth, the share of tokens that are right after right ones."""
-    tokens_per_step: float
-    """The tokens that one step of the target adds with a greedy chain of all depths."""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """The state of a training."""
-
-    step: int
-    seconds: float
-    loss: float
-    """The mean loss since the last state."""
-    epoch: int
-
-
-Report = Callable[[State], None]
-
-
-class RollOutTraining:
+class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
     """Trains one head for a target."""
+
+    _plan: RollOutPlan
 
     def __init__(self, target: Any, head: Eagle3Head, vocabulary: Tensor, plan: RollOutPlan) -> None:
         """`vocabulary` [draft vocabulary] are the tokens of the rows of the head, ascending."""
-        self._target, self._head, self._plan = target, head, plan
+        super().__init__(target, head, plan)
         self._vocabulary = vocabulary
         self._embedding = target.get_input_embeddings().weight
-
-    def run(
-        self, texts: TextStates, report: Report, report_seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> State:
-        """Train. `report` is called each `report_seconds`, and at the end.
-
-        Raises `ConfigurationError` without a text to learn from, and `FloatingPointError` if the loss is not finite.
-        """
-        plan, head = self._plan, self._head
-        optimizers = self._optimizers()
-        began = reported = clock()
-        state, losses = State(0, 0.0, math.nan, 0), list[Tensor]()
-        step, multiple = 0, _MULTIPLE if self._embedding.is_cuda else 1
-        head.train()
-        for epoch, rows in self._batches(texts):
-            seconds = clock() - began
-            done = step / plan.steps if plan.steps is not None else seconds / max(1e-9, plan.seconds)
-            if done >= 1:
-                break
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(plan.learning_rate, plan.warm_up, done)
-            losses.append(self._step(texts.batch(rows, multiple), optimizers))
-            step += 1
-            if clock() - reported >= report_seconds:
-                reported = clock()
-                state = _state(step, reported - began, losses, epoch)
-                report(state)
-                losses.clear()
-        if losses:
-            state = _state(step, clock() - began, losses, epoch)
-            report(state)
-        return state
 
     @torch.no_grad()
     def measure(self, texts: TextStates) -> Measured:
         """Measure on texts of greedy answers."""
-        plan, head = self._plan, self._head
-        head.eval()
+        plan, module = self._plan, self._module
+        module.eval()
         right, known = torch.zeros(plan.depths), torch.zeros(plan.depths)
         paths = accepted = 0.0
         for rows in _grouped(texts.learnable, texts.lengths, plan.batch_tokens):
@@ -135,12 +66,12 @@ class RollOutTraining:
                 still = counted & is_right[:, depth:]
                 accepted += float(still.sum())
             paths += float(starts.sum())
-        head.train()
+        module.train()
         slots = tuple((right / known.clamp(min=1)).tolist())
         return Measured(slots, 1 + accepted / max(1.0, paths))
 
-    def _step(self, batch: TextBatch, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
-        plan, head = self._plan, self._head
+    def _losses(self, _: TextStates, batch: TextBatch) -> tuple[Tensor, Tensor]:
+        plan = self._plan
         # These are found on the CPU, so that no step waits for the device.
         drafted = [self._drafted(batch, depth).flatten().nonzero().flatten() for depth in range(plan.depths)]
         first = torch.full((batch.tokens.shape[0] * (batch.tokens.shape[1] - 2),), -1)
@@ -157,34 +88,25 @@ class RollOutTraining:
                 loss = loss + plan.decay**depth * torch.nn.functional.cross_entropy(logits, goal)
                 weights += plan.decay**depth
         loss = loss / weights
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(head.parameters(), plan.gradient_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss, loss.reshape(1)
 
     def _outputs(self, batch: TextBatch) -> list[Tensor]:
         """The outputs of each depth at all positions of a batch but the last one."""
         following = self._embedding[batch.tokens[:, 1:]].float()
         with self._autocast():
-            return roll_out(self._head, batch.taps[:, :-1], following, self._plan.depths)
+            return roll_out(self._module, batch.taps[:, :-1], following, self._plan.depths)
 
     def _logits(self, outputs: Tensor) -> Tensor:
         with self._autocast():
-            return self._head.logits(outputs)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._embedding.device.type, torch.bfloat16, enabled=self._plan.is_bfloat16)
+            return self._module.logits(outputs)
 
     def _drafted(self, batch: TextBatch, depth: int) -> Tensor:
         """Positions [rows, length - 2] whose output of this depth predicts a token of the answer, on the CPU."""
         places = torch.arange(batch.tokens.shape[1] - 2)
         return (places >= batch.first.unsqueeze(1) + depth) & (places < batch.lengths.unsqueeze(1) - 2)
 
-    def _batches(self, texts: TextStates) -> Iterator[tuple[int, list[int]]]:
-        """Epochs and the texts of each batch, without end. Raises `ConfigurationError` without a text."""
-        usable = texts.learnable
+    def _batches(self, texts: TextStates) -> Iterator[tuple[int, TextBatch]]:
+        usable, multiple = texts.learnable, _MULTIPLE if self._device.type == "cuda" else 1
         if not usable:
             raise ConfigurationError("texts: needed an answer of two tokens within the longest length, found none")
         epoch = 0
@@ -193,22 +115,18 @@ class RollOutTraining:
             order = draw.sample(usable, len(usable))
             batches = _grouped(order, texts.lengths, self._plan.batch_tokens)
             draw.shuffle(batches)
-            yield from ((epoch, batch) for batch in batches)
+            yield from ((epoch, texts.batch(batch, multiple)) for batch in batches)
             epoch += 1
 
     def _optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Muon (Jordan et al. 2024) for the matrices of the layer, AdamW for vectors and the output matrix."""
+        """Muon for the matrices of the layer, AdamW for vectors and the output matrix."""
         plan = self._plan
-        named = dict(self._head.named_parameters())
+        named = dict(self._module.named_parameters())
         head = [named.pop(LM_HEAD)]
         inner = [value for value in named.values() if value.dim() == 2]
         vectors = [value for value in named.values() if value.dim() == 1]
-        rate = plan.learning_rate
         groups = [{"params": vectors, "weight_decay": 0.0}, {"params": head, "weight_decay": plan.weight_decay}]
-        muon = torch.optim.Muon(
-            inner, lr=rate, weight_decay=plan.weight_decay, ns_steps=4, adjust_lr_fn="match_rms_adamw"
-        )
-        return muon, torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
+        return self._muon(inner), torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
 
 
 def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
@@ -223,10 +141,3 @@ def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> 
                 batches.append([])
             batches[-1].append(row)
     return batches
-
-
-def _state(step: int, seconds: float, losses: Sequence[Tensor], epoch: int) -> State:
-    loss = float(torch.stack(list(losses)).mean())
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss before step {step} is {loss}")
-    return State(step, seconds, loss, epoch)

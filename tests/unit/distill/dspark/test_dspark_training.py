@@ -15,13 +15,12 @@ from transformers import PreTrainedModel
 from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from tests.support.models import tiny
+from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.dspark.loss import SlotGoals, head_loss
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
-from workers.distill.eagle3.texts import WritingPlan, continuations
-from workers.distill.target_model import load_target
 from workers.draft.block.markov_ranker import MarkovRanker
 from workers.draft.block.masked_pass import MaskedBlockPass
 from workers.draft.common.modules.context_window import ContextWindow
@@ -35,30 +34,8 @@ from workers.model.public_shapes import DecoderShape, MarkovShape, MaskedBlockSh
 from workers.sampling.context import DecisionContext
 
 CPU = torch.device("cpu")
-LAYERS, TAPS, SLOTS, RANK = 6, (1, 3, 5), 4, 8
-PROMPT, LENGTH, ROWS, ROW = 5, 14, 24, 48
+TAPS, SLOTS, RANK, ROW = (1, 3, 5), 4, 8, 48
 GREEDY = SamplingParameters(temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = tiny.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True, initializer_range=0.15)
-    return tiny.save(tmp_path_factory.mktemp("target"), config)
-
-
-@pytest.fixture(scope="module")
-def target(directory: Path) -> PreTrainedModel:
-    return load_target(directory, CPU)
-
-
-@pytest.fixture(scope="module")
-def answers(target: PreTrainedModel) -> tuple[Answer, ...]:
-    prompts = torch.randint(3, tiny.VOCABULARY, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
-    written = continuations(target, prompts, [0.0] * ROWS, WritingPlan(LENGTH, (), 0))
-    return tuple(
-        Answer(f"prompts:{row}", "", 0.0, False, tuple(prompt), answer)
-        for row, (prompt, answer) in enumerate(zip(prompts, written, strict=True))
-    )
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +210,7 @@ def test_a_step_reads_nothing_back_from_the_device(target: Any, texts: TextRows)
     training = BlockTraining(target, random_module(target, texts), BlockPlan(rows=2, blocks=8, is_bfloat16=False))
 
     with Calls() as calls:
-        training._step(texts, torch.arange(2), torch.Generator().manual_seed(0), ())
+        training._step(texts, next(training._batches(texts))[1], ())
 
     assert "aten.mm.default" in calls.names
     assert not {name for name in calls.names if "_local_scalar_dense" in name or "nonzero" in name or "equal" in name}
@@ -245,14 +222,14 @@ def test_a_drafter_learns_to_draft_the_texts(target: Any, texts: TextRows) -> No
     module = random_module(target, texts)
     layers = [dict(target.get_decoder().layers[number].named_parameters()) for number in (0, LAYERS - 1)]
     module.start(layers, target.get_decoder().norm.weight)
-    plan = BlockPlan(steps=60, rows=4, blocks=16, learning_rate=1e-2, is_bfloat16=False)
+    plan = BlockPlan(steps=60, rows=4, blocks=16, trees=(4, 8), learning_rate=1e-2, is_bfloat16=False)
     training = BlockTraining(target, module, plan)
-    before = training.measure(texts, (4, 8))
+    before = training.measure(texts)
     losses: list[float] = []
 
     state = training.run(texts, lambda found: losses.append(found.loss), report_seconds=0.0)
 
-    after = training.measure(texts, (4, 8))
+    after = training.measure(texts)
     assert state.step == 60 and len(losses) == 60 and losses[-1] < losses[0] - 1
     assert after.slots[0] > before.slots[0] + 0.1
     assert after.trees[8] >= after.trees[4] > after.chain > before.chain + 0.1

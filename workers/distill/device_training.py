@@ -1,0 +1,171 @@
+"""Trains a draft on texts whose hidden states are on the device, in one process.
+
+Steps read nothing back from the device: losses are read when they are reported.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from workers.distill.learning_rate import learning_rate
+
+Module = TypeVar("Module", bound=nn.Module)
+Texts = TypeVar("Texts")
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """Settings of a training. It ends after `steps`, or after `seconds` where `steps` is `None`."""
+
+    seconds: float = 0.0
+    steps: int | None = None
+    decay: float = 0.8
+    """Weight of a depth of a draft relative to the depth before."""
+    learning_rate: float = 1e-3
+    warm_up: float = 0.03
+    """Share of the training in which the learning rate rises."""
+    weight_decay: float = 0.01
+    gradient_norm: float = 1.0
+    is_bfloat16: bool = True
+    """Whether matrices are multiplied in bfloat16. Parameters are float32."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How well a draft drafts texts that it was not trained on."""
+
+    slots: tuple[float, ...]
+    """For each depth, the share of tokens that are right after right ones, in greedy chains."""
+    chain: float
+    """Tokens that one step of the target adds with greedy chains of all depths."""
+    trees: Mapping[int, float] = field(default_factory=dict)
+    """Tokens per step with trees of so many nodes; empty for a draft that is measured in chains alone."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The most tokens per step that were measured: those of the best tree, or of chains."""
+        return max(self.trees.values(), default=self.chain)
+
+    def __str__(self) -> str:
+        slots = " ".join(f"{share:.1%}" for share in self.slots)
+        trees = "".join(f", {found:.3f} with {size} nodes" for size, found in self.trees.items())
+        return f"{self.chain:.3f} tokens per step in a chain (slots {slots}){trees}"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of a training."""
+
+    step: int
+    seconds: float
+    loss: float
+    """The mean loss since the last state."""
+    right: float | None
+    """The mean share of drafted tokens since then that are the target's most probable ones; `None`: not counted."""
+    epoch: int
+
+    def __str__(self) -> str:
+        pace = self.step / max(1e-9, self.seconds)
+        right = "" if self.right is None else f", right {self.right:.1%}"
+        return (
+            f"{self.seconds:.0f} s: epoch {self.epoch}, step {self.step} ({pace:.1f} a second), loss {self.loss:.4f}"
+            f"{right}"
+        )
+
+
+class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
+    """Trains one draft for a target. A kind of draft says what a batch is, and its loss."""
+
+    def __init__(self, target: Any, module: Module, plan: DevicePlan) -> None:
+        """`target` is a decoder-only model of `transformers` on the device."""
+        self._target, self._module, self._plan = target, module, plan
+        self._device = target.get_output_embeddings().weight.device
+
+    @abstractmethod
+    def measure(self, texts: Texts) -> Measured:
+        """Measure on texts of greedy answers."""
+
+    @abstractmethod
+    def _batches(self, texts: Texts) -> Iterator[tuple[int, Batch]]:
+        """Epochs and batches, without end."""
+
+    @abstractmethod
+    def _losses(self, texts: Texts, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What is minimised, and what is reported of it: [loss], or [loss, share of right tokens]."""
+
+    @abstractmethod
+    def _optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Optimizers that have all parameters together."""
+
+    def run(
+        self,
+        texts: Texts,
+        report: Callable[[State], None],
+        report_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> State:
+        """Train. `report` is called each `report_seconds`, and at the end.
+
+        Raises `ConfigurationError` without a text to learn from, and `FloatingPointError` if the loss is not finite.
+        """
+        plan = self._plan
+        optimizers = self._optimizers()
+        began = reported = clock()
+        state, found = State(0, 0.0, math.nan, None, 0), list[Tensor]()
+        step = 0
+        self._module.train()
+        for epoch, batch in self._batches(texts):
+            seconds = clock() - began
+            done = step / plan.steps if plan.steps is not None else seconds / max(1e-9, plan.seconds)
+            if done >= 1:
+                break
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(plan.learning_rate, plan.warm_up, done)
+            found.append(self._step(texts, batch, optimizers))
+            step += 1
+            if clock() - reported >= report_seconds:
+                state = _state(step, clock() - began, found, epoch)
+                report(state)
+                reported = clock()
+                found.clear()
+        if found:
+            state = _state(step, clock() - began, found, epoch)
+            report(state)
+        return state
+
+    def _step(self, texts: Texts, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
+        loss, reported = self._losses(texts, batch)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._plan.gradient_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return reported.detach()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.is_bfloat16)
+
+    def _muon(self, matrices: Sequence[nn.Parameter]) -> torch.optim.Muon:
+        """Muon (Jordan et al. 2024) with the rates of AdamW."""
+        plan = self._plan
+        return torch.optim.Muon(
+            matrices, lr=plan.learning_rate, weight_decay=plan.weight_decay, ns_steps=4, adjust_lr_fn="match_rms_adamw"
+        )
+
+
+def _state(step: int, seconds: float, found: Sequence[Tensor], epoch: int) -> State:
+    loss, *right = torch.stack(list(found)).mean(dim=0).tolist()
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss before step {step} is {loss}")
+    return State(step, seconds, loss, right[0] if right else None, epoch)
