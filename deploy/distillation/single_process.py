@@ -28,7 +28,7 @@ from workers.distill.device_training import DeviceTraining, State
 from workers.distill.eagle3.states import lengthened
 from workers.distill.output import replaced_directory
 from workers.distill.prompts import evaluation_tasks, read_prompts, schedule
-from workers.distill.target_model import load_target
+from workers.distill.target_model import device_name, load_target
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
 
@@ -113,7 +113,7 @@ class SingleProcess(ABC):
         self.directory = resolve_model_directory(chosen.target, cache, None, self.tell)
         self.config = AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
         self.target = load_target(self.directory, self.device, dtype)
-        self.tell(f"target {self.directory.name} in {dtype} on {self._device_name()}")
+        self.tell(f"target {self.directory.name} in {dtype} on {device_name(self.device)}")
 
     @abstractmethod
     def train(self, texts: Texts) -> None:
@@ -209,7 +209,7 @@ class SingleProcess(ABC):
 
 ## How it was made
 
-{method} The device: {self._device_name()}.
+{method} The device: {device_name(self.device)}.
 
 ```
 python -m deploy.distillation.{self.command} {" ".join(words)}
@@ -267,9 +267,6 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         return Texts(
             tuple(one for one in kept if not one.held_out), {name: found for name, found in measured.items() if found}
         )
-
-    def _device_name(self) -> str:
-        return torch.cuda.get_device_name() if self.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
 def _print(line: str) -> None:

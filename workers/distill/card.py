@@ -21,8 +21,6 @@ class Facts:
     """The data type in which the target computed the answers."""
     command_line: str
     """The command that made the draft."""
-    sources: Sequence[str]
-    """Names of the prompt files."""
     has_generated_questions: bool
     """Whether the target wrote some of the questions."""
     answers: Sequence[Answer]
@@ -79,8 +77,8 @@ the target's probabilities at every token of the answers.{_question_origin(facts
 | | |
 |---|---|
 | answers trained on | {len(facts.answers):,}, {answer_tokens:,} tokens |
-| sampled at | {_temperatures(facts.answers)} |
-| prompts | {_sources(facts)} |
+| sampled at | {temperatures(facts.answers)} |
+| prompts | {sources(facts.answers)} |
 | training | {progress.seconds / 60:.0f} minutes on {facts.device}: {progress.step:,} steps, \
 {progress.answer_tokens:,} positions, {progress.answer_tokens / max(1, answer_tokens):.1f} epochs |
 
@@ -113,12 +111,14 @@ def _question_origin(facts: Facts) -> str:
     return " Where a prompt was only a system message, the target also wrote the question."
 
 
-def _sources(facts: Facts) -> str:
-    counts = Counter(answer.key.split(":", 1)[0] for answer in facts.answers)
-    return ", ".join(f"{name} ({counts[name]:,} answers)" for name in facts.sources)
+def sources(answers: Sequence[Answer]) -> str:
+    """The prompt files, and how many answers are to prompts of each."""
+    counts = Counter(answer.key.split(":", 1)[0] for answer in answers)
+    return ", ".join(f"{name} ({count:,} answers)" for name, count in sorted(counts.items()))
 
 
-def _temperatures(answers: Sequence[Answer]) -> str:
+def temperatures(answers: Sequence[Answer]) -> str:
+    """The temperatures, and how many answers were drawn at each."""
     counts = Counter(answer.temperature for answer in answers)
     return ", ".join(f"temperature {value:g} ({counts[value]:,} answers)" for value in sorted(counts))
 

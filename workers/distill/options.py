@@ -10,7 +10,8 @@ from cluster.core.errors import ConfigurationError
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import SHAPES
 
-EAGLE3, DSPARK = SINGLE_PROCESS = ("eagle3", "dspark")
+DSPARK = "dspark"
+SINGLE_PROCESS = ("eagle3", DSPARK)
 """The kinds of drafts that are trained in one process, and stored as these public formats name them.
 
 Their modules are of the kinds `eagle` and `block`.

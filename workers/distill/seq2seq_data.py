@@ -20,8 +20,9 @@ from workers.distill.answers import Answer, AnswerFile, Leading, read_answers
 from workers.distill.budget import Budget, StepTimes
 from workers.distill.data import ANSWERS, EVALUATION, DistillData, draft_vocabulary
 from workers.distill.job import DistillJob
-from workers.distill.seq2seq_student import Seq2SeqStudent, load_seq2seq_target, make_seq2seq_student, student_config
+from workers.distill.seq2seq_student import Seq2SeqStudent, make_seq2seq_student, student_config
 from workers.distill.student import StudentPlan
+from workers.distill.target_model import load_seq2seq_target
 from workers.model.devices import choose_device
 from workers.model.target_ends import decoder_vocabulary_size
 

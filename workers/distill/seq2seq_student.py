@@ -14,9 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
+from cluster.core.errors import ConfigurationError, shorten
 from workers.distill.answers import Answer
 from workers.distill.examples import Batch, make_batch
 from workers.distill.student import Student, StudentPlan, head_rows
@@ -84,19 +83,6 @@ class Seq2SeqStudent(Student):
                 self._stored_positions += len(source)
                 self._encoded[source] = states.half()
         return states.float()
-
-
-def load_seq2seq_target(directory: Any, device: torch.device) -> PreTrainedModel:
-    """Load the frozen encoder-decoder target in float32. Raises `ModelLoadError`."""
-    transformers_logging.disable_progress_bar()
-    try:
-        target: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(
-            directory, dtype=torch.float32, use_safetensors=True, device_map={"": device}
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
-    target.eval().requires_grad_(False)
-    return target
 
 
 def make_seq2seq_student(target: Any, plan: StudentPlan, decoder_start: tuple[int, ...], seed: int) -> Seq2SeqStudent:

@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
 from workers.distill.examples import Batch, make_batch
+from workers.distill.output import check_replaceable, replaced_directory
 from workers.distill.vocabulary import check_size
 from workers.model.distilled import read_draft_files
+from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
+from workers.model.target_ends import decoder_vocabulary_size
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
 _EACH_LAYER = ("layer_types",)
@@ -203,7 +207,28 @@ def _positions(vocabulary: Tensor | None, config: PreTrainedConfig) -> Tensor:
     return positions
 
 
-def config_values(student: Student) -> dict[str, Any]:
+def export(student: Student, directory: Path, target_name: str, card: str, pictures: dict[str, bytes]) -> None:
+    """Replace the draft's directory: configuration, description, weights in bfloat16, model card, pictures.
+
+    Raises `ConfigurationError` where the directory holds something other than a draft.
+    """
+    check_replaceable(directory)
+    tensors = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.own_parameters().items()
+    }
+    if student.vocabulary is not None:
+        tensors[VOCABULARY] = student.vocabulary.to("cpu", torch.int32)
+    with replaced_directory(directory, card, pictures) as scratch:
+        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        config = json.dumps(_config_values(student) | {"dtype": "bfloat16"}, indent=2)
+        (scratch / "config.json").write_text(config + "\n", encoding="utf-8")
+        size = None if student.vocabulary is None else len(student.vocabulary)
+        own = student.module.config
+        sizes = decoder_vocabulary_size(own), int(own.hidden_size)
+        DraftCard(target_name, *sizes, student.layers, size).write(scratch)
+
+
+def _config_values(student: Student) -> dict[str, Any]:
     """The student's configuration as it is stored in `config.json`."""
     values: dict[str, Any] = json.loads(student.module.config.to_json_string(use_diff=True))
     for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedModel
 
 from workers.distill import card, checkpoints
@@ -13,14 +12,13 @@ from workers.distill.agreement import Counts, agreement, share
 from workers.distill.answers import Answer
 from workers.distill.chart import loss_curve
 from workers.distill.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
-from workers.distill.export import export
 from workers.distill.job import DistillJob
 from workers.distill.loop import long_steps, training_plan
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
-from workers.distill.student import Student, StudentPlan, check_student, make_student
-from workers.distill.target_model import load_target
+from workers.distill.student import Student, StudentPlan, check_student, export, make_student
+from workers.distill.target_model import device_name, load_target
 from workers.distill.train import Training
 from workers.model.devices import choose_device
 
@@ -62,7 +60,6 @@ def distill_model(job: DistillJob) -> None:
         target=job.name,
         target_dtype=configuration.target.dtype,
         command_line=job.command_line,
-        sources=tuple(path.name for path in options.prompts),
         has_generated_questions=data.has_generated_questions,
         answers=data.train,
         layers=student.layers,
@@ -70,7 +67,7 @@ def distill_model(job: DistillJob) -> None:
         own_parameters=sum(value.numel() for value in student.own_parameters().values()),
         draft_vocabulary_size=len(student.head),
         progress=progress,
-        device=torch.cuda.get_device_name() if student.head.is_cuda else f"{torch.get_num_threads()} CPU threads",
+        device=device_name(student.head.device),
         held_out=held_out,
         evaluation=evaluation,
         evaluation_name="" if options.evaluate is None else options.evaluate.name,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ModelLoadError
@@ -13,14 +14,24 @@ from cluster.core.errors import ModelLoadError
 
 def load_target(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load the frozen target with PyTorch's attention. Raises `ModelLoadError`."""
+    return _load(AutoModelForCausalLM, directory, device, dtype, attn_implementation="sdpa")
+
+
+def load_seq2seq_target(directory: Path, device: torch.device) -> PreTrainedModel:
+    """Load the frozen encoder-decoder target in float32. Raises `ModelLoadError`."""
+    return _load(AutoModelForSeq2SeqLM, directory, device, torch.float32)
+
+
+def device_name(device: torch.device) -> str:
+    """What a training runs on, for the model card."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+def _load(kind: Any, directory: Path, device: torch.device, dtype: torch.dtype, **options: str) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     try:
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            device_map={"": device},
+        target: PreTrainedModel = kind.from_pretrained(
+            directory, dtype=dtype, use_safetensors=True, device_map={"": device}, **options
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import sys
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import MISSING, fields
@@ -16,57 +15,38 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cluster.core.errors import ConfigurationError
-from deploy import cli
 from deploy.distillation import target as distillation_target
 from deploy.distillation.command import distill
 from deploy.signals import SIGNALLED
-from tests.support.models import tiny, tiny_tokenizer
 from tests.support.terminal import CTRL_C, in_terminal
+from tests.unit.distill.conftest import Command
 from workers.distill.answers import read_answers
 from workers.distill.checkpoints import TENSORS
 from workers.distill.options import DistillOptions
 
 pytestmark = pytest.mark.slow
 
-SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}
 
-
-class DistillRun:
-    """A tiny target, prompt files, and the command that makes a draft."""
+class DistillRun(Command):
+    """The command that makes a draft of layers, with more prompts and an evaluation."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.directory = directory
-        self.draft, self.work = directory / "draft", directory / "work"
-        self._monkeypatch = monkeypatch
-        self._target = tiny_tokenizer.byte_level(tiny.save(directory / "target", tiny.llama(**SHAPE)))
-        template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-        (self._target / "chat_template.jinja").write_text(template)
-        self._write("questions", [{"question": f"What is {number} and {number}?"} for number in range(20)])
-        self._write("tasks", [{"instruction": f"Say {number}.", "instances": [{"input": ""}]} for number in range(10)])
+        super().__init__(directory, monkeypatch)
+        self.draft = directory / "draft"
+        self.write("tasks", [{"instruction": f"Say {number}.", "instances": [{"input": ""}]} for number in range(10)])
         categories = ("qa", "writing", "math", "qa", "qa")
-        self._write("bench", [{"turns": ["One?", "Two?"], "category": category} for category in categories])
+        self.write("bench", [{"turns": ["One?", "Two?"], "category": category} for category in categories])
         (directory / "notes.md").write_text("## Notes\n\nA sweep.\n")
 
     def arguments(self, *more: str) -> list[str]:
         """The words of the command after its name."""
-        arguments = ["--set", f"target.path={self._target}", "--set", "target.served_name=tiny"]
-        arguments += ["--set", "target.kv.pool_bytes=4194304", "--answer-tokens", "240", "--max-tokens", "8"]
-        for name in ("questions", "tasks"):
-            arguments += ["--prompts", str(self.directory / f"{name}.jsonl")]
-        arguments += ["--out", str(self.draft), "--work", str(self.work), "--layers", "0,2"]
-        arguments += ["--evaluate", str(self.directory / "bench.jsonl"), "--evaluate-prompts", "2"]
-        arguments += ["--vocabulary-size", "100", "--held-out", "3", "--precision", "float32", "--device", "cpu"]
-        return [*arguments, "--notes", str(self.directory / "notes.md"), *more]
+        own = ["--prompts", str(self.directory / "tasks.jsonl"), "--layers", "0,2", "--vocabulary-size", "100"]
+        own += ["--evaluate", str(self.directory / "bench.jsonl"), "--evaluate-prompts", "2"]
+        return self.words(self.draft, *own, "--notes", str(self.directory / "notes.md"), *more)
 
     def run(self, *more: str) -> int:
         """Run the command. Returns its exit code."""
-        self._monkeypatch.setattr(sys, "argv", ["pilotfish", "distill", *self.arguments(*more)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
-    def _write(self, name: str, rows: list[dict[str, object]]) -> None:
-        (self.directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return self.run_words(self.arguments(*more))
 
 
 @pytest.fixture(scope="module")

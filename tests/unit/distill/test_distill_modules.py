@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy import cli
 from deploy.distillation import target as distillation_target
-from tests.support.models import tiny, tiny_tokenizer
+from tests.unit.distill.conftest import Command
 from workers.distill.budget import Budget
 from workers.distill.modules import module_trainer
 from workers.model.draft_card import CARD, read_card
@@ -21,42 +19,24 @@ from workers.model.draft_shapes import ExitShape
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.table import SuccessorTable
 from workers.model.formats.registry import read_draft
-from workers.model.public_shapes import MaskedBlockShape, MedusaShape
+from workers.model.public_shapes import FeatureShape, MaskedBlockShape, MedusaShape
 
 pytestmark = pytest.mark.slow
 
-SHAPE = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}
 
-
-class ModuleRun:
-    """A tiny target, prompt files, and the command that makes a module."""
-
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.directory, self.work = directory, directory / "work"
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(module_trainer, "_MAX_TOKENS", 8)
-        self.target = tiny_tokenizer.byte_level(tiny.save(directory / "target", tiny.llama(**SHAPE)))
-        template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-        (self.target / "chat_template.jinja").write_text(template)
-        rows = [json.dumps({"question": f"What is {number} and {number}?"}) + "\n" for number in range(20)]
-        (directory / "questions.jsonl").write_text("".join(rows))
+class ModuleRun(Command):
+    """The command that makes a module."""
 
     def run(self, kind: str, *more: str) -> int:
         """Run the command. Returns its exit code."""
-        arguments = ["--set", f"target.path={self.target}", "--set", "target.served_name=tiny"]
-        arguments += ["--set", "target.kv.pool_bytes=4194304", "--answer-tokens", "240", "--max-tokens", "8"]
-        arguments += ["--prompts", str(self.directory / "questions.jsonl"), "--out", str(self.directory / kind)]
-        arguments += ["--work", str(self.work), "--held-out", "3", "--precision", "float32", "--device", "cpu"]
-        arguments += ["--kind", kind, *more, *([] if kind == "dspark" else ["--vocabulary-size", "100"])]
-        self._monkeypatch.setattr(sys, "argv", ["pilotfish", "distill", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
+        size = [] if kind == "dspark" else ["--vocabulary-size", "100"]
+        return self.run_words(self.words(self.directory / kind, "--kind", kind, *more, *size))
 
 
 @pytest.fixture(scope="module")
 def module_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleRun]:
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(module_trainer, "_MAX_TOKENS", 8)
         yield ModuleRun(tmp_path_factory.mktemp("module_run"), monkeypatch)
 
 
@@ -224,43 +204,45 @@ class TestBudget:
         assert budget.plan() == "plan: no limit of time"
 
 
-def test_an_eagle3_head_becomes_a_public_checkpoint_that_is_served(
-    module_run: ModuleRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "loaded_as", "size", "refused"),
+    [
+        ("eagle3", "eagle", 100, ("--int8",)),
+        ("dspark", "block", None, ("--vocabulary-size", "100")),
+    ],
+)
+def test_what_one_process_trains_is_a_public_checkpoint_that_is_served(
+    module_run: ModuleRun,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    loaded_as: str,
+    size: int | None,
+    refused: tuple[str, ...],
 ) -> None:
     module_run.work = tmp_path / "work"
     more = ("--taps", "0,1,2", "--max-length", "200", "--batch-tokens", "400", "--answer-minutes", "0.5")
 
-    assert module_run.run("eagle3", "--steps", "2", "--depths", "3", *more) == 0
+    assert module_run.run(kind, "--steps", "2", "--depths", "3", *more) == 0
 
-    directory = module_run.directory / "eagle3"
-    loaded = load_drafter(directory, module_run.target, torch.float32, torch.device("cpu"), "eagle")
-    assert loaded.card.target == "tiny" and loaded.card.vocabulary_size == 100 and loaded.card.taps == (0, 1, 2)
-    assert json.loads((directory / "config.json").read_text())["speculators_model_type"] == "eagle3"
+    directory = module_run.directory / kind
+    card = load_drafter(directory, module_run.target, torch.float32, torch.device("cpu"), loaded_as).card
+    assert (card.target, card.vocabulary_size, card.taps) == ("tiny", size, (0, 1, 2))
+    assert isinstance(card.shape, FeatureShape) if kind == "eagle3" else isinstance(card.shape, MaskedBlockShape)
+    assert getattr(card.shape, "slots", 3) == 3
+    assert json.loads((directory / "config.json").read_text())["speculators_model_type"] == kind
     assert not (directory / CARD).exists()
     assert "tokens per step on held out, as it is served" in capsys.readouterr().err
     assert str(module_run.directory) not in (directory / "README.md").read_text()
     monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
-    assert module_run.run("eagle3", "--steps", "1", "--int8") == 2
-    assert "--int8: refused for kind eagle3" in capsys.readouterr().err
+    assert module_run.run(kind, "--steps", "1", *refused) == 2
+    assert f"{refused[0]}: refused for kind {kind}" in capsys.readouterr().err
 
 
-def test_a_dspark_drafter_becomes_a_public_checkpoint_that_is_served(
-    module_run: ModuleRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_templates_of_questions_are_refused_where_no_cluster_writes_them(
+    module_run: ModuleRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module_run.work = tmp_path / "work"
-    more = ("--taps", "0,1,2", "--max-length", "200", "--batch-tokens", "400", "--answer-minutes", "0.5")
-
-    assert module_run.run("dspark", "--steps", "2", "--depths", "3", *more) == 0
-
-    directory = module_run.directory / "dspark"
-    loaded = load_drafter(directory, module_run.target, torch.float32, torch.device("cpu"), "block")
-    assert loaded.card.target == "tiny" and loaded.card.vocabulary_size is None and loaded.card.taps == (0, 1, 2)
-    assert isinstance(loaded.card.shape, MaskedBlockShape) and loaded.card.shape.depths == 3
-    assert "tokens per step on held out, as it is served" in capsys.readouterr().err
-    assert str(module_run.directory) not in (directory / "README.md").read_text()
-    monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
-    assert module_run.run("dspark", "--steps", "1", "--vocabulary-size", "100") == 2
-    assert "--vocabulary-size: refused for kind dspark" in capsys.readouterr().err
-    (module_run.directory / "templates.jsonl").write_text('{"template": "Summarize: {document}"}\n')
-    assert module_run.run("heads", "--steps", "1", "--prompts", str(module_run.directory / "templates.jsonl")) == 2
+    templates = module_run.write("templates", [{"template": "Summarize: {document}"}])
+    assert module_run.run("heads", "--steps", "1", "--prompts", str(templates)) == 2
     assert "templates are refused for kind heads" in capsys.readouterr().err

@@ -18,12 +18,12 @@ from deploy import cli
 from tests.support.models import tiny
 from tests.support.translation.tiny_marian import FRENCH, save_translator
 from workers.distill.answers import Answer, read_answers
-from workers.distill.export import export
 from workers.distill.loop import TrainingPlan
 from workers.distill.modules.tap_cache import TapCache, taps_of
 from workers.distill.seq2seq_data import decoder_start, greedy_answers
-from workers.distill.seq2seq_student import Seq2SeqStudent, load_seq2seq_target, make_seq2seq_student
-from workers.distill.student import StudentPlan
+from workers.distill.seq2seq_student import Seq2SeqStudent, make_seq2seq_student
+from workers.distill.student import StudentPlan, export
+from workers.distill.target_model import load_seq2seq_target
 from workers.distill.train import Training
 from workers.forward.attention import register
 from workers.model.distilled import load_distilled_draft

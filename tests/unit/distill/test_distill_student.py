@@ -12,8 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.models import distilled_draft, tiny
-from workers.distill.export import export
-from workers.distill.student import Student, StudentPlan, make_student
+from workers.distill.student import Student, StudentPlan, export, make_student
 from workers.distill.target_model import load_target
 from workers.distill.vocabulary import frequent_tokens, stored_vocabulary
 from workers.forward.attention import register

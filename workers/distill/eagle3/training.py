@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.device_training import DevicePlan, DeviceTraining, Measured
-from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
-from workers.distill.eagle3.rollout import roll_out
+from workers.distill.eagle3.head import LM_HEAD, Eagle3Head, roll_out
 from workers.distill.eagle3.states import TextBatch, TextStates, target_probabilities
 
 _MULTIPLE = 64

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from workers.distill.answers import Answer
+from workers.distill.card import sources, temperatures
 from workers.distill.checkpoints import Progress
 from workers.distill.job import ServedTokens
 from workers.distill.modules.learner import Acceptance
@@ -66,8 +66,8 @@ def write_card(facts: ModuleFacts) -> str:
         f"```\n{facts.command_line}\n```\n",
         "| | |\n|---|---|",
         f"| answers of the target (in {facts.target_dtype}) | {len(facts.answers):,}, {tokens:,} tokens |",
-        f"| sampled at | {_temperatures(facts.answers)} |",
-        f"| prompts | {_sources(facts.answers)} |",
+        f"| sampled at | {temperatures(facts.answers)} |",
+        f"| prompts | {sources(facts.answers)} |",
     ]
     if progress.step:
         lines.append(
@@ -129,16 +129,6 @@ def _served(facts: ModuleFacts) -> list[str]:
 def _row(name: str, found: Acceptance) -> str:
     shares = [f"{found.reached[depth] / found.paths:.1%}" if depth < len(found.reached) else "–" for depth in range(3)]
     return f"| {name} | {' | '.join(shares)} | {found.paths:,} |"
-
-
-def _sources(answers: Sequence[Answer]) -> str:
-    counts = Counter(answer.key.split(":", 1)[0] for answer in answers)
-    return ", ".join(f"{name} ({count:,} answers)" for name, count in sorted(counts.items()))
-
-
-def _temperatures(answers: Sequence[Answer]) -> str:
-    counts = Counter(answer.temperature for answer in answers)
-    return ", ".join(f"temperature {value:g} ({counts[value]:,} answers)" for value in sorted(counts))
 
 
 def _list(numbers: Sequence[int]) -> str:

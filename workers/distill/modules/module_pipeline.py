@@ -32,8 +32,7 @@ from workers.distill.seq2seq_data import (
     read_source_files,
     translate_all,
 )
-from workers.distill.seq2seq_student import load_seq2seq_target
-from workers.distill.target_model import load_target
+from workers.distill.target_model import device_name, load_seq2seq_target, load_target
 from workers.model.devices import choose_device
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import ExitShape, TableShape
@@ -76,7 +75,7 @@ def distill_module(job: DistillJob) -> None:
         obstacle=obstacle(trained.card, job.target, int8=options.int8),
         parameters=sum(value.numel() for value in made.module.parameters()),
         progress=progress,
-        device=_device_name(stage.device),
+        device=device_name(stage.device),
         measured=trained.accepted,
         served=trained.served,
         serving=_serving(job),
@@ -107,11 +106,6 @@ def _load_target(stage: ModuleRun) -> Any:
     """The target as a module of `transformers`."""
     load = load_seq2seq_target if is_encoder_decoder(stage.job.target) else load_target
     return load(stage.job.target, stage.device)
-
-
-def _device_name(device: torch.device) -> str:
-    """The name of the device of a training, for the model card."""
-    return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
 def _serving(job: DistillJob) -> str:

@@ -6,7 +6,6 @@ has decided the token at n - 1 and not computed it. Depth j predicts the token a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +31,6 @@ class Paths:
     """[paths] The row of the batch."""
     starts: Tensor
     """[paths] The position n of the first predicted token."""
-
-
-Predict = Callable[[DraftingModule, TargetEnds, TapBatch, int, torch.Generator | None], Paths]
-"""Module, ends, batch, most paths (0: all), and the generator that chooses among them."""
 
 
 def predict(

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.unit.distill.conftest import LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
-from workers.distill.eagle3.head import Eagle3Head
-from workers.distill.eagle3.rollout import roll_out
+from workers.distill.eagle3.head import Eagle3Head, roll_out
 from workers.distill.eagle3.states import TextStates, lengthened
 from workers.distill.eagle3.texts import WritingPlan, continuations
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining

@@ -14,10 +14,10 @@ from cluster.core.config.target_section import KvSection, TargetSection
 from tests.support.engines.sourced import SOURCE, SourcedModel
 from tests.support.models import tiny
 from tests.unit.forward.encoder_decoder.test_colocated_drafts import Colocated
-from workers.distill.export import export
 from workers.distill.seq2seq_data import decoder_start
-from workers.distill.seq2seq_student import load_seq2seq_target, make_seq2seq_student
-from workers.distill.student import StudentPlan
+from workers.distill.seq2seq_student import make_seq2seq_student
+from workers.distill.student import StudentPlan, export
+from workers.distill.target_model import load_seq2seq_target
 from workers.draft.common.trees.tree_drafter import TreeDrafter
 from workers.draft.model import DraftModelSettings
 from workers.draft.model.model_expander import ModelExpander

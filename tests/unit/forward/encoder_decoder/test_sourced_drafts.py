@@ -148,10 +148,10 @@ def test_one_sequence_evicts_another_and_its_source(marian: SourcedModel) -> Non
 
 
 def test_a_distilled_draft_has_the_encoder_of_its_target(marian: SourcedModel, tmp_path: Path) -> None:
-    from workers.distill.export import export
     from workers.distill.seq2seq_data import decoder_start
-    from workers.distill.seq2seq_student import load_seq2seq_target, make_seq2seq_student
-    from workers.distill.student import StudentPlan
+    from workers.distill.seq2seq_student import make_seq2seq_student
+    from workers.distill.student import StudentPlan, export
+    from workers.distill.target_model import load_seq2seq_target
 
     target = load_seq2seq_target(marian.directory, torch.device("cpu"))
     vocabulary = tuple(range(0, 96, 2))

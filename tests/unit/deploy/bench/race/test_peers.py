@@ -25,10 +25,10 @@ from deploy.bench.contestants.peers import (
 from deploy.bench.measuring.measures import committed_per_step
 from tests.support.models import tiny
 from tests.support.models.plain_generation import write_alone
-from workers.distill.export import export
 from workers.distill.seq2seq_data import decoder_start
-from workers.distill.seq2seq_student import load_seq2seq_target, make_seq2seq_student
-from workers.distill.student import StudentPlan
+from workers.distill.seq2seq_student import make_seq2seq_student
+from workers.distill.student import StudentPlan, export
+from workers.distill.target_model import load_seq2seq_target
 
 PROMPTS = ((5, 6, 7, 8, 5, 6, 7, 8, 5, 6), (9, 10, 11))
 TOKENS = 12
