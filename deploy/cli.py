@@ -35,6 +35,7 @@ _COMMANDS: dict[str, str | _Added] = {
     "plan": "plan:plan_command",
     "prepare": "prepare:prepare",
     "serve": "serve:serve",
+    "drafter": "drafter:drafter",
     "generate": "generate:generate",
     "chat": "client.chat:chat",
     "complete": "client.complete:complete",

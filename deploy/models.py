@@ -51,6 +51,20 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
     return Models(_with_paths(configuration, target, draft, str(code_directory(cache_directory))), target, draft)
 
 
+def with_draft_directory(
+    configuration: Configuration, cache_directory: Path, report: ReportProgress = lambda _: None
+) -> Configuration:
+    """The configuration of a drafter without a target: the draft is found, fetched or converted, the target is not.
+
+    Of the target, a directory on this machine serves to compare vocabularies. Raises `ModelLoadError`.
+    """
+    section = configuration.target
+    target = converted_before(section.path, cache_directory) or Path(section.path).expanduser()
+    weights = configuration.draft.weights
+    draft = None if weights is None else _resolve(weights, cache_directory, report)
+    return _with_paths(configuration, target, draft, str(code_directory(cache_directory)))
+
+
 def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgress) -> Path:
     packaged = _packaged(section.path)
     if packaged is not None:

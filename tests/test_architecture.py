@@ -52,6 +52,7 @@ FAULTS = {
         {"pilotfish_client/fault.py": "import cluster.core"},
         "The client package stands alone",
     ),
+    "the package for vLLM imports vLLM": ({"pilotfish_vllm/fault.py": "import vllm"}, "The package for vLLM needs"),
     "serving imports the benchmarks": (
         {"deploy/ray/fault_bench.py": "import deploy.bench"},
         "Serving imports no other",
@@ -94,7 +95,7 @@ def lint(directory: Path) -> subprocess.CompletedProcess[str]:
 
 def source_files() -> list[Path]:
     """Every Python file of the project that a person wrote."""
-    folders = ("cluster", "workers", "deploy", "tests", "protos/pilotfish_client")
+    folders = ("cluster", "workers", "deploy", "tests", "protos/pilotfish_client", "protos/pilotfish_vllm")
     return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
 
 
@@ -106,7 +107,14 @@ def line_count(file: Path) -> int:
 def copied_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sources")
     ignored = shutil.ignore_patterns("__pycache__")
-    for source in ("cluster", "workers", "deploy", "protos/pilotfish", "protos/pilotfish_client"):
+    for source in (
+        "cluster",
+        "workers",
+        "deploy",
+        "protos/pilotfish",
+        "protos/pilotfish_client",
+        "protos/pilotfish_vllm",
+    ):
         shutil.copytree(ROOT / source, directory / Path(source).name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", directory)
     return directory

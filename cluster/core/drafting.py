@@ -124,7 +124,21 @@ class EvidenceNeeds:
     @property
     def any(self) -> bool:
         """Whether anything is needed."""
-        return bool(self.taps or self.top or self.decisions)
+        return bool(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is needed, in words."""
+        needs = (("hidden states", self.taps), ("ranked tokens", self.top), ("decisions", self.decisions))
+        return tuple(name for name, value in needs if value)
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedMethod:
+    """A drafting method of a drafter, for its clients."""
+
+    name: str
+    needs: EvidenceNeeds
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Self
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import DrafterUnavailable
 from cluster.wire.peer_access import PeerAccess
-from workers.draft.registry import create
+from workers.draft.registry import create, described
 from workers.serve.worker_server import WorkerHost, host_draft
 
 LOOPBACK = "127.0.0.1"
@@ -62,7 +62,9 @@ class LocalDrafter:
         configuration = self._configuration
         method = await asyncio.to_thread(create, configuration.draft, configuration.target)
         lease_seconds = configuration.cluster.lease_seconds
-        host = host_draft(LOOPBACK, method, self._access, lease_seconds=lease_seconds)
+        host = host_draft(
+            LOOPBACK, method, self._access, lease_seconds=lease_seconds, described=described(configuration.draft)
+        )
         await host.__aenter__()
         self._host = host
 

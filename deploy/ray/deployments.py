@@ -44,7 +44,7 @@ from deploy.ray.ingress_server import IngressServer
 from deploy.ray.node_models import find_on_nodes, with_local_drafts, with_local_models
 from deploy.ray.running_serve import with_proxy_address
 from deploy.settings import GARBAGE_THRESHOLD
-from workers.draft.registry import create
+from workers.draft.registry import create, described
 from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
 from workers.serve.node import compute_without_interruption, node_address, offer_to_end_first, set_threads
@@ -171,7 +171,12 @@ class DraftReplica:
             lease_seconds = self._configuration.cluster.lease_seconds
             hang_seconds = self._configuration.target.step_timeout_seconds
             host = host_draft(
-                self._host_address, method, self._access, lease_seconds=lease_seconds, hang_seconds=hang_seconds
+                self._host_address,
+                method,
+                self._access,
+                lease_seconds=lease_seconds,
+                hang_seconds=hang_seconds,
+                described=described(self._configuration.draft),
             )
             await host.start()
             self._host = host

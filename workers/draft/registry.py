@@ -17,7 +17,7 @@ from cluster.core.config.base import PluginSettings
 from cluster.core.config.draft_section import DraftModuleSection, DraftSection
 from cluster.core.config.registry import Registry
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import EvidenceNeeds, Tap
+from cluster.core.drafting import DescribedMethod, EvidenceNeeds, Tap
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.common.combination import combined
@@ -142,6 +142,27 @@ def needs_of(draft: DraftSection) -> EvidenceNeeds:
     return EvidenceNeeds(taps, max(one.top for one in needs), any(one.decisions for one in needs))
 
 
+def described(draft: DraftSection) -> tuple[DescribedMethod, ...]:
+    """The selected methods with what they need, for clients of a drafter."""
+    return tuple(
+        DescribedMethod(name, plugin.needs(draft.settings(name, plugin.settings))) for name, plugin in _selected(draft)
+    )
+
+
+def check_standalone(draft: DraftSection) -> None:
+    """Raise `ConfigurationError` if a selected method cannot draft for an engine that shows it tokens alone."""
+    for name, plugin in _selected(draft):
+        if not draft.is_enabled:
+            reason = "it drafts nothing"
+        elif "drafter" not in plugin.places.order:
+            reason = "it drafts only on the target"
+        elif needed := _needed(draft, name, plugin):
+            reason = f"it needs the target's {', '.join(needed)}, and another engine shows a drafter tokens alone"
+        else:
+            continue
+        raise ConfigurationError(f"draft.method: {name} is refused; {reason}; choose model, ngram or suffix")
+
+
 def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Placement:
     """Where the selected methods draft, with `auto` settled.
 
@@ -200,6 +221,13 @@ def _order(tap: Tap) -> int:
 
 def _only(place: Placement, plugin: MethodPlugin) -> bool:
     return plugin.places.order == (place,)
+
+
+def _needed(draft: DraftSection, name: str, plugin: MethodPlugin) -> tuple[str, ...]:
+    """What a method needs of the target, in words. A module reads hidden states; its files may not be found yet."""
+    if issubclass(plugin.settings, DraftModuleSection):
+        return ("hidden states",)
+    return plugin.needs(draft.settings(name, plugin.settings)).names
 
 
 def _selected(draft: DraftSection) -> list[tuple[str, MethodPlugin]]:

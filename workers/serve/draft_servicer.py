@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 
 from cluster.core.bounds import MAX_ROWS
-from cluster.core.drafting import DraftRow, Proposal, RowFault
+from cluster.core.drafting import DescribedMethod, DraftRow, Proposal, RowFault
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.wire.codec.common import decode_client, decode_sequence_ids
-from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
+from cluster.wire.codec.draft import decode_draft_rows, encode_description, encode_proposals
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.common.idle_work import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
@@ -37,13 +37,23 @@ class DraftServicer(LeasedServicer[None], draft_pb2_grpc.DraftServiceServicer):
     them.
     """
 
-    def __init__(self, method: DraftMethod, leases: Leases | None = None) -> None:
+    def __init__(
+        self, method: DraftMethod, leases: Leases | None = None, described: Sequence[DescribedMethod] = ()
+    ) -> None:
+        """`described` are the methods that `method` consists of, for clients that ask."""
         self._method = method
+        self._described = tuple(described)
         self._idle_work = method if isinstance(method, IdleWork) else None
         idle_work = None if self._idle_work is None else self._idle_work.run_ahead
         super().__init__(ComputeThread("draft", idle_work), method.release, leases)
         self._lock = threading.Lock()
         self._waiting: list[_Call] = []
+
+    async def Describe(
+        self, request: draft_pb2.DraftServiceDescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> draft_pb2.DraftServiceDescribeResponse:
+        """Tell what this drafter drafts with."""
+        return encode_description(self._described, self.leases.seconds)
 
     async def Propose(
         self,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import DescribedMethod
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.ports import DraftMethod
 from cluster.core.verification import LearningStatus
@@ -38,7 +39,7 @@ _GRACE_SECONDS = 1.0
 
 
 class WorkerHost:
-    """Serves from `start()` to `stop()` on a free port of `host`. Also a context manager.
+    """Serves from `start()` to `stop()` at `host`. Also a context manager.
 
     The host owns the servicer and the engine behind it from construction on: `stop()` closes them, even if `start()`
     was not called or has failed. A computation that takes longer than `hang_seconds` makes it unhealthy.
@@ -54,11 +55,12 @@ class WorkerHost:
         hang_seconds: float = HANG_SECONDS,
     ) -> None:
         self._host = host
+        self._access = access
         self._service = service
         self._servicer = servicer
         self._add_to_server = add_to_server
         self._hang_seconds = hang_seconds
-        self._server = WireServer(host, 0, access=access)
+        self._server: WireServer | None = None
         self._port = 0
         self._expiry: asyncio.Task[None] | None = None
 
@@ -92,14 +94,15 @@ class WorkerHost:
                 f"{self._service}: a computation runs for {seconds:.0f} s, longer than {self._hang_seconds:g} s"
             )
 
-    async def start(self) -> None:
-        """Start to listen. Raises `ConfigurationError` when the address cannot be bound."""
+    async def start(self, port: int = 0) -> None:
+        """Start to listen, at port 0 on any free port. Raises `ConfigurationError` when the address cannot be bound."""
         leases = LeaseServicer(self._servicer.leases)
-        self._server.add(self._service, self._add_to_server, self._servicer)
-        self._server.add(LEASE_SERVICE, lease_pb2_grpc.add_LeaseServiceServicer_to_server, leases)
-        self._port = await self._server.start()
+        self._server = server = WireServer(self._host, port, access=self._access)
+        server.add(self._service, self._add_to_server, self._servicer)
+        server.add(LEASE_SERVICE, lease_pb2_grpc.add_LeaseServiceServicer_to_server, leases)
+        self._port = await server.start()
         for service in (self._service, LEASE_SERVICE):
-            await self._server.set_serving(service, True)
+            await server.set_serving(service, True)
         self._expiry = asyncio.create_task(self._release_expired(), name="leases")
 
     async def stop(self) -> None:
@@ -107,7 +110,8 @@ class WorkerHost:
         try:
             if self._expiry is not None:
                 self._expiry.cancel()
-            await self._server.stop(_GRACE_SECONDS)
+            if self._server is not None:
+                await self._server.stop(_GRACE_SECONDS)
         finally:
             await self._servicer.close()
 
@@ -145,8 +149,12 @@ def host_draft(
     *,
     lease_seconds: float = LEASE_SECONDS,
     hang_seconds: float = HANG_SECONDS,
+    described: Sequence[DescribedMethod] = (),
 ) -> WorkerHost:
-    """Host `DraftService` over a drafting method. Idle work ends when the host stops."""
-    servicer = DraftServicer(method, Leases(lease_seconds))
+    """Host `DraftService` over a drafting method. Idle work ends when the host stops.
+
+    `described` are the methods that `method` consists of, for clients that ask.
+    """
+    servicer = DraftServicer(method, Leases(lease_seconds), described)
     add_to_server = draft_pb2_grpc.add_DraftServiceServicer_to_server
     return WorkerHost(host, DRAFT_SERVICE, servicer, add_to_server, access, hang_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.core import bounds
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import DescribedMethod, DraftBudget, DraftRow, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.wire.codec.common import decode_id, decode_start, encode_start
 from cluster.wire.codec.proposal import decode_evidences, decode_proposal, encode_evidence, encode_proposal
@@ -57,6 +57,19 @@ def _decode_row(row: pb.DraftRow, field: str, prefix: str) -> DraftRow:
         ),
         start=decode_start(row.start, f"{field}.start") if row.HasField("start") else None,
         evidence=decode_evidences(row.evidence, f"{field}.evidence", base_len),
+    )
+
+
+def encode_description(methods: Sequence[DescribedMethod], lease_seconds: float) -> pb.DraftServiceDescribeResponse:
+    """Encode what a drafter drafts with, and how long its clients may be silent, in seconds."""
+    return pb.DraftServiceDescribeResponse(
+        methods=[
+            pb.DraftMethodDescription(
+                name=one.name, taps=len(one.needs.taps), top=one.needs.top, decisions=one.needs.decisions
+            )
+            for one in methods
+        ],
+        lease_seconds=lease_seconds,
     )
 
 

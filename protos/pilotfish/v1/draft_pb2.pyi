@@ -20,6 +20,85 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DraftServiceDescribeRequest(_message.Message):
+    """Empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftServiceDescribeRequest: _TypeAlias = DraftServiceDescribeRequest  # noqa: Y015
+
+@_typing.final
+class DraftServiceDescribeResponse(_message.Message):
+    """A draft worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHODS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    lease_seconds: _builtins.float
+    """The lease of a client that is silent for longer ends, in seconds. See LeaseService."""
+    @_builtins.property
+    def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftMethodDescription]:
+        """Its drafting methods, whose candidates share one tree."""
+
+    def __init__(
+        self,
+        *,
+        methods: _abc.Iterable[Global___DraftMethodDescription] | None = ...,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "methods", b"methods"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftServiceDescribeResponse: _TypeAlias = DraftServiceDescribeResponse  # noqa: Y015
+
+@_typing.final
+class DraftMethodDescription(_message.Message):
+    """A drafting method, and what evidence it needs: without it, it drafts little or nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TAPS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The method."""
+    taps: _builtins.int
+    """Number of places in the target's layers whose hidden states it reads."""
+    top: _builtins.int
+    """Number of most probable tokens at each position."""
+    decisions: _builtins.bool
+    """Whether it needs the target's decisions at all nodes of a tree."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        taps: _builtins.int = ...,
+        top: _builtins.int = ...,
+        decisions: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "name", b"name", "taps", b"taps", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftMethodDescription: _TypeAlias = DraftMethodDescription  # noqa: Y015
+
+@_typing.final
 class DraftServiceProposeRequest(_message.Message):
     """A batch of rows."""
 

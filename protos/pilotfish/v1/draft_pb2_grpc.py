@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub:
-    """Internal: coordinator to draft worker.
+    """Internal: coordinator, or another engine, to draft worker.
     """
 
     def __init__(self, channel):
@@ -35,6 +35,11 @@ class DraftServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Describe = channel.unary_unary(
+                '/pilotfish.v1.DraftService/Describe',
+                request_serializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceDescribeRequest.SerializeToString,
+                response_deserializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceDescribeResponse.FromString,
+                _registered_method=True)
         self.Propose = channel.stream_stream(
                 '/pilotfish.v1.DraftService/Propose',
                 request_serializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceProposeRequest.SerializeToString,
@@ -48,8 +53,15 @@ class DraftServiceStub:
 
 
 class DraftServiceServicer:
-    """Internal: coordinator to draft worker.
+    """Internal: coordinator, or another engine, to draft worker.
     """
+
+    def Describe(self, request, context):
+        """Tell what the worker drafts with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Propose(self, request_iterator, context):
         """Commit the tokens that the target decided, and propose drafts. Idempotent by (sequence_id, base_len). Each request
@@ -69,6 +81,11 @@ class DraftServiceServicer:
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceDescribeRequest.FromString,
+                    response_serializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceDescribeResponse.SerializeToString,
+            ),
             'Propose': grpc.stream_stream_rpc_method_handler(
                     servicer.Propose,
                     request_deserializer=pilotfish_dot_v1_dot_draft__pb2.DraftServiceProposeRequest.FromString,
@@ -88,8 +105,35 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService:
-    """Internal: coordinator to draft worker.
+    """Internal: coordinator, or another engine, to draft worker.
     """
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pilotfish.v1.DraftService/Describe',
+            pilotfish_dot_v1_dot_draft__pb2.DraftServiceDescribeRequest.SerializeToString,
+            pilotfish_dot_v1_dot_draft__pb2.DraftServiceDescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Propose(request_iterator,

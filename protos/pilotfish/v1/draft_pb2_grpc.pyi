@@ -27,12 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DraftServiceStub:
-    """Internal: coordinator to draft worker."""
+    """Internal: coordinator, or another engine, to draft worker."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
+    Describe: _grpc.UnaryUnaryMultiCallable[_draft_pb2.DraftServiceDescribeRequest, _draft_pb2.DraftServiceDescribeResponse]
+    """Tell what the worker drafts with."""
     Propose: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftServiceProposeRequest, _draft_pb2.DraftServiceProposeResponse]
     """Commit the tokens that the target decided, and propose drafts. Idempotent by (sequence_id, base_len). Each request
     is answered before the next is read. An error ends the stream.
@@ -42,9 +44,11 @@ class DraftServiceStub:
 
 @_typing.type_check_only
 class DraftServiceAsyncStub(DraftServiceStub):
-    """Internal: coordinator to draft worker."""
+    """Internal: coordinator, or another engine, to draft worker."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Describe: _aio.UnaryUnaryMultiCallable[_draft_pb2.DraftServiceDescribeRequest, _draft_pb2.DraftServiceDescribeResponse]  # type: ignore[assignment]
+    """Tell what the worker drafts with."""
     Propose: _aio.StreamStreamMultiCallable[_draft_pb2.DraftServiceProposeRequest, _draft_pb2.DraftServiceProposeResponse]  # type: ignore[assignment]
     """Commit the tokens that the target decided, and propose drafts. Idempotent by (sequence_id, base_len). Each request
     is answered before the next is read. An error ends the stream.
@@ -53,7 +57,15 @@ class DraftServiceAsyncStub(DraftServiceStub):
     """Free sequences. An unknown sequence is not an error."""
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Internal: coordinator to draft worker."""
+    """Internal: coordinator, or another engine, to draft worker."""
+
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _draft_pb2.DraftServiceDescribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_draft_pb2.DraftServiceDescribeResponse, _abc.Awaitable[_draft_pb2.DraftServiceDescribeResponse]]:
+        """Tell what the worker drafts with."""
 
     @_abc_1.abstractmethod
     def Propose(

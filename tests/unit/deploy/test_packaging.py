@@ -52,10 +52,13 @@ def test_every_package_belongs_to_one_distribution() -> None:
     assert not any(path.is_relative_to(ROOT / "protos") for path in own)
 
 
-def test_the_cluster_depends_on_the_client_of_its_own_version() -> None:
+def test_the_cluster_and_the_package_for_vllm_depend_on_the_client_of_their_own_version() -> None:
     own, client = project(ROOT)["project"], project(ROOT / "protos")["project"]
-    assert own["version"] == client["version"]
+    door = project(ROOT / "protos" / "pilotfish_vllm")["project"]
+    assert own["version"] == client["version"] == door["version"]
     assert f"pilotfish-client=={client['version']}" in own["dependencies"]
+    assert f"pilotfish-client=={client['version']}" in door["dependencies"]
+    assert names(door["dependencies"]) == {"grpcio", "numpy", "pilotfish-client"}
 
 
 def test_every_package_is_locked_with_its_hash_in_the_tested_version() -> None:

@@ -9,13 +9,15 @@ import threading
 import pytest
 
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
+from cluster.core.drafting import DescribedMethod, DraftBudget, DraftRow, EvidenceNeeds, RowFaultCode
 from cluster.core.errors import DrafterUnavailable, InvalidRequest, NotReady
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
+from pilotfish.v1 import draft_pb2
 from tests.support.fakes.echo_workers import POISON, EchoDrafter, Gate, draft_row, drafter_at, propose, release
 from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.serve.draft_servicer import DraftServicer
+from workers.serve.leases import Leases
 
 
 async def test_proposals_arrive_unchanged() -> None:
@@ -88,6 +90,19 @@ async def test_a_cancelled_proposal_that_has_not_begun_is_not_computed(
     await begun
     await propose(servicer, draft_row("last", 1))
     assert method.calls == [("propose", "begun"), ("propose", "last")]
+
+
+async def test_it_describes_its_methods_and_how_long_a_client_may_be_silent() -> None:
+    needs = EvidenceNeeds(taps=(2, 15), top=8, decisions=True)
+    described = [DescribedMethod("eagle", needs), DescribedMethod("ngram", EvidenceNeeds())]
+    servicer = DraftServicer(EchoDrafter(), Leases(7.0), described)
+    found = await servicer.Describe(draft_pb2.DraftServiceDescribeRequest(), None)  # type: ignore[arg-type]
+    assert [(one.name, one.taps, one.top, one.decisions) for one in found.methods] == [
+        ("eagle", 2, 8, True),
+        ("ngram", 0, 0, False),
+    ]
+    assert found.lease_seconds == 7.0
+    await servicer.close()
 
 
 async def test_a_cancelled_release_is_completed(held: tuple[DraftServicer, EchoDrafter], gate: Gate) -> None:
