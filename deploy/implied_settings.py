@@ -39,6 +39,7 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
         "target.evidence.top": needs.top,
         "target.evidence.decisions": needs.decisions,
         "target.evidence.is_sent": needs.any and place == "drafter",
+        "target.evidence.fusion": (needs.fusion or None) if place == "drafter" else None,
     }
     values = configuration.model_dump(mode="json")
     defaults = load_configuration({}).model_dump(mode="json")

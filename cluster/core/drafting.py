@@ -120,6 +120,9 @@ class EvidenceNeeds:
     """Number of most probable tokens at the root and at each accepted node. With several ranks, none are available."""
     decisions: bool = False
     """Whether the decisions at all nodes are needed."""
+    fusion: str = ""
+    """Directory of a draft that fuses the taps, in their order, to one feature of each position before anything else;
+    empty: it reads the taps themselves. A target may then send features."""
 
     @property
     def any(self) -> bool:

@@ -138,8 +138,12 @@ def create_for_worker_rank(draft: DraftSection, target: TargetSection) -> DraftM
 def needs_of(draft: DraftSection) -> EvidenceNeeds:
     """What the target must show to the selected methods."""
     needs = [plugin.needs(draft.settings(name, plugin.settings)) for name, plugin in _selected(draft)]
-    taps = tuple(sorted({tap for one in needs for tap in one.taps}, key=_order))
-    return EvidenceNeeds(taps, max(one.top for one in needs), any(one.decisions for one in needs))
+    top, decisions = max(one.top for one in needs), any(one.decisions for one in needs)
+    readers = [one for one in needs if one.taps]
+    if len(readers) == 1:
+        return EvidenceNeeds(readers[0].taps, top, decisions, readers[0].fusion)
+    taps = tuple(sorted({tap for one in readers for tap in one.taps}, key=_order))
+    return EvidenceNeeds(taps, top, decisions)
 
 
 def described(draft: DraftSection) -> tuple[DescribedMethod, ...]:

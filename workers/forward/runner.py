@@ -158,19 +158,21 @@ class ModelRunner:
             store.mark_encoded(source, batch.hidden[first : first + len(source)])
             first += len(source)
 
-    def hidden_of(self, row: int, nodes: Sequence[int] = ()) -> torch.Tensor:
+    def hidden_of(self, row: int, nodes: Sequence[int] = (), hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a row of the last pass: its committed tokens, then the path `nodes` of its tree.
 
-        Returns bfloat16 `[committed + nodes, taps * hidden]`. Raises `ValueError` without taps.
+        Returns bfloat16 `[committed + nodes, taps * hidden]`, or those rows of `hidden` `[tokens, width]`, which was
+        made of the hidden states of all tokens. Raises `ValueError` without taps.
         """
-        if self.hidden is None:
+        hidden = self.hidden if hidden is None else hidden
+        if hidden is None:
             raise ValueError("the last pass recorded no hidden states: the runner was made without taps")
         first = sum(shape.width for shape in self._shapes[:row])
         fresh = self._shapes[row].fresh
         if all(node == depth for depth, node in enumerate(nodes)):
-            return self.hidden[first : first + fresh + len(nodes)]
+            return hidden[first : first + fresh + len(nodes)]
         path = [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
-        return self.hidden[to_device(path, self.hidden.device)]
+        return hidden[to_device(path, hidden.device)]
 
     def _check(self, rows: Sequence[ForwardRow], options: PassOptions) -> None:
         inputs = options.inputs

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
@@ -13,12 +15,14 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import choose_attention
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
+from workers.model.drafting.fusion import load_fusion
 from workers.model.fingerprint import fingerprint
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.ranks import bound_collectives, least_of_all_ranks
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
+from workers.verify.evidence import Fuse
 from workers.verify.group_decider import GroupDecider
 
 
@@ -51,6 +55,7 @@ def build_engine(
         rule=rule,
         method=method,
         evidence=section.evidence,
+        fuse=None if rank else _fusion(section, model.device),
         attention=attention,
         fingerprint=fingerprint(section, model, attention),
         directory=Path(section.path),
@@ -68,6 +73,14 @@ def build_engine(
         keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
     bound_collectives(section.step_timeout_seconds, section.tensor_parallel)
     return engine
+
+
+def _fusion(section: TargetSection, device: torch.device) -> Fuse | None:
+    """What the target applies to the taps before the first rank sends them."""
+    evidence = section.evidence
+    if evidence.fusion is None or not evidence.is_sent:
+        return None
+    return load_fusion(Path(evidence.fusion), evidence.taps, device)
 
 
 def _load(section: TargetSection, rank: int) -> LoadedModel:

@@ -43,7 +43,7 @@ from workers.sampling.grammar import GrammarError
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions, decide_rows
 from workers.verify.draft_passes import PartialEngine, connect
-from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, resolve_taps, within_bytes
+from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, Fuse, resolve_taps, within_bytes
 from workers.verify.forbidden import ForbiddenTexts
 from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
@@ -65,6 +65,8 @@ class EngineOptions:
     """What `choose_attention` returned, if it was called before."""
     evidence: EvidenceSection = field(default_factory=EvidenceSection)
     """What drafters need of each step."""
+    fuse: Fuse | None = None
+    """What the evidence has in place of hidden states is made by it; see `target.evidence.fusion`."""
     fingerprint: str = ""
     directory: Path | None = None
     """The directory with the tokenizer, which grammars need."""
@@ -96,7 +98,9 @@ class TargetEngine:
         taps = resolve_taps(self._evidence.taps, len(model.layers))
         self._runner = ModelRunner(model, pool, taps, self._options.attention)
         is_alone = model.tensor_parallel == 1
-        self._collector = EvidenceCollector(self._evidence, self._runner, decider, is_alone, self._options.method)
+        self._collector = EvidenceCollector(
+            self._evidence, self._runner, decider, is_alone, self._options.method, self._options.fuse
+        )
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._sources = SourceStore(pool)
         directory = self._options.directory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -18,6 +18,8 @@ from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
 from workers.verify.decider import Decider
 
+Fuse = Callable[[torch.Tensor], torch.Tensor]
+"""Maps hidden states `[tokens, taps, hidden]` to what is sent in their place, `[tokens, width]`."""
 MAX_SENT_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of hidden states that the verdicts of one step bring; the rows share them equally."""
 
@@ -50,11 +52,18 @@ class EvidenceCollector:
         decider: Decider,
         is_alone: bool,
         method: object = None,
+        fuse: Fuse | None = None,
     ) -> None:
-        """`method` drafts on this rank, if it is not `None`. `is_alone`: this rank is the only one."""
+        """`method` drafts on this rank, if it is not `None`. `is_alone`: this rank is the only one.
+
+        With `fuse`, evidence has what it returns in place of hidden states.
+        """
         self._section = section
         self._runner = runner
         self._decider = decider
+        self._fuse = fuse
+        self._fused: torch.Tensor | None = None
+        """What `fuse` returned for all tokens of the last pass, on the CPU, until `complete`."""
         self._paths: dict[SequenceId, torch.Tensor] = {}
         """This rank's logits `[tokens, vocabulary]` along the accepted paths of the last pass, until `complete`."""
         # Several ranks record hidden states together, and only the batch is the same on all of them.
@@ -99,7 +108,7 @@ class EvidenceCollector:
 
         Of several ranks, all must call this; only the first one adds them.
         """
-        paths, self._paths = self._paths, {}
+        paths, self._paths, self._fused = self._paths, {}, None
         if not paths:
             return
         found = self._decider.most_probable(torch.cat(list(paths.values())), self._section.top)
@@ -114,7 +123,7 @@ class EvidenceCollector:
 
     def discard(self) -> None:
         """Drop the data of a pass that failed."""
-        self._paths = {}
+        self._paths, self._fused = {}, None
 
     def _needs(self, row: VerifyRow) -> bool:
         """Whether the row needs evidence; before its first draft, only hidden states, which are a drafter's context."""
@@ -125,6 +134,9 @@ class EvidenceCollector:
         return self._section.is_sent or row.next_budget.max_nodes > 0
 
     def _hidden(self, index: int, row: VerifyRow, accepted: Accepted) -> HiddenStates:
-        states = self._runner.hidden_of(index, accepted.nodes)  # [pending + accepted, width] bfloat16
+        if self._fuse is not None and self._fused is None and (hidden := self._runner.hidden) is not None:
+            taps = hidden.view(len(hidden), len(self._section.taps), -1)
+            self._fused = self._fuse(taps).bfloat16().cpu()
+        states = self._runner.hidden_of(index, accepted.nodes, self._fused)  # [pending + accepted, width] bfloat16
         data = states.cpu().contiguous().view(torch.uint8).numpy()
         return HiddenStates(row.start_len, states.shape[1], data.data.cast("B"))

@@ -45,6 +45,9 @@ class EvidenceSection(Section):
     """Whether the decisions at all nodes of a draft tree are taken."""
     is_sent: bool = False
     """Whether verdicts bring the evidence, for drafters in other processes."""
+    fusion: str | None = None
+    """Directory of the draft whose first matrix the target applies to the taps, in their order. Verdicts then bring its
+    feature of each position in place of the taps."""
 
     @property
     def any(self) -> bool:

@@ -28,6 +28,7 @@ from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import Sessions
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.public import PublicModule
+from workers.model.fused_taps import fused_width
 from workers.model.public_shapes import MaskedBlockShape
 from workers.sampling.context import DecisionContext
 
@@ -194,13 +195,13 @@ def load_block_drafter(
     """Load the module of the kind `block`; see `BlockTreeDrafter`. Raises `ModelLoadError` and `ConfigurationError`."""
     expected: tuple[type[BlockDrafter | PublicModule], ...] = (BlockDrafter, PublicModule)
     loaded = load_served_module(settings, target, "block", expected)
-    passes, rank = _served(loaded, settings.weights, target.compile_directory)
-    taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size)
+    taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size, fused_width(loaded.card))
+    passes, rank = _served(loaded, settings.weights, target.compile_directory, takes_features=taps.is_fused)
     return BlockTreeDrafter(passes, rank, taps, draft, settings, form)
 
 
 def _served(
-    loaded: ServedModule[BlockDrafter | PublicModule], weights: Weights, directory: str | None
+    loaded: ServedModule[BlockDrafter | PublicModule], weights: Weights, directory: str | None, *, takes_features: bool
 ) -> tuple[BlockPasses, RankBlocks]:
     """The passes of a module, and the ranking of what they predict."""
     module, ends = loaded.module, loaded.ends
@@ -209,7 +210,7 @@ def _served(
         passes: BlockPasses = BlockPass(module, ends, weights, directory)
         selector = module.selector
     else:
-        passes = MaskedBlockPass(module, ends, weights, directory)
+        passes = MaskedBlockPass(module, ends, weights, directory, takes_features=takes_features)
         shape = module.shape
         if isinstance(shape, MaskedBlockShape) and (shape.markov is not None or shape.confidence != "none"):
             return passes, MarkovRanker(module, ends, loaded.make, loaded.shortlist).rank

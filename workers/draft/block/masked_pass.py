@@ -13,6 +13,7 @@ from workers.draft.common.modules.layer_stack import RotaryTable
 from workers.draft.common.modules.module_settings import Weights
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.ends import TargetEnds, rms_norm
+from workers.model.drafting.fusion import public_fusion
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MaskedBlockShape
 
@@ -20,8 +21,16 @@ from workers.model.public_shapes import MaskedBlockShape
 class MaskedBlockPass:
     """The weights of a public block drafter, packed, and its two passes."""
 
-    def __init__(self, module: PublicModule, ends: TargetEnds, weights: Weights, directory: str | None = None) -> None:
-        """`directory` keeps the compiled CPU kernels."""
+    def __init__(
+        self,
+        module: PublicModule,
+        ends: TargetEnds,
+        weights: Weights,
+        directory: str | None = None,
+        *,
+        takes_features: bool = False,
+    ) -> None:
+        """`directory` keeps the compiled CPU kernels. `takes_features`: the target fuses the taps."""
         shape = module.shape
         if not isinstance(shape, MaskedBlockShape):
             raise TypeError(f"{type(shape).__name__} is no shape of a block drafter")
@@ -33,10 +42,9 @@ class MaskedBlockPass:
         mask = module.get("mask_embedding")
         mask = ends.embedding[shape.mask_token] if mask is None else mask
         self._masks = mask.float().expand(shape.slots - 1, -1)
-        self._fuse = BiasedProduct(module, ["fc"], weights, directory)
-        self._fused_norm, self._output_norm = (
-            module.tensors[f"{name}.weight"].float() for name in ("hidden_norm", "norm")
-        )
+        self._takes_features = takes_features
+        self._fuse = public_fusion(module, BiasedProduct(module, ["fc"], weights, directory))
+        self._output_norm = module.tensors["norm.weight"].float()
         layers = [f"layers.{number}.self_attn" for number in range(body.layers)]
         names = [f"{layer}.{part}_proj" for layer in layers for part in "kv"]
         self._context = BiasedProduct(module, names, weights, directory)
@@ -48,8 +56,11 @@ class MaskedBlockPass:
         """What is kept of each position; there is no feature."""
 
     def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
-        """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
-        fused = rms_norm(self._fuse(taps.to(self.device).float().flatten(1)), self._fused_norm, self._epsilon)
+        """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens].
+
+        If the target fuses them, they are features [tokens, 1, feature size].
+        """
+        fused = taps[:, 0].to(self.device).float() if self._takes_features else self._fuse(taps)
         width = self._shape.body.head_width
         found = self._context(fused).view(len(fused), len(self._key_norms), 2, -1, width)
         keys = rms_norm(found[:, :, 0], self._key_norms, self._epsilon)  # [tokens, layers, KV heads, head width]

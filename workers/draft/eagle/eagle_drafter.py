@@ -30,6 +30,7 @@ from workers.draft.eagle.head_context import HeadContext, HeadPass
 from workers.draft.eagle.parallel_drafter import ParallelTreeDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.public import PublicModule
+from workers.model.fused_taps import fused_width
 
 LEAST_SCRATCH = 64
 """Least number of committed tokens of one sequence that go through the head in one pass."""
@@ -142,7 +143,7 @@ def load_eagle_drafter(
     expected: tuple[type[EagleHead | PublicModule], ...] = (EagleHead, PublicModule)
     loaded = load_served_module(settings, target, "eagle", expected)
     scratch = max(LEAST_SCRATCH, limits.width * draft.max_depth)
-    taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size)
+    taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size, fused_width(loaded.card))
     memory = ContextMemory(ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.sequences)
     if isinstance(loaded.module, EagleHead):
         own = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)

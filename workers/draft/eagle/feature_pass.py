@@ -14,6 +14,7 @@ from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import make_product
 from workers.draft.eagle.eagle_pass import EaglePiece
 from workers.model.drafting.ends import TargetEnds, rms_norm
+from workers.model.drafting.fusion import public_fusion
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MASK_HIDDEN, FeatureShape
 
@@ -45,11 +46,10 @@ class FeaturePass:
             found = module.get(f"{name}.weight")
             return None if found is None else found.float()
 
-        self._joint_norm, self._embedding_norm, self._feature_norm, self._output_norm = map(
-            norm, ("input_norm", "embedding_norm", "feature_norm", "norm")
+        self._embedding_norm, self._feature_norm, self._output_norm = map(
+            norm, ("embedding_norm", "feature_norm", "norm")
         )
-        each = [norm(f"fc_norm.{number}") for number in range(shape.taps)]
-        self._tap_norms = torch.stack([one for one in each if one is not None]) if shape.tap_norm == "each" else None
+        self._fuse = public_fusion(module, self._entry) if shape.taps else None
         hidden = module.get(MASK_HIDDEN)
         self._mask = None
         if shape.mask_token is not None and hidden is not None:
@@ -68,14 +68,10 @@ class FeaturePass:
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
-        taps = taps.to(self.device).float()
-        if not self._shape.taps:
-            norm = self._ends.norm
-            return taps[:, -1] if norm is None else rms_norm(taps[:, -1], norm.float(), self._ends.epsilon)
-        if self._tap_norms is not None:
-            taps = rms_norm(taps, self._tap_norms, self._epsilon)
-        flat = taps.flatten(1)
-        return self._entry(flat if self._joint_norm is None else rms_norm(flat, self._joint_norm, self._epsilon))
+        if self._fuse is not None:
+            return self._fuse(taps)
+        last, norm = taps[:, -1].to(self.device).float(), self._ends.norm
+        return last if norm is None else rms_norm(last, norm.float(), self._ends.epsilon)
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
         """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].

@@ -96,9 +96,12 @@ class HeadContext(Generic[SessionType]):
                 committed_piece(session.window, first, session.tokens[first + 1 : first + 1 + len(taps)], reach)
                 for session, (first, taps) in parts
             ]
-            outputs = self._head.run(self._head.features(torch.cat([taps for _, (_, taps) in parts])), pieces)
+            outputs = self._head.run(self._features(torch.cat([taps for _, (_, taps) in parts])), pieces)
             for (session, (first, taps)), output in zip(parts, outputs, strict=True):
                 end = first + len(taps)
                 session.window.mark(first, end)
                 session.share(first, end)
                 session.output = (end - 1, output)
+
+    def _features(self, taps: Tensor) -> Tensor:
+        return taps[:, 0].to(self._head.device).float() if self._taps.is_fused else self._head.features(taps)

@@ -17,6 +17,7 @@ from torch import Tensor
 from cluster.core.config.sections import Configuration
 from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
+from deploy.implied_settings import with_implied_settings
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import load_settings
 from tests.support.deadline import deadline
@@ -139,11 +140,15 @@ async def test_a_public_draft_changes_no_token(
     draft: str, place: str, deeper: Directories, drafts: dict[str, Path]
 ) -> None:
     plain = await answers_alone(deeper.target)
+    configuration = configured(deeper.target, f"draft.path={drafts[draft]}", f"draft.placement={place}")
 
-    drafted = await answers(configured(deeper.target, f"draft.path={drafts[draft]}", f"draft.placement={place}"))
+    drafted = await answers(configuration)
 
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert all(one.drafted > 0 for one in drafted)
+    assert with_implied_settings(configuration).target.evidence.fusion == (
+        str(drafts[draft]) if place == "drafter" else None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +175,15 @@ def successors(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, public_drafts.write(root / "dspark", config, tensors)
 
 
+@pytest.mark.parametrize("place", ["target", pytest.param("drafter", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("candidates", "nodes"), [(1, SLOTS), (3, 12)], ids=["chain", "tree"])
 async def test_a_block_drafter_that_knows_the_target_is_right_in_every_slot(
-    candidates: int, nodes: int, successors: tuple[Path, Path]
+    candidates: int, nodes: int, place: str, successors: tuple[Path, Path]
 ) -> None:
     """Greedy and sampled: each slot is conditioned on the token before it, with the noise of its own position."""
     target, draft = successors
     drawn = [f"draft.path={draft}", "draft.block.weights=float32", f"draft.block.candidates={candidates}"]
+    drawn.append(f"draft.placement={place}")
     plain = await answers_alone(target)
 
     drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", f"draft.max_depth={SLOTS}"))
@@ -235,13 +242,18 @@ async def test_a_parallel_model_that_knows_the_target_is_right_in_every_slot(
     check_right_to_the_last_depth(drafted, plain, per_step=6, least_distinct=3)
 
 
-@pytest.mark.parametrize(("candidates", "nodes"), [(1, 5), (3, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("candidates", "nodes", "place"),
+    [(1, 5, "target"), (3, 12, "target"), (3, 12, "drafter")],
+    ids=["chain", "tree", "tree elsewhere"],
+)
 async def test_a_parallel_head_that_knows_the_target_is_right_in_every_slot(
-    candidates: int, nodes: int, memoryless: tuple[Path, Path]
+    candidates: int, nodes: int, place: str, memoryless: tuple[Path, Path]
 ) -> None:
     """Greedy and sampled: the last slot of the one pass is as right as the first, with the noise of its position."""
     target, draft = memoryless
     drawn = [f"draft.path={draft}", "draft.eagle.weights=float32", f"draft.eagle.candidates={candidates}"]
+    drawn.append(f"draft.placement={place}")
     plain = await answers_alone(target)
 
     drafted = await answers(configured(target, *drawn, f"draft.max_nodes={nodes}", "draft.max_depth=5"))

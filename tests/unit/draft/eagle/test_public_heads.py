@@ -28,6 +28,7 @@ from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
 from workers.draft.registry import create, needs_of
 from workers.model.drafting.files import load_drafter
+from workers.model.drafting.fusion import load_fusion
 from workers.model.drafting.public import PublicModule
 from workers.serve.configuration import load_configuration
 from workers.verify.evidence import resolve_taps
@@ -205,16 +206,24 @@ class TestWrongReadings:
         assert_differs(served(case.write(tmp_path), shown), published(wrong, case.read(shown)))
 
 
-def greedy_drafts(draft: Path, shown: Shown, count: int) -> tuple[int, ...]:
-    """The chain of tokens that the method drafts after the first `KNOWN + 1` tokens, from the target's evidence."""
+def greedy_drafts(draft: Path, shown: Shown, count: int, *, is_fused: bool = False) -> tuple[int, ...]:
+    """The chain of tokens that the method drafts after the first `KNOWN + 1` tokens, from the target's evidence.
+
+    With `is_fused`, the evidence has the features that a target makes of its taps.
+    """
     method: dict[str, Any] = {"path": str(draft), "weights": "float32", "candidates": 1, "width": 1}
     values = {
         "target": {"path": str(shown.directory), "device": "cpu"},
         "draft": {"method": "eagle", "controller": "off", "eagle": method},
     }
     needs = needs_of(load_configuration(values).draft)
-    configuration = load_configuration(values, {"target.evidence.taps": needs.taps})
-    states = torch.cat([shown.states[tap] for tap in resolve_taps(needs.taps, LAYERS)], dim=1).bfloat16()
+    implied: dict[str, Any] = {"target.evidence.taps": needs.taps}
+    states = torch.stack([shown.states[tap] for tap in resolve_taps(needs.taps, LAYERS)], dim=1).bfloat16()
+    if is_fused:
+        implied["target.evidence.fusion"] = needs.fusion
+        states = load_fusion(Path(needs.fusion), needs.taps, CPU)(states).bfloat16()
+    configuration = load_configuration(values, implied)
+    states = states.flatten(1)
     hidden = HiddenStates(0, states.shape[1], states.contiguous().view(torch.uint8).numpy().tobytes())
     start = SequenceStart(4, SamplingParameters(temperature=0.0))
     budget = DraftBudget(count, count)
@@ -240,10 +249,13 @@ def published_drafts(
     return drafted
 
 
-@pytest.mark.parametrize("name", ["authors", "speculators", "3.1"])
-def test_a_method_drafts_the_tokens_of_the_published_pass(name: str, shown: Shown, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_fused", [False, True], ids=["taps", "features"])
+@pytest.mark.parametrize("name", ["authors", "speculators", "3.1", "norm of all"])
+def test_a_method_drafts_the_tokens_of_the_published_pass(
+    name: str, is_fused: bool, shown: Shown, tmp_path: Path
+) -> None:
     case = CASES[name]
-    drafted = greedy_drafts(case.write(tmp_path), shown, 3)
+    drafted = greedy_drafts(case.write(tmp_path), shown, 3, is_fused=is_fused)
 
     count = len(drafted)  # an improbable depth is left out
     assert count >= 2

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import EvidenceSection, KvSection
-from cluster.core.drafting import EVIDENCE_ONLY, NO_DRAFT, DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import EVIDENCE_ONLY, NO_DRAFT, DraftBudget, DraftRow, Evidence, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
+from cluster.core.tree import TokenTree
 from cluster.core.verification import VerifyRow
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel, PassOptions
@@ -70,6 +72,42 @@ def collector(
 ) -> EvidenceCollector:
     section = EvidenceSection(taps=(1,), decisions=True, is_sent=is_sent)
     return EvidenceCollector(section, runner, LocalDecider(), is_alone, method)
+
+
+def test_features_are_sent_in_place_of_the_hidden_states_that_they_are_made_of(
+    model: LoadedModel, pool: KvPool
+) -> None:
+    runner, tree = ModelRunner(model, pool, (1, 2)), TokenTree((3, 4, 5), (-1, -1, 1))
+    section = EvidenceSection(taps=(1, 2), is_sent=True)
+    passes: list[int] = []
+
+    def fuse(taps: torch.Tensor) -> torch.Tensor:
+        passes.append(len(taps))
+        return taps.float().mean(dim=1)
+
+    plain = EvidenceCollector(section, runner, LocalDecider(), True)
+    fused = EvidenceCollector(section, runner, LocalDecider(), True, fuse=fuse)
+    rows = [VerifyRow(SequenceId(name), len(TOKENS), TOKENS, tree) for name in "ab"]
+    forwards = [ForwardRow(pool.new_table(), TOKENS, tree, select=(2, 3, 4, 5)) for _ in rows]
+    for forward in forwards:
+        pool.reserve(forward.table, forward.end)
+    for _ in range(2):
+        logits = runner.forward(forwards, PassOptions(with_taps=True))
+        for index, one in enumerate(rows):
+            sent = [
+                collected.collect(index, one, Accepted(nodes=(1, 2), tokens=(4, 5, 6)), (4, 6, 5, 6), logits)
+                for collected in (plain, fused)
+            ]
+            states, features = (_values(evidence) for evidence in sent)
+            assert torch.equal(features, states.view(len(states), 2, -1).float().mean(dim=1).bfloat16())
+            assert (len(states), 2 * features.shape[1]) == (len(TOKENS) + 2, states.shape[1])
+        fused.complete({})
+    assert passes == [12, 12]  # once a pass, for all rows
+
+
+def _values(evidence: Evidence | None) -> torch.Tensor:
+    assert evidence is not None and evidence.hidden is not None
+    return torch.frombuffer(bytearray(evidence.hidden.data), dtype=torch.bfloat16).view(-1, evidence.hidden.width)
 
 
 def test_hidden_states_are_recorded_for_rows_with_a_budget_only(runner: ModelRunner) -> None:

@@ -12,6 +12,7 @@ from cluster.core.config.draft_section import DraftModuleSection, DraftSection
 from cluster.core.drafting import EvidenceNeeds, Tap
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.model.formats.registry import read_draft
+from workers.model.fused_taps import fused_width
 
 Weights = Literal["auto", "float32", "bfloat16", "int8"]
 """The types that a module's weights can be stored in."""
@@ -82,5 +83,6 @@ def module_taps(settings: DraftModuleSection) -> tuple[Tap, ...]:
 
 
 def needs_of_module(settings: DraftModuleSection) -> EvidenceNeeds:
-    """What the target must show to a module: the hidden states at its taps."""
-    return EvidenceNeeds(taps=module_taps(settings))
+    """What the target must show to a module: the hidden states at its taps, or what the module fuses them to."""
+    card = read_draft(Path(settings.path), settings.taps)
+    return EvidenceNeeds(taps=card.taps, fusion="" if fused_width(card) is None else settings.path)

@@ -16,12 +16,23 @@ if TYPE_CHECKING:
 class TapReader:
     """Selects a method's own taps from the hidden states of all taps that the target takes."""
 
-    def __init__(self, taps: Sequence[Tap], target: TargetSection, hidden_size: int) -> None:
+    def __init__(
+        self, taps: Sequence[Tap], target: TargetSection, hidden_size: int, fused_width: int | None = None
+    ) -> None:
         """`taps` are in the order that the method wants, as it named them in its `EvidenceNeeds`.
 
-        Raises `ConfigurationError` for a tap that the target does not take.
+        `fused_width` is the width of the feature that a target with `target.evidence.fusion` sends in their place;
+        `None` for a method that reads the taps themselves. Raises `ConfigurationError` for a tap that the target does
+        not take, and for a fusion that the method does not expect.
         """
-        taken = target.evidence.taps
+        taken, fusion = target.evidence.taps, target.evidence.fusion
+        self.is_fused = fusion is not None
+        """Whether the target sends features, `[tokens, 1, feature size]`."""
+        if fusion is not None:
+            if fused_width is None:
+                raise ConfigurationError(f"target.evidence.fusion: {fusion!r} is refused; the drafter reads taps")
+            self._columns, self._taken, self._hidden_size = [0], 1, fused_width
+            return
         missing = [tap for tap in taps if tap not in taken]
         if missing:
             raise ConfigurationError(f"target.evidence.taps: {list(taken)} lacks {missing}, which the drafter reads")
