@@ -12,7 +12,8 @@ from workers.draft.registry import METHODS, check_learning, needs_of, placement_
 from workers.serve.configuration import load_configuration
 
 NOT_LOSSLESS = (
-    "NOT LOSSLESS: answers differ from what the model alone writes, because of target.acceptance or target.kv.window"
+    "NOT LOSSLESS: answers differ from what the model alone writes, because of target.acceptance, target.kv.window, "
+    "target.kv.dtype or target.trial"
 )
 """The notice that is printed when a target reports that it is not lossless (`TargetInfo.is_lossless`)."""
 

@@ -192,7 +192,7 @@ class Coordinator:
         info, kv = self.info, self._kv
         return {
             "block_size": kv.block_size,
-            "cache_dtype": info.dtype,
+            "cache_dtype": info.dtype if kv.dtype == "auto" else kv.dtype,
             "enable_prefix_caching": kv.prefix_cache,
             "gpu_memory_utilization": kv.memory_fraction,
             "num_gpu_blocks": info.kv.blocks_total,

@@ -61,6 +61,7 @@ async def statements(directory: Path, target: dict[str, Any]) -> dict[str, bool]
     [
         ({}, True),
         ({"kv": {"window": 16}}, False),
+        ({"kv": {"dtype": "int8"}}, False),
         ({"quantization": "int8"}, True),
         ({"acceptance": "rejection"}, True),
         ({"acceptance": "block"}, True),
@@ -73,6 +74,7 @@ async def statements(directory: Path, target: dict[str, Any]) -> dict[str, bool]
     ids=[
         "plain",
         "window",
+        "int8 keys and values",
         "int8",
         "rejection",
         "block",

@@ -113,18 +113,20 @@ def bytes_on_disk(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*/*.safetensors"))
 
 
+@pytest.mark.parametrize("kv", ["auto", "int8"])
 async def test_requests_for_ten_pools_are_answered_with_one(
-    directory: Path, tmp_path: Path, pools: list[KvPool]
+    kv: str, directory: Path, tmp_path: Path, pools: list[KvPool]
 ) -> None:
     cases = demand()
-    async with LocalCluster(configure(directory, pool_bytes=16 * MIB, prefix_cache=False)) as cluster:
+    async with LocalCluster(configure(directory, dtype=kv, pool_bytes=16 * MIB, prefix_cache=False)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
         expected = await answers(client, cases)
         assert (await counts_when_idle(client))["vllm:num_preemptions_total"] == 0
         await client.close()
 
-    memory = {"pool_bytes": MIB, "host_bytes": HOST_BYTES, "disk_directory": str(tmp_path), "disk_bytes": DISK_BYTES}
-    async with LocalCluster(configure(directory, **memory)) as cluster:
+    host_bytes = HOST_BYTES if kv == "auto" else HOST_BYTES // 3  # 8 bits and a scale take a third of float32
+    memory = {"pool_bytes": MIB, "host_bytes": host_bytes, "disk_directory": str(tmp_path), "disk_bytes": DISK_BYTES}
+    async with LocalCluster(configure(directory, dtype=kv, **memory)) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
         leaving = [asyncio.create_task(leave_soon(client, case)) for case in cases[::6]]
         assert await answers(client, cases) == expected

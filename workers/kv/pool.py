@@ -17,6 +17,7 @@ from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout, KvOccupancy
 from workers.kv.allocator import BlockAllocator
 from workers.kv.block_table import BlockTable, Prefix
+from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
 from workers.kv.spec import KvCacheSpec
@@ -39,7 +40,7 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
     budget = section.pool_bytes
     if budget is None:
         budget = int(_free_bytes(spec.device) * section.memory_fraction)
-    size = block_bytes(group_layers(spec, section, truncatable), spec.dtype)
+    size = block_bytes(group_layers(spec, section, truncatable), spec.dtype, stored_type(section))
     blocks = min(budget // size, _MAX_BLOCKS)
     if blocks < 1:
         raise ConfigurationError(
@@ -49,10 +50,18 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
     return int(blocks)
 
 
-def block_bytes(kv_groups: KvCacheGroups, dtype: torch.dtype) -> int:
-    """Bytes of keys and values in one block on this rank."""
-    elements = sum(2 * shape.kv_heads * shape.head_dim for shape in kv_groups.block_layers)
-    return elements * dtype.itemsize * kv_groups.layout.block_size
+def stored_type(section: PoolSection) -> torch.dtype | None:
+    """The 8-bit type of stored keys and values; `None` where they have the model's type."""
+    return STORED_TYPES.get(section.dtype) if isinstance(section, KvSection) else None
+
+
+def block_bytes(kv_groups: KvCacheGroups, dtype: torch.dtype, stored: torch.dtype | None = None) -> int:
+    """Bytes of keys and values in one block on this rank, scales included. `stored` is their 8-bit type, if any."""
+    if stored is None:
+        token = sum(shape.kv_heads * shape.head_dim * dtype.itemsize for shape in kv_groups.block_layers)
+    else:
+        token = sum(record_bytes(shape) for shape in kv_groups.block_layers)
+    return 2 * token * kv_groups.layout.block_size
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -63,22 +72,23 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _allocate_tensors(
-    spec: KvCacheSpec, kv_groups: KvCacheGroups, blocks: int
+    spec: KvCacheSpec, kv_groups: KvCacheGroups, blocks: int, stored: torch.dtype | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Allocate the keys and values of each block layer, `[blocks, block_size, heads, dim]`.
+    """Allocate the keys and values of each block layer, `[blocks, block_size, heads, dim]`, or records in 8 bits.
 
     The third list holds the stacks `[2 * layers, blocks, …]` that they are views of, one per shape. Copying blocks
     inside a stack takes one operation, whatever the number of layers.
     """
-    layers_of: dict[tuple[int, int], list[int]] = {}
+    layers_of: dict[tuple[int, ...], list[int]] = {}
     for layer, shape in enumerate(kv_groups.block_layers):
-        layers_of.setdefault((shape.kv_heads, shape.head_dim), []).append(layer)
+        width: tuple[int, ...] = (shape.kv_heads, shape.head_dim) if stored is None else (record_bytes(shape),)
+        layers_of.setdefault(width, []).append(layer)
     keys, values = ([torch.empty(0)] * len(kv_groups.block_layers) for _ in range(2))
     stacks: list[torch.Tensor] = []
-    for (heads, dim), layers in layers_of.items():
+    for width, layers in layers_of.items():
         # Zeros: a masked position is multiplied by zero, and zero times NaN would be NaN.
-        size = (2 * len(layers), blocks, kv_groups.layout.block_size, heads, dim)
-        stacks.append(_zeros(size, spec.dtype, spec.device))
+        size = (2 * len(layers), blocks, kv_groups.layout.block_size, *width)
+        stacks.append(_zeros(size, spec.dtype if stored is None else torch.uint8, spec.device))
         for index, layer in enumerate(layers):
             keys[layer], values[layer] = stacks[-1][2 * index], stacks[-1][2 * index + 1]
     return keys, values, stacks
@@ -91,7 +101,8 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class KvPool:
-    """Keys and values of all sequences on this rank; `keys[block_layer]` is `[blocks, block_size, heads, dim]`.
+    """Keys and values of all sequences on this rank; `keys[block_layer]` is `[blocks, block_size, heads, dim]`, or
+    records in 8 bits (`KvStore`).
 
     `kv_groups.placements[layer]` holds the layer's block table and block layer. Under tensor parallelism the heads
     are this rank's own, and `blocks` must be the same on every rank. Evicted blocks move to the host and disk tiers
@@ -109,13 +120,14 @@ class KvPool:
         self._device = spec.device
         self._ranks = spec.tensor_parallel
 
+        stored = stored_type(section)
         self.keys, self.values, self._stacks = _allocate_tensors(
-            spec, self.kv_groups, blocks_total + spec.scratch_blocks
+            spec, self.kv_groups, blocks_total + spec.scratch_blocks, stored
         )
-        self.store = KvStore(self.kv_groups, self.keys, self.values)
+        self.store = KvStore(self.kv_groups, self.keys, self.values, stored)
         self._tiers: Tiers | None = None  # last: if anything above raises, there is nothing to close
         if caching is not None and (caching.host_bytes or caching.disk_directory):
-            self._tiers = Tiers(caching, block_bytes(self.kv_groups, spec.dtype), spec.device)
+            self._tiers = Tiers(caching, block_bytes(self.kv_groups, spec.dtype, stored), spec.device)
             self._tiers.start()
 
     def close(self) -> None:
@@ -135,8 +147,8 @@ class KvPool:
 
     @property
     def is_lossless(self) -> bool:
-        """True unless a configured window hides positions that the model would see."""
-        return self.kv_groups.is_lossless
+        """True unless keys and values have 8 bits, or a configured window hides positions that the model would see."""
+        return self.kv_groups.is_lossless and self.store.stored is None
 
     @property
     def blocks_total(self) -> int:
@@ -289,5 +301,5 @@ class KvPool:
             self._tiers.save(key, self._parts(block))
 
     def _parts(self, block: BlockId) -> list[torch.Tensor]:
-        """A block's content: views `[block_size, heads, dim]` of its keys in every block layer, then of its values."""
+        """A block's content: views of its keys in every block layer, then of its values."""
         return [store[block] for store in (*self.keys, *self.values)]

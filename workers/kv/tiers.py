@@ -52,7 +52,7 @@ class Tiers:
     """The offload tiers of one rank's pool. Used only by the thread that runs the steps.
 
     `parts` is a block's content: contiguous tensors, always in the same order and of the same sizes. The pool passes
-    views `[block_size, kv_heads, head_dim]` of the block's keys in every layer, then of its values.
+    views of the block's keys in every layer, then of its values.
     """
 
     def __init__(

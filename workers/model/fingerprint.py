@@ -36,6 +36,7 @@ def fingerprint(section: TargetSection, model: LoadedModel, attention: ChosenBac
     parts = [
         weights_digest(Path(section.path)),
         str(model.dtype),
+        section.kv.dtype,
         section.quantization,
         _kernels(section, model),
         model.tensor_parallel,

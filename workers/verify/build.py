@@ -43,6 +43,10 @@ def build_engine(
         raise ConfigurationError(
             f"target.kv.window: {section.kv.window} is refused; it must be unset for an encoder-decoder model"
         )
+    if model.source is not None and section.kv.dtype != "auto":
+        raise ConfigurationError(
+            f"target.kv.dtype: {section.kv.dtype} is refused; it must be auto for an encoder-decoder model"
+        )
     blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()
     if section.tensor_parallel > 1:

@@ -17,6 +17,8 @@ from cluster.core.config.server import AutoscalingSection
 class KvSection(PoolSection):
     """The KV cache of the target: the pool, the prefix cache, and the tiers for evicted blocks."""
 
+    dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """LOSSY unless `auto`, the target's own type: keys and values in 8 bits, with a scale per token and KV head."""
     prefix_cache: bool = True
     """Whether full blocks of finished sequences stay in the pool, to be reused by sequences with the same prefix."""
     host_bytes: Annotated[int, Field(ge=0)] = 0
@@ -119,6 +121,6 @@ def answer_version(target: TargetSection) -> str:
     that change speed and memory alone are not in it, and drafts are not.
     """
     included: dict[str, Any] = dict.fromkeys(_FIELDS, True)
-    included |= {target.acceptance: True, "kv": {"window", "sinks"}}
+    included |= {target.acceptance: True, "kv": {"dtype", "window", "sinks"}}
     values = json.dumps(target.model_dump(mode="json", include=included), sort_keys=True)
     return blake2b(values.encode(), digest_size=6).hexdigest()

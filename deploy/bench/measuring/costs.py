@@ -12,6 +12,8 @@ from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.draft_flops import count_draft_flops
 from deploy.bench.measuring.results import Cost, KvLayer
+from workers.kv.eight_bits import record_bytes
+from workers.kv.spec import LayerShape
 from workers.model.stored.sizes import stored_bytes
 from workers.model.weight_counts import count_weights
 
@@ -55,6 +57,8 @@ def kv_layers(directory: Path, section: TargetSection) -> tuple[KvLayer, ...]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
     token_bytes = 2 * kv_heads * head_dim * _BYTES[section.dtype]
+    if section.kv.dtype != "auto":
+        token_bytes = 2 * record_bytes(LayerShape(kv_heads, head_dim))
     sliding = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if sliding else "full_attention"] * layers
     own = None if section.kv.window is None else section.kv.window + section.kv.sinks

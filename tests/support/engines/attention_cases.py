@@ -78,11 +78,15 @@ def rows(draw: st.DrawFn) -> Row:
 
 @st.composite
 def cases(draw: st.DrawFn, dims: Sequence[int] = (8, 12, 16, 20, 32, 48, 64, 80, 128)) -> Case:
-    """Layers of one shape, with a head dimension among `dims`. Some have windows, or all have a configured one."""
+    """Layers of one shape, with a head dimension among `dims`. Some have windows, or all have a configured one.
+
+    Keys and values are stored in the model's type or in 8 bits.
+    """
     kv_heads, shared = draw(st.sampled_from([(1, 1), (3, 1), (2, 3), (1, 8), (1, 32), (2, 4)]))
     dim = draw(st.sampled_from(dims))
     windows = draw(st.lists(st.sampled_from([None, None, 2, 7, 16, 33, 100]), min_size=1, max_size=3))
     section = KvSection(
+        dtype=draw(st.sampled_from(["auto", "int8"])),
         block_size=draw(st.sampled_from([1, 3, 4, 16, 32])),
         window=draw(st.sampled_from([None, None, 16, 40])),
         sinks=draw(st.sampled_from([0, 1, 4, 20])),
@@ -107,8 +111,10 @@ class Bench:
         setting = setting_of(self.pool, case.layers, self.dtype, code)
         self.native, self.reference = NativeBackend(setting), SdpaBackend(setting)
         self.generator = torch.Generator().manual_seed(case.seed)
-        for store in (*self.pool.keys, *self.pool.values):
-            store.copy_(self.draw(dtype, *store.shape))
+        shape, slots = case.layers[0], torch.arange(self.pool.blocks_total * size)
+        for layer in range(len(case.layers)):
+            drawn = (self.draw(dtype, len(slots), shape.kv_heads, shape.head_dim) for _ in range(2))
+            self.pool.write(layer, slots, *drawn)
         order = iter(torch.randperm(self.pool.blocks_total, generator=self.generator).tolist())
         self.shapes = [
             RowShape(

@@ -40,6 +40,7 @@ def test_equal_targets_have_one_name_and_others_another(tmp_path: Path) -> None:
         name_of(directory, native="off"),
         name_of(directory, acceptance="typical"),
         name_of(directory, kv={"window": 64}),
+        name_of(directory, kv={"dtype": "int8"}),
     ]
     assert len({name, *others}) == 1 + len(others)
     assert name_of(directory, kv={"block_size": 8}, threads=1) == name

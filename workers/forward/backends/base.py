@@ -111,7 +111,9 @@ class Capabilities:
     devices: frozenset[str] | None = None
     """Types of devices: `cpu`, `cuda`."""
     kv_types: frozenset[torch.dtype] | None = None
-    """Types of the stored keys and values."""
+    """Types of fresh keys and values, which are those of stored ones unless these have 8 bits."""
+    stored_types: frozenset[torch.dtype] = frozenset()
+    """8-bit types of stored keys and values that it quantizes and reads; see `workers.kv.eight_bits`."""
     head_sizes: range | None = None
     most_heads_per_kv: int | None = None
     """Most query heads that share one KV head."""
@@ -132,6 +134,8 @@ class Capabilities:
             return f"it does not run on {setting.device.type}"
         if self.kv_types is not None and setting.dtype not in self.kv_types:
             return f"it does not read keys and values of {setting.dtype}"
+        if setting.store.stored is not None and setting.store.stored not in self.stored_types:
+            return f"it does not read keys and values stored as {setting.store.stored}"
         if missing := setting.features(kind) - self.features:
             return f"it does not compute {', '.join(sorted(feature.value for feature in missing))}"
         return self._size_problem(setting)

@@ -29,6 +29,7 @@ from workers.forward.backends.base import (
 )
 from workers.forward.graph_buffers import GraphBuffers, graph_size
 from workers.forward.layout import RowShape
+from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore
@@ -107,11 +108,17 @@ def _trial_setting(setting: AttentionSetting, shape: LayerShape) -> AttentionSet
     size = setting.block_size
     placements = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, AttentionWindow(size + 4, sinks=2)))
     blocks = sum(len(row.blocks[0]) for row in _trial_rows(size)) + _SPARE_BLOCKS
-    store = KvStore(KvCacheGroups(KvLayout(size), placements, (shape,)), [], [])
+    groups, stored = KvCacheGroups(KvLayout(size), placements, (shape,)), setting.store.stored
     generator = torch.Generator().manual_seed(0)
-    for part in (store.keys, store.values):  # the last block is scratch
-        drawn = torch.randn((blocks + 1, size, shape.kv_heads, shape.head_dim), generator=generator)
-        part.append(drawn.to(setting.device, setting.dtype))
+    numbers = blocks + 1, size, shape.kv_heads, shape.head_dim  # the last block is scratch
+    keys, values = (torch.randn(numbers, generator=generator).to(setting.device, setting.dtype) for _ in range(2))
+    if stored is None:
+        store = KvStore(groups, [keys], [values])
+    else:
+        empty = torch.zeros((blocks + 1, size, record_bytes(shape)), dtype=torch.uint8, device=setting.device)
+        store = KvStore(groups, [empty], [empty.clone()], stored)
+        slots = torch.arange((blocks + 1) * size, device=setting.device)
+        store.write(0, slots, keys.flatten(0, 1), values.flatten(0, 1))
     return replace(setting, store=store, layers=(shape, shape), blocks=blocks, relative_bias=None, has_sources=False)
 
 
@@ -124,6 +131,7 @@ def _agrees(plugin: BackendPlugin, reference: BackendPlugin, setting: AttentionS
             setting.store.kv_groups,
             [keys.clone() for keys in setting.store.keys],
             [values.clone() for values in setting.store.values],
+            setting.store.stored,
         ),
     )
     expected = _trial_step(reference.open(setting), setting, StepKind.RAGGED)

@@ -32,13 +32,15 @@ from workers.forward.native.attention import (
 )
 from workers.forward.native.build import load_library
 
-_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8"}
+"""Names of the kernels by the type of what is stored."""
 
 CAPABILITIES = Capabilities(
     steps=frozenset({StepKind.RAGGED}),
     features=frozenset({Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOURCES}),
     devices=frozenset({"cpu"}),
-    kv_types=frozenset(_NAMES),
+    kv_types=frozenset({torch.bfloat16, torch.float32}),
+    stored_types=frozenset({torch.int8}),
     head_sizes=range(1, MOST_DIM + 1),
     most_heads_per_kv=MOST_VECTORS,
     is_batch_invariant=True,
@@ -55,7 +57,7 @@ class NativeBackend(AttentionBackend[NativeStep]):
             raise BackendUnavailable("the CPU kernels cannot be built")
         self._store = setting.store
         self._write, self._attend = (
-            library[f"pilotfish_{verb}_{_NAMES[setting.dtype]}"] for verb in ("write", "attend")
+            library[f"pilotfish_{verb}_{_NAMES[setting.store.stored or setting.dtype]}"] for verb in ("write", "attend")
         )
         for function in (self._write, self._attend):
             function.argtypes = [ctypes.POINTER(StepHeader), ctypes.POINTER(LayerHeader)]
@@ -74,6 +76,7 @@ class NativeBackend(AttentionBackend[NativeStep]):
         keys, values = _dense(keys), _dense(values)
         header = self._header(layer)
         header.key, header.value = keys.data_ptr(), values.data_ptr()
+        header.query_kind = KINDS[keys.dtype]
         header.key_token, header.key_head, _ = keys.stride()
         header.value_token, header.value_head, _ = values.stride()
         self._write(ctypes.byref(metadata.header), ctypes.byref(header))

@@ -22,11 +22,13 @@ from workers.forward.backends.base import (
 from workers.forward.gathered_step import GatheredStep, RowGroup, gather_rows, gather_sources
 from workers.forward.layout import RowShape
 from workers.forward.padded_step import PaddedStep
+from workers.kv.eight_bits import STORED_TYPES
 from workers.kv.groups import LayerPlacement
 
 CAPABILITIES = Capabilities(
     steps=frozenset(StepKind),
     features=frozenset(Feature),
+    stored_types=frozenset(STORED_TYPES.values()),
 )
 
 
@@ -100,8 +102,8 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
         rows = len(group.padding.gather)
         flat_blocks = group.blocks[placement.table, placement.window].flatten()
         keys, values = (
-            stored.index_select(0, flat_blocks).view(rows, -1, *stored.shape[2:]).transpose(1, 2)
-            for stored in self._store.of(layer)
+            stored.view(rows, -1, *stored.shape[2:]).transpose(1, 2)
+            for stored in self._store.read(layer, flat_blocks, queries.dtype)
         )  # [rows, kv_heads, keys, dim]
         folded = group.padding.fold(queries, keys.shape[1])
         shared = queries.shape[1] // keys.shape[1]

@@ -35,11 +35,14 @@ typedef struct {
     ALIGNED float keys[MOST_DIM * KEYS];          /* [padded, KEYS], or pairs of bfloat16 numbers [dim / 2, KEYS] */
     ALIGNED float values[KEYS * MOST_DIM];        /* [KEYS, padded], where they cannot be read as they are stored */
     const void *value[KEYS];                      /* [padded] each */
+    ALIGNED float key_scale[KEYS], value_scale[KEYS]; /* of 8-bit keys and values; 0 where there are none */
 } Work;
 
 /* How a tile's keys and values lie in the working memory. SINGLE: in single precision. AS_STORED: pairs of bfloat16
-   numbers, and values in the pool, which are widened when they are used; cheaper if one group of query vectors uses them. */
-enum { SINGLE, AS_STORED };
+   numbers, and values in the pool, which are widened when they are used; cheaper if one group of query vectors uses them.
+   The same for 8-bit numbers, whose keys are always widened: products and weights are multiplied with their scales. */
+enum { SINGLE, AS_STORED, INT8_SINGLE, INT8_AS_STORED };
+#define HAS_SCALES(FORM) ((FORM) >= INT8_SINGLE)
 
 /* NaN and infinity are stored as finite numbers: the next sequence that gets the block may read it, masked. */
 static inline uint16_t finite_bfloat16(uint16_t value)
@@ -56,6 +59,26 @@ static inline float finite_float32(float value)
     bits = (bits & 0x7fffffu) ? 0 : ((bits & 0x80000000u) | 0x7f7fffffu);
     memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+#define LARGEST_INT8 127.0f /* the bounds of workers/kv/eight_bits.py */
+#define BOUND 3e38f
+#define LEAST 1e-30f
+
+/* Quantize one head's numbers of the kind, from index `at` on. */
+static void quantize_head(const void *from, int64_t kind, int64_t at, int64_t dim, int8_t *to, float *scale)
+{
+    float number[MOST_DIM], most = LEAST;
+    for (int64_t d = 0; d < dim; d++) {
+        const float x = kind == BFLOAT16 ? widen_bfloat16(((const uint16_t *)from)[at + d]) : ((const float *)from)[at + d];
+        const float some = x == x ? x : 0.0f, upper = some < BOUND ? some : BOUND;
+        number[d] = upper > -BOUND ? upper : -BOUND;
+        const float size = fabsf(number[d]);
+        most = size > most ? size : most;
+    }
+    const float factor = most * (1.0f / LARGEST_INT8);
+    for (int64_t d = 0; d < dim; d++) to[d] = (int8_t)rintf(number[d] / factor);
+    *scale = factor;
 }
 
 static inline float most_of_lanes(Vector first, Vector second)
@@ -114,6 +137,19 @@ static inline Vector full_bfloat16(const uint16_t *from)
 #endif
 }
 
+static inline Vector full_int8(const int8_t *from)
+{
+#if defined(IS_AVX512)
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined(IS_AVX2)
+    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+    Vector wide;
+    for (int l = 0; l < LANES; l++) wide[l] = from[l];
+    return wide;
+#endif
+}
+
 /* Makes the compiler keep a vector in a register instead of reading it again for each use. */
 #if defined(IS_AVX512) || defined(IS_AVX2)
 #define IN_REGISTERS(VECTOR) __asm__("" : "+v"(VECTOR))
@@ -165,8 +201,11 @@ INLINE void weigh_tile(Work *work, const int64_t *which, const uint32_t *seen, c
     for (int g = 0; g < count; g++) {
         const int64_t v = which[g];
         float *weight = work->weight + g * KEYS;
-        *(Vector *)weight = part[g][0][0] + part[g][1][0];
-        *(Vector *)(weight + LANES) = part[g][0][1] + part[g][1][1];
+        for (int h = 0; h < HALVES; h++) {
+            Vector score = part[g][0][h] + part[g][1][h];
+            if (HAS_SCALES(form)) score = fused(score, *(const Vector *)(work->key_scale + h * LANES), (Vector){0});
+            *(Vector *)(weight + h * LANES) = score;
+        }
         if (seen[g] != ALL)
             for (int k = 0; k < KEYS; k++) weight[k] = (seen[g] >> k) & 1 ? weight[k] : -INFINITY;
         const float tile = most_of_lanes(*(const Vector *)weight, *(const Vector *)(weight + LANES));
@@ -176,6 +215,8 @@ INLINE void weigh_tile(Work *work, const int64_t *which, const uint32_t *seen, c
         for (int k = halves * LANES; k < KEYS; k++) weight[k] = 0.0f;
         work->most[v] = largest;
         work->total[v] = fused(work->total[v], same(kept), *(const Vector *)weight + *(const Vector *)(weight + LANES));
+        for (int k = 0; HAS_SCALES(form) && k < KEYS; k += LANES)
+            *(Vector *)(weight + k) *= *(const Vector *)(work->value_scale + k);
         if (kept != 1.0f)
             for (int64_t d = 0; d < padded; d += LANES) *(Vector *)(work->sum + v * padded + d) *= kept;
     }
@@ -183,8 +224,9 @@ INLINE void weigh_tile(Work *work, const int64_t *which, const uint32_t *seen, c
 
 INLINE Vector read_value(const Work *work, int k, int64_t at, const int form)
 {
-    return form == AS_STORED ? full_bfloat16((const uint16_t *)work->value[k] + at)
-                             : full_float32((const float *)work->value[k] + at);
+    return form == AS_STORED        ? full_bfloat16((const uint16_t *)work->value[k] + at)
+           : form == INT8_AS_STORED ? full_int8((const int8_t *)work->value[k] + at)
+                                    : full_float32((const float *)work->value[k] + at);
 }
 
 /* Add `width` vectors of the first `keys` weighted values, from number d on, to the sums. */
@@ -202,7 +244,7 @@ INLINE void add_values(Work *work, const int64_t *which, int keys, int64_t d, co
 #pragma GCC unroll 4
         for (int w = 0; w < width; w++) {
             value[w] = read_value(work, k, d + w * LANES, form);
-            if (form == AS_STORED) IN_REGISTERS(value[w]);
+            if (form == AS_STORED || form == INT8_AS_STORED) IN_REGISTERS(value[w]);
         }
 #pragma GCC unroll 4
         for (int g = 0; g < count; g++)
@@ -244,14 +286,16 @@ INLINE void accumulate_form(Work *work, const int64_t *which, const uint32_t *se
 static void accumulate_all(Work *work, const int64_t *which, const uint32_t *seen, int keys, int64_t count, int form)
 {
     if (form == AS_STORED) accumulate_form(work, which, seen, keys, count, AS_STORED);
+    else if (form == INT8_AS_STORED) accumulate_form(work, which, seen, keys, count, INT8_AS_STORED);
+    else if (form == INT8_SINGLE) accumulate_form(work, which, seen, keys, count, INT8_SINGLE);
     else accumulate_form(work, which, seen, keys, count, SINGLE);
 }
 
-/* Prefetch the keys and values of a row's committed positions first … end - 1, of all heads, to the second-level cache: the
+/* Prefetch the keys and values of a row's committed positions first … end - 1, of all heads, `bytes` of each, to the second-level cache: the
    processor's own prefetcher follows a block, but not a row from block to block. */
-static void prefetch_positions(const Step *step, const Layer *layer, int64_t row, int64_t first, int64_t end, int64_t number_bytes)
+static void prefetch_positions(const Step *step, const Layer *layer, int64_t row, int64_t first, int64_t end, int64_t bytes)
 {
-    const int64_t size = step->block_size, bytes = layer->kv_heads * layer->dim * number_bytes;
+    const int64_t size = step->block_size;
     const int32_t *blocks = step->blocks + (layer->table * step->rows + row) * step->most_blocks;
     end = end < step->base_len[row] ? end : step->base_len[row];
     for (int64_t at = first, some; at < end; at += some) {
@@ -319,7 +363,7 @@ Items pilotfish_items(const Step *step, const Layer *layer, int64_t kind, int64_
     return items;
 }
 
-#define DEFINE(NAME, TYPE, KIND, FINITE)                                                                               \
+#define DEFINE_STORE(NAME, TYPE, FINITE)                                                                               \
                                                                                                                        \
 void pilotfish_store_##NAME(const Step *step, const Layer *layer, int64_t token)                                       \
 {                                                                                                                      \
@@ -333,7 +377,46 @@ void pilotfish_store_##NAME(const Step *step, const Layer *layer, int64_t token)
         for (int64_t d = 0; d < dim; d++) to_key[d] = FINITE(key[d]);                                                  \
         for (int64_t d = 0; d < dim; d++) to_value[d] = FINITE(value[d]);                                              \
     }                                                                                                                  \
-}                                                                                                                      \
+}
+
+/* One token's keys or values in 8 bits are a record: the numbers of all heads, then their scales, padded to 16 bytes. */
+static inline int64_t first_scale(const Layer *layer)
+{
+    return (layer->kv_heads * layer->dim + 3) / 4 * 4;
+}
+
+static inline int64_t record_bytes(const Layer *layer)
+{
+    return (first_scale(layer) + layer->kv_heads * (int64_t)sizeof(float) + 15) / 16 * 16;
+}
+
+void pilotfish_store_int8(const Step *step, const Layer *layer, int64_t token)
+{
+    const int64_t dim = layer->dim, scales = first_scale(layer);
+    const int64_t at = step->slots[layer->table * step->tokens + token] * record_bytes(layer);
+    int8_t *keys = (int8_t *)layer->keys + at, *values = (int8_t *)layer->values + at;
+    for (int64_t head = 0; head < layer->kv_heads; head++) {
+        const int64_t key = head * layer->key_head + token * layer->key_token;
+        const int64_t value = head * layer->value_head + token * layer->value_token;
+        quantize_head(layer->key, layer->query_kind, key, dim, keys + head * dim, (float *)(keys + scales) + head);
+        quantize_head(layer->value, layer->query_kind, value, dim, values + head * dim, (float *)(values + scales) + head);
+    }
+}
+
+/* Where the numbers of a slot and a head lie in a pool of the kind, in numbers. */
+static inline int64_t number_at(const Layer *layer, int64_t slot, int64_t head, const int kind)
+{
+    if (kind == INT8) return slot * record_bytes(layer) + head * layer->dim;
+    return (slot * layer->kv_heads + head) * layer->dim;
+}
+
+/* The scale of a slot and a head; 0 for a slot below 0. */
+static inline float scale_at(const Layer *layer, const void *records, int64_t slot, int64_t head)
+{
+    return slot < 0 ? 0.0f : ((const float *)((const char *)records + slot * record_bytes(layer) + first_scale(layer)))[head];
+}
+
+#define DEFINE(NAME, TYPE, KIND)                                                                                       \
                                                                                                                        \
 /* A vector of a key or a value of which `count` numbers are left; zeros beyond. */                                    \
 static inline Vector take_##NAME(const TYPE *from, int64_t count)                                                      \
@@ -352,18 +435,23 @@ static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, cons
 {                                                                                                                      \
     const int64_t dim = layer->dim, padded = work->padded;                                                             \
     const int is_direct = sizeof(TYPE) == sizeof(float) && dim == padded;                                              \
-    const int form = sizeof(TYPE) < sizeof(float) && dim % (2 * LANES) == 0 && vectors <= GROUP ? AS_STORED : SINGLE;  \
+    const int is_few = vectors <= GROUP && dim % (KIND == BFLOAT16 ? 2 * LANES : LANES) == 0;                          \
+    const int form = KIND == INT8 ? is_few ? INT8_AS_STORED : INT8_SINGLE : KIND == BFLOAT16 && is_few ? AS_STORED : SINGLE; \
     const int end = keys > LANES ? KEYS : LANES;                                                                       \
     const TYPE *key[KEYS], *value[KEYS];                                                                               \
     for (int k = 0; k < end; k++) {                                                                                    \
-        const int64_t at = (slots[k] * layer->kv_heads + head) * dim;                                                  \
+        const int64_t at = number_at(layer, slots[k], head, KIND);                                                     \
         key[k] = slots[k] < 0 ? nothing_##NAME : (const TYPE *)layer->keys + at;                                       \
         value[k] = slots[k] < 0 ? nothing_##NAME : (const TYPE *)layer->values + at;                                   \
-        work->value[k] = is_direct || form == AS_STORED ? (const void *)value[k] : work->values + k * padded;          \
+        work->value[k] = is_direct || (KIND != FLOAT32 && is_few) ? (const void *)value[k] : work->values + k * padded; \
         for (int64_t d = 0; d < dim; d += LINE / (int64_t)sizeof(TYPE)) __builtin_prefetch(value[k] + d, 0, 3);        \
     }                                                                                                                  \
+    for (int k = 0; KIND == INT8 && k < KEYS; k++) {                                                                   \
+        work->key_scale[k] = k < end ? scale_at(layer, layer->keys, slots[k], head) : 0.0f;                            \
+        work->value_scale[k] = k < end ? scale_at(layer, layer->values, slots[k], head) : 0.0f;                        \
+    }                                                                                                                  \
     int64_t done = 0;                                                                                                  \
-    for (; sizeof(TYPE) < sizeof(float) && done + 2 * LANES <= dim; done += 2 * LANES)                                 \
+    for (; KIND == BFLOAT16 && done + 2 * LANES <= dim; done += 2 * LANES)                                             \
         for (int half = 0; half < end; half += LANES) {                                                                \
             const uint16_t *const *of_half = (const uint16_t *const *)key + half;                                      \
             if (form == AS_STORED) transpose_pairs(of_half, done, work->keys + done / 2 * KEYS + half);                \
@@ -376,7 +464,7 @@ static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, cons
             transpose(rows, KEYS, work->keys + d * KEYS + half);                                                       \
         }                                                                                                              \
     }                                                                                                                  \
-    for (int64_t d = 0; d < padded && !is_direct && form == SINGLE; d += LANES)                                        \
+    for (int64_t d = 0; d < padded && !is_direct && (form == SINGLE || form == INT8_SINGLE); d += LANES)                                        \
         for (int k = 0; k < keys; k++)                                                                                 \
             *(Vector *)(work->values + k * padded + d) = take_##NAME(value[k] + d, dim - d);                           \
     return form;                                                                                                       \
@@ -419,7 +507,7 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
         const int keys = last_seen(any);                                                                               \
         if (is_common) locate(step, layer, row, token, first, any, slots);                                             \
         const int64_t ahead = first + 2 * KEYS <= last ? first + 2 * KEYS : last + 1;                                  \
-        prefetch_positions(step, layer, row, first ? first + KEYS : 0, ahead, sizeof(TYPE));                           \
+        prefetch_positions(step, layer, row, first ? first + KEYS : 0, ahead, number_at(layer, 1, 0, KIND) * (int64_t)sizeof(TYPE)); \
         for (int64_t h = 0; h < heads && some; h++) {                                                                  \
             if (is_common) {                                                                                           \
                 const int form = load_##NAME(&work, layer, head + h, slots, keys, some);                               \
@@ -467,5 +555,8 @@ void pilotfish_attend_##NAME(const Step *step, const Layer *layer)              
     for (int64_t item = 0; item < items.count; item++) pilotfish_item_##NAME(step, layer, &items, item);               \
 }
 
-DEFINE(bfloat16, uint16_t, BFLOAT16, finite_bfloat16)
-DEFINE(float32, float, FLOAT32, finite_float32)
+DEFINE_STORE(bfloat16, uint16_t, finite_bfloat16)
+DEFINE_STORE(float32, float, finite_float32)
+DEFINE(bfloat16, uint16_t, BFLOAT16)
+DEFINE(float32, float, FLOAT32)
+DEFINE(int8, int8_t, INT8)

@@ -19,9 +19,9 @@ typedef struct {
 typedef struct {
     const void *query, *key, *value; /* [heads, tokens, dim], contiguous in dim alone */
     void *output;                    /* [tokens, heads, dim] */
-    void *keys, *values;             /* [blocks, block_size, kv_heads, dim] */
+    void *keys, *values;             /* [blocks, block_size, kv_heads, dim], or records in 8 bits [blocks, block_size, record] */
     int64_t query_head, query_token, key_head, key_token, value_head, value_token; /* strides, in elements */
-    int64_t query_kind, output_kind; /* kinds of the queries and the output */
+    int64_t query_kind, output_kind; /* kinds of the queries (where the pool has 8 bits, of keys and values too) and the output */
     int64_t heads, kv_heads, dim, table;
     int64_t window, sinks; /* a window of 0 means no window */
     float scale;
@@ -30,6 +30,7 @@ typedef struct {
 /* Store one token's key and value. */
 void pilotfish_store_bfloat16(const Step *step, const Layer *layer, int64_t token);
 void pilotfish_store_float32(const Step *step, const Layer *layer, int64_t token);
+void pilotfish_store_int8(const Step *step, const Layer *layer, int64_t token);
 
 /* A layer's work items: tiles of at most `tokens` tokens of a row times groups of `heads` KV heads. */
 typedef struct {
@@ -44,6 +45,7 @@ Items pilotfish_items(const Step *step, const Layer *layer, int64_t kind, int64_
 /* Compute one item. All keys and values of the step must be stored first. */
 void pilotfish_item_bfloat16(const Step *step, const Layer *layer, const Items *items, int64_t item);
 void pilotfish_item_float32(const Step *step, const Layer *layer, const Items *items, int64_t item);
+void pilotfish_item_int8(const Step *step, const Layer *layer, const Items *items, int64_t item);
 
 /* Attention on tile registers. See attention_tiles.c. */
 #define MOST_ON_TILES 192 /* query vectors per item, of all its KV heads */

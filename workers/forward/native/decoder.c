@@ -48,7 +48,7 @@ typedef struct {
     void *gated;           /* [tokens, inner] the input of the down projection */
     float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim] */
     float *query;          /* [tokens, heads, dim] */
-    void *key, *value;     /* [tokens, kv_heads, dim] as they are stored */
+    void *key, *value;     /* [tokens, kv_heads, dim] as they are stored, but in single precision if that is in 8 bits */
     int64_t layers;        /* the first layers of the model, which are computed */
     const uint8_t *skip;   /* [layers] parts of each layer that are not computed, or none */
     const float *exit_norm; /* [hidden] replaces the weight of the final norm, or none */
@@ -115,6 +115,7 @@ static void prepare_attention(const Decoder *decoder, const DecoderLayer *own, c
     }
     put(pass->value, decoder->kv_kind, token * kv_heads * dim, qkv + (heads + kv_heads) * dim, kv_heads * dim);
     if (decoder->kv_kind == BFLOAT16) pilotfish_store_bfloat16(step, layer, token);
+    else if (decoder->kv_kind == INT8) pilotfish_store_int8(step, layer, token); /* from single precision */
     else pilotfish_store_float32(step, layer, token);
 }
 
@@ -149,6 +150,7 @@ static void attention_part(const Decoder *decoder, const DecoderLayer *own, cons
     for (int64_t left = items.count; left > 0; left--) { /* the last tiles of a prompt take longest */
         const int64_t item = left - 1;
         if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, &layer, &items, item);
+        else if (decoder->kv_kind == INT8) pilotfish_item_int8(step, &layer, &items, item);
         else pilotfish_item_float32(step, &layer, &items, item);
     }
     pilotfish_wait_for_all(barrier);

@@ -30,7 +30,7 @@ class PackedDecoder:
 
     shape: DecoderShape
     dtype: torch.dtype
-    """The type of stored keys and values."""
+    """The type of stored keys and values, unless the pool has 8 bits."""
     tokens: int
     """Rows of the embedding."""
     vocabulary: int
@@ -74,6 +74,7 @@ class NativeDecoder:
     def bind(self, pool: KvPool) -> None:
         """Use this pool's blocks from now on."""
         self._kv_groups = pool.kv_groups
+        self._decoder.kv_kind = KINDS[pool.store.stored or self.packed.dtype]
         for layer, placement in zip(self._layers, pool.kv_groups.placements, strict=True):
             layer.keys, layer.values = (
                 pool.keys[placement.block_layer].data_ptr(),

@@ -70,13 +70,14 @@ def check_case(case: Case, dtype: torch.dtype, code: str) -> None:
     library = build.load_library(code)
     assert library is not None
     on_tiles = dtype is torch.bfloat16 and library.pilotfish_has_tiles() and case.layers[0].head_dim % 32 == 0
+    on_tiles &= case.section.dtype == "auto"
     for layer in range(len(case.layers)):
         found, expected = ours.attend(layer), theirs.attend(layer, natively=False)
         for one, other in zip(found, expected, strict=True):
             error = WEIGHTS if on_tiles else 1e-5
             torch.testing.assert_close(one.float(), other, rtol=ROUNDING[dtype], atol=error)
     for one, other in zip((*ours.pool.keys, *ours.pool.values), (*theirs.pool.keys, *theirs.pool.values), strict=True):
-        assert torch.equal(one.float(), other)  # stored in the same slots, and no other slot was written
+        assert torch.equal(one.to(other.dtype), other)  # stored in the same slots, and no other slot was written
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -94,9 +95,10 @@ def test_the_batch_around_a_row_does_not_change_a_bit(dtype: torch.dtype, code: 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype, code: str) -> None:
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_the_number_of_threads_does_not_change_a_bit(kv: str, dtype: torch.dtype, code: str) -> None:
     rows = (Row(200, 1, tuple(range(-1, 40))), Row(0, 300), Row(3, 1), Row(90, 2, (-1, -1, 0, 1, 1)))
-    bench = Bench(Case((LayerShape(3, 64, None, 3),), KvSection(), rows), dtype, code)
+    bench = Bench(Case((LayerShape(3, 64, None, 3),), KvSection(dtype=kv), rows), dtype, code)
     found = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
@@ -118,7 +120,16 @@ def test_one_token_with_many_heads_per_kv_head_is_computed_by_several_threads(dt
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 48), (torch.bfloat16, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("kv", "dtype", "dim"),
+    [
+        ("auto", torch.float32, 48),
+        ("auto", torch.bfloat16, 64),
+        ("int8", torch.float32, 64),
+        ("int8", torch.bfloat16, 20),
+    ],
+    ids=str,
+)
 @settings(max_examples=30, deadline=None)
 @given(
     window=st.sampled_from([None, 7, 16, 33]),
@@ -127,16 +138,23 @@ def test_one_token_with_many_heads_per_kv_head_is_computed_by_several_threads(dt
     committed=st.integers(0, 199),
 )
 def test_a_token_is_the_same_in_a_prompt_in_a_chunk_and_in_a_chain(
-    window: int | None, block_size: int, cuts: set[int], committed: int, dtype: torch.dtype, dim: int, code: str
+    window: int | None,
+    block_size: int,
+    cuts: set[int],
+    committed: int,
+    kv: str,
+    dtype: torch.dtype,
+    dim: int,
+    code: str,
 ) -> None:
-    section = KvSection(block_size=block_size)
+    section = KvSection(dtype=kv, block_size=block_size)
     bench = Bench(Case((LayerShape(2, dim, window, 3),), section, (Row(0, 200),)), dtype, code)
     (shape,), ((query, key, value),) = bench.shapes, bench.fresh
     (whole,) = bench.attend(0)
 
-    def again(stored: int, fresh: int, nodes: int = 0) -> torch.Tensor:
-        bench.shapes = [RowShape(shape.blocks, stored, fresh, TokenTree.chain(range(nodes)))]
-        part = slice(stored, stored + fresh + nodes)
+    def again(first: int, fresh: int, nodes: int = 0) -> torch.Tensor:
+        bench.shapes = [RowShape(shape.blocks, first, fresh, TokenTree.chain(range(nodes)))]
+        part = slice(first, first + fresh + nodes)
         bench.fresh = [[query[:, :, part], key[:, :, part], value[:, :, part]]]
         return bench.attend(0)[0]
 
@@ -146,13 +164,22 @@ def test_a_token_is_the_same_in_a_prompt_in_a_chunk_and_in_a_chain(
     assert torch.equal(again(committed, 1, 199 - committed), whole[committed:])
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("kv", "dtype", "dim"),
+    [
+        ("auto", torch.float32, 16),
+        ("auto", torch.bfloat16, 32),
+        ("int8", torch.float32, 32),
+        ("int8", torch.bfloat16, 16),
+    ],
+    ids=str,
+)
 @settings(max_examples=30, deadline=None)
 @given(parents=trees().filter(len), stored=st.integers(0, 140), window=st.sampled_from([None, 7, 33]))
 def test_a_node_of_a_tree_is_the_same_as_its_path_decoded_by_itself(
-    parents: tuple[int, ...], stored: int, window: int | None, dtype: torch.dtype, dim: int, code: str
+    parents: tuple[int, ...], stored: int, window: int | None, kv: str, dtype: torch.dtype, dim: int, code: str
 ) -> None:
-    case = Case((LayerShape(2, dim, window, 3),), KvSection(block_size=4), (Row(stored, 1, parents),))
+    case = Case((LayerShape(2, dim, window, 3),), KvSection(dtype=kv, block_size=4), (Row(stored, 1, parents),))
     bench = Bench(case, dtype, code)
     (shape,), (fresh,) = bench.shapes, bench.fresh
     (found,) = bench.attend(0)

@@ -1,0 +1,79 @@
+"""SmolLM2 with keys and values in 8 bits: drafts and neighbors change no token, and few differ from the model's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config.sections import Configuration
+from deploy.local.local_cluster import LocalCluster
+from deploy.settings import code_directory, load_settings
+from tests.support.clusters.live_cluster import ClientAnswer, RequestCase, Server, answer_grpc
+from workers.serve.configuration import load_configuration
+
+pytestmark = pytest.mark.weights
+
+TOKENS = 24
+FEW = 3
+CASES = [("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32")]
+
+
+def configure(target: Path, kv: str, dtype: str, method: str) -> Configuration:
+    """What the command line's `--set` makes of these settings."""
+    return load_configuration(
+        {},
+        {
+            "target.path": str(target),
+            "target.device": "cpu",
+            "target.dtype": dtype,
+            "target.compile_directory": str(code_directory(load_settings().cache_directory)),
+            "target.kv.dtype": kv,
+            "target.kv.pool_bytes": 50 << 20,
+            "draft.method": method,
+            "draft.controller": "off",
+            "draft.timeout_seconds": 60.0,
+            "scheduler.max_sequences": 8,
+            "scheduler.max_step_tokens": 128,
+            "server.grpc_port": 0,
+            "server.http_port": 0,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def requests(prompts: list[tuple[int, ...]]) -> list[RequestCase]:
+    return [RequestCase(prompt, TOKENS) for prompt in prompts[::3]]
+
+
+async def answers_of(
+    configuration: Configuration, requests: Sequence[RequestCase], *, together: bool
+) -> list[ClientAnswer]:
+    async with LocalCluster(configuration) as cluster:
+        server = Server(cluster.grpc_address, "")
+        if together:
+            return list(await asyncio.gather(*(answer_grpc(server, request) for request in requests)))
+        return [await answer_grpc(server, request) for request in requests]
+
+
+@pytest.mark.parametrize(("kv", "dtype"), CASES, ids=lambda value: str(value))
+async def test_drafts_and_neighbors_change_no_token(
+    kv: str, dtype: str, target_directory: Path, requests: list[RequestCase]
+) -> None:
+    requests = requests[:FEW] if kv == "fp8" else requests  # no kernel computes it
+    alone = await answers_of(configure(target_directory, kv, dtype, "none"), requests, together=False)
+    drafted = await answers_of(configure(target_directory, kv, dtype, "ngram"), requests, together=True)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in alone]
+    assert sum(answer.accepted for answer in drafted) > 0
+    full = await answers_of(configure(target_directory, "auto", dtype, "none"), requests, together=True)
+    agreed = [_common(one.tokens, other.tokens) for one, other in zip(alone, full, strict=True)]
+    print(f"{kv} in {dtype}: {sum(agreed)} of {TOKENS * len(agreed)} greedy tokens as with full keys and values,")
+    print(f"{agreed.count(TOKENS)} of {len(agreed)} texts whole")
+    assert sum(agreed) >= (0.7 if kv == "int8" else 0.4) * TOKENS * len(agreed)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens before the first difference."""
+    return next((index for index, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
