@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.block.block_pass import BlockPass
@@ -21,7 +21,7 @@ from workers.draft.common.modules.context_store import ContextStore
 from workers.draft.common.modules.context_window import ContextRows, ContextShape, ContextWindow
 from workers.draft.common.modules.module_settings import ContextModuleSettings, Weights
 from workers.draft.common.modules.path_ranker import PathRanker
-from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
+from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.modules.served_module import ServedModule, computed_type, load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
@@ -107,7 +107,7 @@ class ContextReader:
             done += len(taps)
 
 
-class BlockTreeDrafter:
+class BlockTreeDrafter(PathDrafter[BlockSession]):
     """Drafts trees of a block drafter's candidates. It is a `DraftMethod`.
 
     A sequence whose hidden states at the last position but one are unknown gets no draft. Other unknown positions are
@@ -123,70 +123,49 @@ class BlockTreeDrafter:
         settings: ContextModuleSettings,
         form: TreeForm,
     ) -> None:
+        super().__init__(PathTrees(draft, passes.depths, form))
         self._passes = passes
         self._rank = rank
         self._siblings = form.siblings
         shape, store = passes.context_shape, ContextStore(settings.store_tokens, computed_type(settings.weights))
         self._reader = ContextReader(taps, passes.context)
-        self._trees = PathTrees(draft, passes.depths, form)
         self._sessions = Sessions(
             lambda start: BlockSession(start, shape, store, passes.device),
             vocabulary_size=passes.vocabulary_size,
             most=settings.sequences,
         )
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Propose a tree for each row, in order."""
-        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
-        served: list[tuple[DraftRow, BlockSession]] = []
-        for row in rows:
-            session = self._sessions.apply(row)
-            fault = session if isinstance(session, RowFault) else self._take(session, row)
-            if isinstance(session, RowFault) or fault is not None:
-                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
-            else:
-                served.append((row, session))
-        self._reader.store()
-        wanted: list[tuple[DraftRow, DraftBudget, BlockSession]] = []
-        for row, session in served:
-            self._trees.observe(session, session.history)
-            budget = self._trees.within(row.budget)
-            repeated = self._trees.repeated(session, session.history, budget)
-            if repeated is not None:
-                proposals[row.sequence_id] = repeated
-            elif budget.max_depth and session.window.is_known(session.anchor - 1, session.anchor):
-                wanted.append((row, budget, session))
-        if wanted:
-            self._draft(wanted, proposals)
-        return tuple(proposals[row.sequence_id] for row in rows)
-
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
-    def _take(self, session: BlockSession, row: DraftRow) -> RowFault | None:
+    @torch.inference_mode()
+    def _update(
+        self, rows: Sequence[DraftRow], proposals: dict[SequenceId, Proposal]
+    ) -> list[tuple[DraftRow, BlockSession]]:
+        served = list(self._sessions.update(rows, proposals, self._take))
+        self._reader.store()
+        return served
+
+    def _take(self, session: BlockSession, row: DraftRow) -> None:
         if row.start is not None:
             session.restore()
-        try:
-            self._reader.take(session, row)
-        except ValueError as error:
-            return RowFault(RowFaultCode.INVALID, f"evidence: {error}")
-        return None
+        self._reader.take(session, row)
 
-    def _draft(
-        self, wanted: Sequence[tuple[DraftRow, DraftBudget, BlockSession]], proposals: dict[SequenceId, Proposal]
-    ) -> None:
-        """Draft all rows' blocks in one pass, rank them to the same depth and build a tree for each."""
-        sessions = [session for _, _, session in wanted]
+    def _is_ready(self, session: BlockSession) -> bool:
+        return session.window.is_known(session.anchor - 1, session.anchor)
+
+    @torch.inference_mode()
+    def _draft(self, wanted: Sequence[Wanted[BlockSession]], proposals: dict[SequenceId, Proposal]) -> None:
+        """Draft all rows' blocks in one pass, and rank them to the same depth."""
+        sessions = [one.session for one in wanted]
         last = [session.tokens[-1] for session in sessions]
         hidden = self._passes.draft(
             last, [session.anchor for session in sessions], [session.window for session in sessions]
         )
-        depths = max(budget.max_depth for _, budget, _ in wanted)
-        ranked = self._rank(hidden[:, :depths], last, decision_contexts(sessions, depths), self._siblings)
-        for (row, budget, session), paths in zip(wanted, ranked, strict=True):
-            proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
+        depths = max(one.budget.max_depth for one in wanted)
+        contexts = decision_contexts(sessions, depths)
+        self._build(wanted, self._rank(hidden[:, :depths], last, contexts, self._siblings), proposals)
 
 
 def load_block_drafter(

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from cluster.core.drafting import DraftRow, RowFault, RowFaultCode
+from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
@@ -124,6 +124,29 @@ class Sessions(Generic[SessionType]):
         session.replace(row.known_len, row.new_tokens)
         self._sessions.move_to_end(row.sequence_id)
         return session
+
+    def update(
+        self,
+        rows: Sequence[DraftRow],
+        proposals: dict[SequenceId, Proposal],
+        take: Callable[[SessionType, DraftRow], None] = lambda *_: None,
+    ) -> Iterator[tuple[DraftRow, SessionType]]:
+        """Commit the rows' new tokens, and `take` their evidence. Yields each row that fits, with its session.
+
+        `proposals` gets a fault for each other row. `take` raises `ValueError` for evidence of a wrong form.
+        """
+        for row in rows:
+            session = self.apply(row)
+            if isinstance(session, RowFault):
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=session)
+                continue
+            try:
+                take(session, row)
+            except ValueError as error:
+                fault = RowFault(RowFaultCode.INVALID, f"evidence: {error}")
+                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
+            else:
+                yield row, session
 
     def least_recent(self, without: Collection[SequenceId] = ()) -> Iterator[SessionType]:
         """Sessions except those of the ids in `without`, the least recently used first."""

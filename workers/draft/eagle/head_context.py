@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from workers.draft.common.modules.context_window import ContextShape
 from workers.draft.common.modules.tap_reader import TapReader
@@ -54,22 +54,14 @@ class HeadContext(Generic[SessionType]):
 
         `proposals` gets a fault for each other one.
         """
-        served: list[tuple[DraftRow, SessionType]] = []
         queues: dict[EagleSession, list[Piece]] = {}
-        for row in rows:
-            session = self._sessions.apply(row)
-            if isinstance(session, RowFault):
-                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=session)
-                continue
+
+        def take(session: SessionType, row: DraftRow) -> None:
             if row.start is not None:
                 session.restore()
-            try:
-                queues[session] = session.take(row.evidence, self._taps)
-            except ValueError as error:
-                fault = RowFault(RowFaultCode.INVALID, f"evidence: {error}")
-                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
-                continue
-            served.append((row, session))
+            queues[session] = session.take(row.evidence, self._taps)
+
+        served = list(self._sessions.update(rows, proposals, take))
         self._catch_up(queues)
         return served
 

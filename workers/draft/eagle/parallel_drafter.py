@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.context_window import ContextShape
 from workers.draft.common.modules.path_ranker import PathRanker
-from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
+from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import Sessions
@@ -44,7 +44,7 @@ class ParallelSession(EagleSession):
         self.history.last = None
 
 
-class ParallelTreeDrafter:
+class ParallelTreeDrafter(PathDrafter[ParallelSession]):
     """Drafts trees of the candidates of all depths, one pass for all rows. It is a `DraftMethod`.
 
     A sequence whose hidden states at the last position but one are unknown gets no draft.
@@ -60,10 +60,10 @@ class ParallelTreeDrafter:
         form: TreeForm,
     ) -> None:
         """`ranker` ranks the head's outputs."""
+        super().__init__(PathTrees(draft, head.depths, form))
         self._head = head
         self._ranker = ranker
         self._siblings = form.siblings
-        self._trees = PathTrees(draft, head.depths, form)
         shape, store = head.context_shape, memory.store
         sessions = Sessions(
             lambda start: ParallelSession(start, shape, store, head.device),
@@ -72,41 +72,27 @@ class ParallelTreeDrafter:
         )
         self._context = HeadContext(head, taps, sessions)
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Propose a tree for each row, in order."""
-        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
-        wanted: list[tuple[DraftRow, DraftBudget, ParallelSession, Tensor]] = []
-        for row, session in self._context.update(rows, proposals):
-            self._trees.observe(session, session.history)
-            budget = self._trees.within(row.budget)
-            repeated = self._trees.repeated(session, session.history, budget)
-            if repeated is not None:
-                proposals[row.sequence_id] = repeated
-            elif budget.max_depth and session.output is not None and session.output[0] == session.anchor - 1:
-                wanted.append((row, budget, session, session.output[1]))
-        if wanted:
-            self._draft(wanted, proposals)
-        return tuple(proposals[row.sequence_id] for row in rows)
-
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is stored for these sequences. Unknown ones are no error."""
         self._context.release(sequence_ids)
 
-    def _draft(
-        self,
-        wanted: Sequence[tuple[DraftRow, DraftBudget, ParallelSession, Tensor]],
-        proposals: dict[SequenceId, Proposal],
-    ) -> None:
-        """Rank all rows' candidates to the same depth and build a tree for each."""
-        depths = max(budget.max_depth for _, budget, _, _ in wanted)
-        sessions = [session for _, _, session, _ in wanted]
-        outputs = torch.stack([output for _, _, _, output in wanted]).unsqueeze(1)
+    @torch.inference_mode()
+    def _update(
+        self, rows: Sequence[DraftRow], proposals: dict[SequenceId, Proposal]
+    ) -> list[tuple[DraftRow, ParallelSession]]:
+        return self._context.update(rows, proposals)
+
+    def _is_ready(self, session: ParallelSession) -> bool:
+        return session.output is not None and session.output[0] == session.anchor - 1
+
+    @torch.inference_mode()
+    def _draft(self, wanted: Sequence[Wanted[ParallelSession]], proposals: dict[SequenceId, Proposal]) -> None:
+        depths = max(one.budget.max_depth for one in wanted)
+        sessions = [one.session for one in wanted]
+        outputs = torch.stack([one.output[1] for one in sessions if one.output is not None]).unsqueeze(1)
         if depths > 1:
             outputs = torch.cat([outputs, self._masked(sessions, depths - 1)], dim=1)
-        ranked = self._ranker.rank(outputs, decision_contexts(sessions, depths), self._siblings)
-        for (row, budget, session, _), paths in zip(wanted, ranked, strict=True):
-            proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
+        self._build(wanted, self._ranker.rank(outputs, decision_contexts(sessions, depths), self._siblings), proposals)
 
     def _masked(self, sessions: Sequence[ParallelSession], count: int) -> Tensor:
         """Outputs [sessions, count, hidden size] of mask tokens at the next positions; each sees those before it."""

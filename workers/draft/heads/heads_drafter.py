@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFault, RowFaultCode
+from cluster.core.drafting import DraftRow, Evidence, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from workers.draft.common.learning import CollectedText, Reservoir, consecutive
 from workers.draft.common.modules.module_settings import ModuleSettings
-from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
+from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
@@ -98,7 +98,7 @@ class HeadsSession(DraftingSession):
         return self.hidden is not None and self.hidden_position == len(self.tokens) - 2
 
 
-class HeadsDrafter:
+class HeadsDrafter(PathDrafter[HeadsSession]):
     """Drafts trees of the heads' candidates, one pass for all rows. It is a `DraftMethod`.
 
     A sequence without the hidden state before its last token gets no draft.
@@ -113,10 +113,10 @@ class HeadsDrafter:
         learned: LearnedHeads[ParallelHeads] | None = None,
     ) -> None:
         """`learned` has heads of other weights for some requests."""
+        super().__init__(PathTrees(draft, heads.depths, form))
         self._heads = heads
         self._reader = reader
         self._siblings = form.siblings
-        self._trees = PathTrees(draft, heads.depths, form)
         self._sessions = Sessions(HeadsSession, self._collect, vocabulary_size=heads.vocabulary_size)
         self._reservoir: Reservoir | None = None
         self._learned = learned
@@ -130,64 +130,36 @@ class HeadsDrafter:
         """The weights, where they can be replaced."""
         return self._learned
 
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Propose a tree for each row, in order."""
-        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
-        wanted: list[tuple[DraftRow, DraftBudget, HeadsSession]] = []
-        for row in rows:
-            session = self._sessions.apply(row)
-            if isinstance(session, RowFault):
-                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=session)
-                continue
-            try:
-                session.take(row.evidence, self._reader)
-                if self._reservoir is not None and session.start.allows_learning:
-                    session.collect(row.evidence, self._reader, self._reservoir)
-            except ValueError as error:
-                fault = RowFault(RowFaultCode.INVALID, f"evidence: {error}")
-                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=fault)
-                continue
-            self._trees.observe(session, session.history)
-            budget = self._trees.within(row.budget)
-            if budget.max_depth and session.is_ready:
-                repeated = self._trees.repeated(session, session.history, budget)
-                if repeated is not None:
-                    proposals[row.sequence_id] = repeated
-                else:
-                    wanted.append((row, budget, session))
-        if wanted:
-            self._draft(wanted, proposals)
-        return tuple(proposals[row.sequence_id] for row in rows)
-
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
-    def _draft(
-        self, wanted: Sequence[tuple[DraftRow, DraftBudget, HeadsSession]], proposals: dict[SequenceId, Proposal]
-    ) -> None:
-        """Rank the candidates of the rows, those with the same weights together, and build a tree for each."""
-        groups: dict[int, tuple[Heads, list[tuple[DraftRow, DraftBudget, HeadsSession]]]] = {}
+    def _update(
+        self, rows: Sequence[DraftRow], proposals: dict[SequenceId, Proposal]
+    ) -> Iterator[tuple[DraftRow, HeadsSession]]:
+        return self._sessions.update(rows, proposals, self._take)
+
+    def _take(self, session: HeadsSession, row: DraftRow) -> None:
+        session.take(row.evidence, self._reader)
+        if self._reservoir is not None and session.start.allows_learning:
+            session.collect(row.evidence, self._reader, self._reservoir)
+
+    def _is_ready(self, session: HeadsSession) -> bool:
+        return session.is_ready
+
+    def _draft(self, wanted: Sequence[Wanted[HeadsSession]], proposals: dict[SequenceId, Proposal]) -> None:
+        """Rank the candidates of the rows, those with the same weights together."""
+        groups: dict[int, tuple[Heads, list[Wanted[HeadsSession]]]] = {}
         for one in wanted:
-            heads = self._heads if self._learned is None else self._learned.of_salt(one[2].start.cache_salt)
+            heads = self._heads if self._learned is None else self._learned.of_salt(one.session.start.cache_salt)
             groups.setdefault(id(heads), (heads, []))[1].append(one)
         for heads, rows in groups.values():
-            self._draft_with(heads, rows, proposals)
-
-    def _draft_with(
-        self,
-        heads: Heads,
-        wanted: Sequence[tuple[DraftRow, DraftBudget, HeadsSession]],
-        proposals: dict[SequenceId, Proposal],
-    ) -> None:
-        """Rank the candidates of rows with the same weights to the same depth and build a tree for each."""
-        depths = max(budget.max_depth for _, budget, _ in wanted)
-        taps = [session.hidden for _, _, session in wanted if session.hidden is not None]
-        last = [session.tokens[-1] for _, _, session in wanted]
-        contexts = decision_contexts([session for _, _, session in wanted], depths)
-        ranked = heads.rank(taps, last, contexts, self._siblings)
-        for (row, budget, session), paths in zip(wanted, ranked, strict=True):
-            proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
+            depths = max(one.budget.max_depth for one in rows)
+            sessions = [one.session for one in rows]
+            taps = [session.hidden for session in sessions if session.hidden is not None]
+            last = [session.tokens[-1] for session in sessions]
+            contexts = decision_contexts(sessions, depths)
+            self._build(rows, heads.rank(taps, last, contexts, self._siblings), proposals)
 
     def _collect(self, session: HeadsSession) -> None:
         """Give what was collected of a sequence that ends to the reservoir."""

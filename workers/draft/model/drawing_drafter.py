@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.draft_origin import DraftOrigin
-from cluster.core.drafting import DraftDistribution, DraftRow, Proposal, RowFault
+from cluster.core.drafting import DraftDistribution, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
@@ -113,21 +113,15 @@ class DrawingDrafter:
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """Propose a tree for each row, in order."""
         drafts: dict[SequenceId, _Draft] = {}
-        faults: dict[SequenceId, RowFault] = {}
-        for row in rows:
-            session = self._sessions.apply(row)
-            if isinstance(session, RowFault):
-                faults[row.sequence_id] = session
-                continue
+        proposals: dict[SequenceId, Proposal] = {}
+        for row, session in self._sessions.update(rows, proposals):
             session.keep_common(self._memory)
             room = self._drawer.max_context_len - len(session.tokens) + 1
             depth = max(0, min(row.budget.max_depth, self._draft.max_depth, room))
             drafts[row.sequence_id] = _Draft(session, min(row.budget.max_nodes, self._draft.max_nodes), depth)
         self._grow(list(drafts.values()), drafts.keys())
         return tuple(
-            Proposal(row.sequence_id, row.base_len, fault=faults[row.sequence_id])
-            if row.sequence_id in faults
-            else drafts[row.sequence_id].proposal(row)
+            drafts[row.sequence_id].proposal(row) if row.sequence_id in drafts else proposals[row.sequence_id]
             for row in rows
         )
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from torch import Tensor
 
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.path_ranker import rank_by_logits
-from workers.draft.common.modules.path_trees import PathHistory, PathTrees, decision_contexts
+from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.draft.common.sessions import Sessions, has_room
@@ -55,7 +55,7 @@ class ParallelSession(DrawingSession):
         self.history.last = None
 
 
-class ParallelModelDrafter:
+class ParallelModelDrafter(PathDrafter[ParallelSession]):
     """Drafts trees of the candidates of all depths, one pass for all rows. It is a `DraftMethod`."""
 
     def __init__(
@@ -68,13 +68,13 @@ class ParallelModelDrafter:
         shortlist: Shortlist,
     ) -> None:
         """`pool` must be truncatable; `siblings` is the largest number of candidates below one node."""
+        super().__init__(PathTrees(draft, max(1, draft.max_depth), TreeForm(siblings)))
         self._pool = pool
         self._runner = ModelRunner(model, pool)
         self._most_context = model.max_context_len
         self._mask = mask_token
         self._siblings = siblings
         self._shortlist = shortlist
-        self._trees = PathTrees(draft, max(1, draft.max_depth), TreeForm(siblings))
         self._sessions = Sessions(
             lambda start: ParallelSession(start, pool.new_table()),
             lambda session: pool.release(session.table),
@@ -82,35 +82,30 @@ class ParallelModelDrafter:
         )
         self._runner.warm_up()
 
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Propose a tree for each row, in order."""
-        proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
-        wanted: list[tuple[DraftRow, DraftBudget, ParallelSession]] = []
-        for row in rows:
-            session = self._sessions.apply(row)
-            if isinstance(session, RowFault):
-                proposals[row.sequence_id] = Proposal(row.sequence_id, row.base_len, fault=session)
-                continue
-            session.keep_common(self._pool)
-            self._trees.observe(session, session.history)
-            room = max(0, self._most_context - len(session.tokens) + 1)
-            budget = self._trees.within(row.budget).within(row.budget.max_nodes, room)
-            repeated = self._trees.repeated(session, session.history, budget)
-            if repeated is not None:
-                proposals[row.sequence_id] = repeated
-            elif budget.max_depth:
-                wanted.append((row, budget, session))
-        in_use = [row.sequence_id for row, _, _ in wanted]
-        evictable = (one for one in self._sessions.least_recent(without=in_use) if one.table.stored_len)
-        depths = max((budget.max_depth for _, budget, _ in wanted), default=0)
-        ready = [one for one in wanted if self._has_room(one[2], depths, evictable)]
-        if ready:
-            self._draft(ready, depths, proposals)
-        return tuple(proposals[row.sequence_id] for row in rows)
-
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
+
+    def _update(
+        self, rows: Sequence[DraftRow], proposals: dict[SequenceId, Proposal]
+    ) -> Iterator[tuple[DraftRow, ParallelSession]]:
+        return self._sessions.update(rows, proposals, lambda session, _: session.keep_common(self._pool))
+
+    def _budget(self, row: DraftRow, session: ParallelSession) -> DraftBudget:
+        room = max(0, self._most_context - len(session.tokens) + 1)
+        return self._trees.within(row.budget).within(row.budget.max_nodes, room)
+
+    def _draft(self, wanted: Sequence[Wanted[ParallelSession]], proposals: dict[SequenceId, Proposal]) -> None:
+        """Rank the candidates of all rows for which there is memory to the same depth."""
+        in_use = [one.row.sequence_id for one in wanted]
+        evictable = (one for one in self._sessions.least_recent(without=in_use) if one.table.stored_len)
+        depths = max(one.budget.max_depth for one in wanted)
+        ready = [one for one in wanted if self._has_room(one.session, depths, evictable)]
+        if ready:
+            sessions = [one.session for one in ready]
+            logits, contexts = self._logits(sessions, depths), decision_contexts(sessions, depths)
+            ranked = rank_by_logits(self._shortlist, logits, depths, contexts, self._siblings)
+            self._build(ready, ranked, proposals)
 
     def _has_room(self, session: ParallelSession, depths: int, evictable: Iterator[ParallelSession]) -> bool:
         """Make room for the session's tokens and the mask tokens, evicting others if need be."""
@@ -119,20 +114,6 @@ class ParallelModelDrafter:
             evictable,
             lambda one: self._pool.truncate(one.table, 0),
         )
-
-    def _draft(
-        self,
-        wanted: Sequence[tuple[DraftRow, DraftBudget, ParallelSession]],
-        depths: int,
-        proposals: dict[SequenceId, Proposal],
-    ) -> None:
-        """Rank all rows' candidates to the same depth and build a tree for each."""
-        sessions = [session for _, _, session in wanted]
-        logits = self._logits(sessions, depths)
-        contexts = decision_contexts(sessions, depths)
-        ranked = rank_by_logits(self._shortlist, logits, depths, contexts, self._siblings)
-        for (row, budget, session), paths in zip(wanted, ranked, strict=True):
-            proposals[row.sequence_id] = self._trees.propose(row, budget, session, session.history, paths)
 
     def _logits(self, sessions: Sequence[ParallelSession], depths: int) -> Tensor:
         """Logits [sessions x depths, vocabulary] after the committed tokens and after the mask tokens behind them.

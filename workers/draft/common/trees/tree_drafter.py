@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftRow, Proposal, RowFault
+from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.ports import SourceStates
@@ -79,25 +79,16 @@ class TreeDrafter:
         self._calls += 1
         now = self._clock()
         builders: dict[SequenceId, ProposalBuilder] = {}
-        faults: dict[SequenceId, RowFault] = {}
-        for row in rows:
-            session = self._sessions.apply(row)
-            if isinstance(session, RowFault):
-                faults[row.sequence_id] = session
-                continue
+        proposals: dict[SequenceId, Proposal] = {}
+        for row, session in self._sessions.update(rows, proposals):
             session.commit_times.record(len(session.tokens), now, self._cost)
             session.tree.extend_by_lookup(self._calls)
             max_context_len = self._expander.max_context_len
             builders[row.sequence_id] = ProposalBuilder(session, row, self._draft, self._width, max_context_len)
         self._expand_for(builders)
-        proposals = tuple(
-            Proposal(row.sequence_id, row.base_len, fault=faults[row.sequence_id])
-            if row.sequence_id in faults
-            else builders[row.sequence_id].build(self._calls)
-            for row in rows
-        )
+        proposals |= {sequence_id: builder.build(self._calls) for sequence_id, builder in builders.items()}
         self._queue.renew([builder.session for builder in builders.values()])
-        return proposals
+        return tuple(proposals[row.sequence_id] for row in rows)
 
     def read_sources_from(self, states: SourceStates) -> None:
         """Use the output of the target's encoder instead of reading sources, if the encoder is the same."""

@@ -15,13 +15,21 @@ RANKED = RankedPaths([[10, 11], [20, 21]], [[[0, 1]], [[0, 1]]], [[[0.6, 0.3]], 
 BUDGET = DraftBudget(3, 2)
 
 
-def drafted() -> tuple[PathTrees, Session, PathHistory]:
+class Drafted(Session):
+    """A sequence with its last draft."""
+
+    def __init__(self) -> None:
+        super().__init__(START)
+        self.history = PathHistory()
+
+
+def drafted() -> tuple[PathTrees, Drafted]:
     """A sequence of two tokens with its first draft."""
-    trees, session, history = PathTrees(DraftSection(), 2, TreeForm(3)), Session(START), PathHistory()
+    trees, session = PathTrees(DraftSection(), 2, TreeForm(3)), Drafted()
     session.tokens = [5, 6]
-    tree = trees.propose(DraftRow(SequenceId("a"), 2, (5, 6), BUDGET, START), BUDGET, session, history, RANKED).tree
+    tree = trees.propose(DraftRow(SequenceId("a"), 2, (5, 6), BUDGET, START), BUDGET, session, RANKED).tree
     assert len(tree) == 3 and tree.path_tokens(0) == (10,)
-    return trees, session, history
+    return trees, session
 
 
 def test_a_budget_is_cut_to_the_settings_and_to_the_depths_of_the_module() -> None:
@@ -32,29 +40,29 @@ def test_a_budget_is_cut_to_the_settings_and_to_the_depths_of_the_module() -> No
 
 
 def test_the_last_proposal_is_repeated_for_the_same_budget_and_start_alone() -> None:
-    trees, session, history = drafted()
-    repeated = trees.repeated(session, history, BUDGET)
+    trees, session = drafted()
+    repeated = trees.repeated(session, BUDGET)
     assert repeated is not None and len(repeated.tree) == 3
-    assert trees.repeated(session, history, DraftBudget(2, 2)) is None
+    assert trees.repeated(session, DraftBudget(2, 2)) is None
     session.start = SequenceStart(2, SamplingParameters(temperature=1.0, seed=3))
-    assert trees.repeated(session, history, BUDGET) is None
+    assert trees.repeated(session, BUDGET) is None
 
 
 def test_committed_tokens_are_learned_from_once() -> None:
-    trees, session, history = drafted()
-    trees.observe(session, history)
-    assert history.last is not None, "nothing was committed yet"
+    trees, session = drafted()
+    trees.observe(session)
+    assert session.history.last is not None, "nothing was committed yet"
     session.tokens += [10, 21]
-    trees.observe(session, history)
-    assert history.last is None and not history.is_streak, "the last token was a second candidate"
-    assert trees.repeated(session, history, BUDGET) is None
-    history.is_streak = True
-    trees.observe(session, history)
-    assert history.is_streak, "there is no draft to learn from"
+    trees.observe(session)
+    assert session.history.last is None and not session.history.is_streak, "the last token was a second candidate"
+    assert trees.repeated(session, BUDGET) is None
+    session.history.is_streak = True
+    trees.observe(session)
+    assert session.history.is_streak, "there is no draft to learn from"
 
 
 def test_each_sequence_has_a_context_for_each_depth() -> None:
-    sessions = [Session(START), Session(START)]
+    sessions = [Drafted(), Drafted()]
     sessions[1].tokens = [7]
     contexts = decision_contexts(sessions, 3)
     assert [len(one.tokens) for one in contexts] == [0, 1, 2, 1, 2, 3]
