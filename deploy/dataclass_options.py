@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -57,6 +57,23 @@ def number_list(option: str, kind: type[int] | type[float]) -> Callable[[Any], t
     return parse
 
 
+def flag(name: str) -> str:
+    """An option's name on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse(options: Any, name: str, bound: str) -> None:
+    """Raise `ConfigurationError` for an option out of bounds."""
+    raise ConfigurationError(f"{flag(name)}: {getattr(options, name)} is refused; {bound}")
+
+
+def check_at_least(options: Any, bounds: Mapping[str, float]) -> None:
+    """Raise `ConfigurationError` unless each option that `bounds` names is at least its bound."""
+    for name, bound in bounds.items():
+        if not getattr(options, name) >= bound:
+            refuse(options, name, f"it must be at least {bound}")
+
+
 def _parameters(options: type[Any]) -> list[inspect.Parameter]:
     """One keyword-only parameter per field, as typer reads it."""
     hints = get_type_hints(options, include_extras=True)
@@ -82,6 +99,6 @@ def _option(name: str, kind: Any, text: str) -> OptionInfo:
     number = next((each for each in get_args(kind)[:1] if each in (int, float)), None)
     parser = None
     if get_origin(kind) is tuple and number is not None:
-        parser = number_list("--" + name.replace("_", "-"), number)
+        parser = number_list(flag(name), number)
     option: OptionInfo = typer.Option(parser=parser, metavar="NUMBERS" if parser else None, help=text)
     return option

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.dataclass_options import number_list
+from deploy.dataclass_options import check_at_least, flag, number_list, refuse
 from deploy.network.https_client import CacertOption, server_root
 
 
@@ -88,17 +88,13 @@ class ContestOptions:
     seed: Annotated[int, typer.Option(help="Seed of the first prompt of a task; the next prompt's is one higher.")] = 0
 
     def __post_init__(self) -> None:
-        for name in self.POSITIVE:
-            if getattr(self, name) < 1:
-                self._refuse(name, "it must be at least 1")
-        if self.peer_seconds < 0:
-            self._refuse("peer_seconds", "it must be at least 0")
+        check_at_least(self, dict.fromkeys(self.POSITIVE, 1) | {"peer_seconds": 0})
         if not self.batches or any(batch < 1 for batch in self.batches):
-            self._refuse("batches", "each must be at least 1")
+            refuse(self, "batches", "each must be at least 1")
         if not self.temperatures or any(not 0 <= temperature <= 2 for temperature in self.temperatures):
-            self._refuse("temperatures", "each must be within 0 and 2")
+            refuse(self, "temperatures", "each must be within 0 and 2")
         if not 0 <= self.seed < 1 << 63:
-            self._refuse("seed", f"it must be within 0 and {(1 << 63) - 1}")
+            refuse(self, "seed", f"it must be within 0 and {(1 << 63) - 1}")
         self._check_url()
 
     def _check_url(self) -> None:
@@ -114,9 +110,6 @@ class ContestOptions:
         elif self.methods or self.configuration:
             raise ConfigurationError("--url: needed without --methods and --configuration, found with them")
 
-    def _refuse(self, name: str, bound: str) -> None:
-        raise ConfigurationError(f"{flag(name)}: {getattr(self, name)} is refused; {bound}")
-
     @property
     def task_names(self) -> tuple[str, ...]:
         """The chosen tasks; empty: all."""
@@ -126,11 +119,6 @@ class ContestOptions:
     def method_names(self) -> tuple[str, ...]:
         """The chosen methods; empty: not chosen."""
         return _names(self.methods)
-
-
-def flag(name: str) -> str:
-    """An option's name on the command line."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _names(text: str) -> tuple[str, ...]:

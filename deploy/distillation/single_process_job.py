@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from cluster.core.errors import ConfigurationError
+from deploy.dataclass_options import flag
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.single_process import SingleProcess
 from workers.distill.data import ANSWERS
@@ -28,7 +29,7 @@ def distill_in_one_process(job: DistillJob) -> None:
     is_block = given.kind == DSPARK
     for name in (*_OF_OTHER_KINDS, *(("vocabulary_size",) if is_block else ())):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
-            raise ConfigurationError(f"--{name.replace('_', '-')}: refused for kind {given.kind}")
+            raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
     words = [*_common(job), *(_block_words(job) if is_block else _head_words(job))]
     told = job.notices.print
     run: SingleProcess = (

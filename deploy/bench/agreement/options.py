@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.core.errors import ConfigurationError
-
-_POSITIVE = ("texts", "max_tokens", "text_tokens")
+from deploy.dataclass_options import check_at_least, refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +47,6 @@ class AgreementOptions:
     out: Annotated[Path | None, typer.Option(help="Directory for agreement.json and agreement.md.")] = None
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ConfigurationError(
-                    f"--{name.replace('_', '-')}: {getattr(self, name)} is refused; it must be at least 1"
-                )
+        check_at_least(self, {"texts": 1, "max_tokens": 1, "text_tokens": 1})
         if not 0 < self.temperature <= 10:
-            raise ConfigurationError(f"--temperature: {self.temperature} is refused; it must be above 0, at most 10")
+            refuse(self, "temperature", "it must be above 0, at most 10")

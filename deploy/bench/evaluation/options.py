@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.bench.contest_options import ContestOptions, flag
+from deploy.bench.contest_options import ContestOptions
 from deploy.bench.evaluation.tasks.translation import languages
+from deploy.dataclass_options import check_at_least, flag
 
 _FILES = ("translation", "correction", "spec_bench", "arithmetic", "code")
 
@@ -80,6 +81,5 @@ class EvaluationOptions(ContestOptions):
             raise ConfigurationError(f"needed at least one of {', '.join(map(flag, _FILES))}, found none")
         if self.translator and (self.translation is None or self.url):
             raise ConfigurationError("--translator: needed with --translation and without --url, found otherwise")
-        if self.max_tokens < 0:
-            self._refuse("max_tokens", "it must be at least 0")
+        check_at_least(self, {"max_tokens": 0})
         languages(self.languages)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.dataclass_options import number_list
+from deploy.dataclass_options import check_at_least, number_list, refuse
 from deploy.network.https_client import CacertOption, UrlOption, server_root
 
 _AT_LEAST_ONE = ("num_prompts", "max_tokens", "random_input_len")
@@ -95,21 +95,19 @@ class LoadOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                _refuse(name, getattr(self, name), "it must be at least 1")
+        check_at_least(self, dict.fromkeys(_AT_LEAST_ONE, 1))
         if not self.request_rate or any(not rate > 0 for rate in self.request_rate):
-            _refuse("request_rate", self.request_rate, "each must be above 0")
+            refuse(self, "request_rate", "each must be above 0")
         if not self.max_concurrency or any(bound < 0 for bound in self.max_concurrency):
-            _refuse("max_concurrency", self.max_concurrency, "each must be at least 0")
+            refuse(self, "max_concurrency", "each must be at least 0")
         if not 0 < self.burstiness < math.inf:
-            _refuse("burstiness", self.burstiness, "it must be above 0")
+            refuse(self, "burstiness", "it must be above 0")
         if not 0 <= self.temperature <= 2:
-            _refuse("temperature", self.temperature, "it must be within 0 and 2")
+            refuse(self, "temperature", "it must be within 0 and 2")
         if not 0 < self.timeout < math.inf:
-            _refuse("timeout", self.timeout, "it must be above 0")
+            refuse(self, "timeout", "it must be above 0")
         if not 0 <= self.seed < 1 << 63:
-            _refuse("seed", self.seed, f"it must be within 0 and {(1 << 63) - 1}")
+            refuse(self, "seed", f"it must be within 0 and {(1 << 63) - 1}")
         parse_goodput(self.goodput)
         if self.url is not None:
             server_root(self.url)
@@ -132,7 +130,3 @@ def parse_goodput(bounds: Sequence[str]) -> dict[str, float]:
             raise ConfigurationError(f"--goodput: {part!r} is refused; it must be NAME:MS with a name of {known}")
         found[name] = milliseconds / 1e3
     return found
-
-
-def _refuse(name: str, value: object, bound: str) -> None:
-    raise ConfigurationError(f"--{name.replace('_', '-')}: {value} is refused; {bound}")

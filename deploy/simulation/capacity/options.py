@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.core.errors import ConfigurationError
+from deploy.dataclass_options import check_at_least, refuse
 from deploy.simulation.capacity.step_times import Roofline, Times, measured_times
 
 ROOFLINE = "roofline"
@@ -57,21 +58,16 @@ class CapacityOptions:
     out: Annotated[Path | None, typer.Option(help="Directory for capacity.json, capacity.md and capacity.png.")] = None
 
     def __post_init__(self) -> None:
+        not_negative = ("drafters", "in_flight", "max_nodes", "network_delay", "sample", "pass_seconds", "seed")
         least = {"targets": 1, "target_gpus": 1, "max_sequences": 1, "kv_tokens": 1024}
-        for name in ("drafters", "in_flight", "max_nodes", "network_delay", "sample", "pass_seconds", "seed"):
-            least[name] = 0
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ConfigurationError(
-                    f"--{name.replace('_', '-')}: {getattr(self, name)} is refused; at least {bound}"
-                )
+        check_at_least(self, least | dict.fromkeys(not_negative, 0))
         for name in ("arrivals", "seconds", "target_parameters", "bytes_per_parameter", "bandwidth", "flops"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"--{name.replace('_', '-')}: {getattr(self, name)} is refused; above 0")
+                refuse(self, name, "it must be above 0")
         if not 0 <= self.acceptance <= 1:
-            raise ConfigurationError(f"--acceptance: {self.acceptance} is refused; it must be within 0 and 1")
+            refuse(self, "acceptance", "it must be within 0 and 1")
         if self.sample > self.targets:
-            raise ConfigurationError(f"--sample: {self.sample} is refused; at most --targets ({self.targets})")
+            refuse(self, "sample", f"it must be at most --targets, {self.targets}")
         self.mean_lengths()
 
     @property

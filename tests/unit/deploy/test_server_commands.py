@@ -200,7 +200,7 @@ def test_ctrl_c_keeps_what_there_is_and_says_so(
 async def test_bench_serve_prints_what_was_measured_before_ctrl_c(tmp_path: Path) -> None:
     api = HttpApi(tmp_path / "model", "hello the world")
     api.engine.context = 400
-    many = ("--num-prompts", "600", "--request-rate", "5", "--random-input-len", "4", "--max-tokens", "8")
+    many = ("--num-prompts", "600", "--request-rate", "40", "--random-input-len", "4", "--max-tokens", "8")
     async with (
         api.http,
         listening(create_app(api.client, LimitsSection())) as url,
@@ -208,7 +208,7 @@ async def test_bench_serve_prints_what_was_measured_before_ctrl_c(tmp_path: Path
     ):
         await terminal.shows("[1-9]%")
         terminal.type(CTRL_C)
-        await terminal.shows(r"\| 5, any \| +[1-9]\d* ")
+        await terminal.shows(r"\| 40, any \| +[1-9]\d* ")
         await terminal.shows("stopped; the results so far are above")
         assert await terminal.ends() == SIGNALLED
 
