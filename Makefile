@@ -162,6 +162,10 @@ overload: $(WEIGHTS)  ## 2,000 clients at once over HTTP: nothing lost, memory f
 clients: $(WEIGHTS)  ## Real clients, each in an environment of its own, against one server (ARGS='--only openai --data DIRECTORY')
 	$(BIN)/python -m tests.clients $(ARGS)
 
+.PHONY: interop
+interop: $(WEIGHTS)  ## vLLM for CPUs, in an environment of its own (600 MB), drafts by pilotfish drafter (ARGS='--drafted 3 --max-tokens 32')
+	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.interop $(ARGS)
+
 # Schemathesis has an environment of its own: it is a plugin of pytest, which every test run would load.
 $(FUZZ): $(INSTALLED) tests/fuzz/requirements.txt
 	test -x $(VENV)/fuzz/bin/python || $(PYTHON) -m venv $(VENV)/fuzz

@@ -1,8 +1,9 @@
-"""The virtual environments of the clients: one each, installed from a file of pins."""
+"""Virtual environments of other programs: one each, installed from a file of pins."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,8 +26,10 @@ class ClientKind:
     """The file of pins, without its suffix; empty for the client's name."""
     uses_project: bool = False
     """Whether it needs torch, which it finds in the environment of the project instead of installing it again."""
-    wheel: str = ""
-    """A directory of the project that is built into a wheel and installed."""
+    wheels: tuple[str, ...] = ()
+    """Directories of the project that are built into wheels and installed."""
+    names_all: bool = False
+    """Whether the pins name all that is installed, so that the packages' own dependencies are not looked at."""
 
 
 KINDS = (
@@ -36,40 +39,42 @@ KINDS = (
     ClientKind("anthropic", "anthropic_client.py"),
     ClientKind("vllm-bench-payloads", "vllm_payloads.py", pins="openai"),
     ClientKind("grpc-reflection", "reflection_client.py"),
-    ClientKind("pilotfish-client", "pilotfish_client_wheel.py", wheel="protos"),
+    ClientKind("pilotfish-client", "pilotfish_client_wheel.py", wheels=("protos",)),
     ClientKind("guidellm", "guidellm_client.py", uses_project=True),
     ClientKind("lm-eval", "lm_eval_client.py", uses_project=True),
 )
 
 
-def install(kind: ClientKind, directory: Path) -> Path:
+def install(kind: ClientKind, directory: Path, pinned: Path = PINS) -> Path:
     """Make the environment of a client, unless it is up to date. Returns its Python.
 
-    Raises `subprocess.CalledProcessError`.
+    `pinned` has the files of pins. Wheels of the project are built and installed each time. Raises
+    `subprocess.CalledProcessError`.
     """
-    pins = PINS / f"{kind.pins or kind.name}.txt"
+    pins = pinned / f"{kind.pins or kind.name}.txt"
     home = directory / (kind.pins or kind.name)
     python, mark = home / "bin" / "python", home / _MARK
     digest = hashlib.sha256(pins.read_bytes()).hexdigest()
-    if kind.wheel or not mark.exists() or mark.read_text() != digest:
+    if not mark.exists() or mark.read_text() != digest:
         _run(sys.executable, "-m", "venv", "--clear", str(home))
         if kind.uses_project:
             inside = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})
             (Path(inside) / "project.pth").write_text(sysconfig.get_path("purelib"))
-        _run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", str(pins))
-        if kind.wheel:
-            _install_wheel(python, ROOT / kind.wheel, home)
+        alone = ("--no-deps",) if kind.names_all else ()
+        _run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *alone, "-r", str(pins))
         mark.write_text(digest)
+    if kind.wheels:
+        _install_wheels(python, kind, home / "wheels")
     return python
 
 
-def _install_wheel(python: Path, source: Path, home: Path) -> None:
-    wheels = home / "wheels"
+def _install_wheels(python: Path, kind: ClientKind, wheels: Path) -> None:
+    shutil.rmtree(wheels, ignore_errors=True)
     pip = (str(python), "-m", "pip", "--disable-pip-version-check")
-    _run(*pip, "wheel", "-q", "--no-deps", "-w", str(wheels), str(source))
-    (wheel,) = wheels.glob("*.whl")
-    _run(*pip, "install", "-q", "--no-deps", str(wheel))
-    _run(*pip, "check")
+    _run(*pip, "wheel", "-q", "--no-deps", "-w", str(wheels), *(str(ROOT / source) for source in kind.wheels))
+    _run(*pip, "install", "-q", "--no-deps", "--force-reinstall", *map(str, wheels.glob("*.whl")))
+    if not kind.names_all:
+        _run(*pip, "check")
 
 
 def _run(*command: str) -> None:

@@ -1,0 +1,146 @@
+"""`make interop`: other engines, each in an environment of its own, with what Pilotfish gives them.
+
+    python -m tests.interop [--model NAME] [--draft NAME] [--drafted 5] [--max-tokens 96]
+
+vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a drafter that is killed
+halfway. Prints a table of all checks. Exits with 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deploy.bench.report.tables import markdown_table
+from deploy.network.cluster_token import draw_token
+from deploy.settings import load_settings
+from tests.clients.environments import ROOT, ClientKind, install
+from workers.model.model_files import resolve_model_directory
+from workers.serve.node import free_port
+
+HERE = Path(__file__).resolve().parent
+VLLM = ClientKind("vllm", "vllm_door.py", uses_project=True, wheels=("protos", "protos/pilotfish_vllm"), names_all=True)
+LOOPBACK = "127.0.0.1"
+LONGEST_SECONDS = 1200.0
+PROMPTS = (
+    "Name three rivers in France.",
+    "Write a short story about a dog.",
+    "What is 12 times 7? Think step by step.",
+    "Explain photosynthesis to a child.",
+    "Translate into French: The weather is nice today.",
+    "List five fruits and a color for each.",
+    "Why is the sky blue?",
+    "Write an email that asks for a day off.",
+)
+
+
+def write(line: str) -> None:
+    """Print one line at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def drafter(draft: str, token: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`pilotfish drafter` with a draft model: process and address. Raises `RuntimeError` if it does not start."""
+    port = free_port(LOOPBACK)
+    command = [sys.executable, "-m", "deploy.cli", "drafter", "--port", str(port), "--set", f"draft.path={draft}"]
+    environment = os.environ | {"PILOTFISH_CLUSTER_TOKEN": token}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=output)
+        try:
+            end = time.monotonic() + LONGEST_SECONDS
+            while b"drafts by" not in _content(output):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"pilotfish drafter has not started: {_content(output).decode()}")
+                time.sleep(0.2)
+            yield process, f"{LOOPBACK}:{port}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _content(output: Any) -> bytes:
+    output.seek(0)
+    return bytes(output.read())
+
+
+def answer(python: Path, token: str, chosen: dict[str, Any], killed: subprocess.Popen[bytes] | None = None) -> Any:
+    """The answers of vLLM and its counts. `killed` ends when half of the prompts are answered.
+
+    Raises `RuntimeError` if vLLM fails.
+    """
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PILOTFISH_CLUSTER_TOKEN": token,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    environment.pop("PYTHONPATH", None)
+    command = [str(python), str(HERE / "scripts" / VLLM.script), json.dumps(chosen)]
+    with tempfile.TemporaryDirectory() as home:
+        process = subprocess.Popen(command, cwd=home, env=environment, stdout=subprocess.PIPE, text=True)
+        found = None
+        for line in process.stdout or ():
+            if line == "half\n" and killed is not None:
+                killed.kill()
+            if line.startswith('{"tokens"'):
+                found = json.loads(line)
+        process.wait(LONGEST_SECONDS)
+    if found is None:
+        raise RuntimeError(f"vLLM ended with {process.returncode} and without answers")
+    return found
+
+
+def check_vllm(options: argparse.Namespace) -> list[tuple[str, bool, str]]:
+    """The checks of vLLM: what, whether it holds, and the counts."""
+    python, token = install(VLLM, options.environments, HERE / "pins"), draw_token().text
+    directory = resolve_model_directory(options.model, load_settings().cache_directory)
+    chosen = {"model": str(directory), "prompts": PROMPTS, "max_tokens": options.max_tokens, "drafted": 0, "door": {}}
+    plain = answer(python, token, chosen)
+    rows: list[tuple[str, bool, str]] = []
+    for name in ("drafts of a drafter", "a drafter that is killed halfway"):
+        with drafter(options.draft, token) as (process, address):
+            drafted = chosen | {"drafted": options.drafted, "door": {"address": address}}
+            killed = process if "killed" in name else None
+            found = answer(python, token, drafted, killed)
+        is_equal = found["tokens"] == plain["tokens"]
+        tokens = sum(map(len, found["tokens"]))
+        said = f"{tokens} tokens, {'all' if is_equal else 'NOT all'} as without drafts"
+        rows.append((f"vLLM, {name}: greedy texts", is_equal, said))
+        accepted = f"{found['accepted']} of {found['drafted']} drafted in {found['steps']} steps with a draft"
+        rate = 1 + found["accepted"] / max(1, found["steps"])
+        rows.append((f"vLLM, {name}: accepted tokens", found["accepted"] > 0, f"{accepted}, {rate:.2f} tokens a step"))
+    return rows
+
+
+def main() -> None:
+    """Run the checks and print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.interop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="the target, as in target.path")
+    parser.add_argument("--draft", default="smollm2-135m-draft", help="a draft model for it, as in draft.path")
+    parser.add_argument("--drafted", type=int, default=5, help="tokens of a draft")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venv" / "interop")
+    options = parser.parse_args()
+    rows = check_vllm(options)
+    table = [[what, said if holds else f"FAILED: {said}"] for what, holds, said in rows]
+    write(markdown_table(("check", "result"), table))
+    sys.exit(0 if all(holds for _, holds, _ in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
