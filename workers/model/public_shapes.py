@@ -200,6 +200,48 @@ def _linear(name: str, inputs: int, outputs: int) -> Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectorShape:
+    """DFlash2's selector: it ranks the best candidates of a slot anew, given the token before and the slot's vector."""
+
+    rank: int
+    candidates: int
+    """Candidates of a slot that are ranked. No other token is drafted."""
+    vocabulary: int
+
+    def tensors(self, hidden_size: int) -> Sizes:
+        """The tensors of the selector."""
+        return {
+            "candidate_selector.predecessor_codebook": (self.vocabulary, self.rank),
+            "candidate_selector.successor_codebook": (self.vocabulary, self.rank),
+            "candidate_selector.hidden_projection.weight": (self.rank, hidden_size),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionShape:
+    """DFlash2's convolutions over the slots of a block, before and after attention and MLP of each layer.
+
+    The kernel at a slot is a learned one for each channel, plus one for each group of channels that depends on the
+    slot's normalised input.
+    """
+
+    width: int
+    """Slots that a kernel reads: the own one and those before it."""
+    group: int
+    """Channels of a group."""
+
+    def tensors(self, hidden_size: int, layers: int) -> Sizes:
+        """The tensors of all layers."""
+        found: Sizes = {}
+        for number in range(layers):
+            for part in ("attention", "mlp"):
+                name = f"layers.{number}.{part}_conv"
+                found[f"{name}.base_kernel"] = (2, self.width, hidden_size)
+                found[f"{name}.kernel_projection.weight"] = (2 * self.width * hidden_size // self.group, hidden_size)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class MaskedBlockShape:
     """DFlash and DSpark: the last token and mask tokens after it attend to each other, and one pass predicts them all.
 
@@ -219,11 +261,25 @@ class MaskedBlockShape:
     before."""
     has_mask_embedding: bool = False
     """Whether a vector of its own takes the place of the mask token's embedding."""
+    selector: SelectorShape | None = None
+    convolution: ConvolutionShape | None = None
+    embedding_scale: float = 1.0
+    """Factor on the embeddings of the block."""
+    logit_scale: float = 1.0
+    """Factor on the logits."""
+    logit_cap: float | None = None
+    """Soft bound `c` of the scaled logits: `c tanh(x / c)`."""
 
     @property
     def depths(self) -> int:
         """Tokens that one pass predicts."""
         return self.slots if self.predicts_next else self.slots - 1
+
+    @property
+    def corrects_logits(self) -> bool:
+        """Whether drafts follow other logits than those of the output head alone."""
+        has_head = self.markov is not None or self.selector is not None
+        return has_head or self.logit_scale != 1.0 or self.logit_cap is not None
 
     def tensors(self) -> Sizes:
         """The tensors in the files of weights, without embedding, output head and mask embedding."""
@@ -236,6 +292,10 @@ class MaskedBlockShape:
         found |= self.body.tensors()
         if self.markov is not None:
             found |= self.markov.tensors(size)
+        if self.selector is not None:
+            found |= self.selector.tensors(size)
+        if self.convolution is not None:
+            found |= self.convolution.tensors(size, self.body.layers)
         if self.confidence != "none":
             rank = self.markov.rank if self.confidence == "markov" and self.markov is not None else 0
             found |= _linear("confidence_head.proj", size + rank, 1)

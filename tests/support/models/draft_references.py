@@ -70,10 +70,14 @@ def attention(
 
 def mlp(layer: Mapping[str, Tensor], rows: Tensor, body: Body) -> Tensor:
     """The residual stream after the second half of a layer."""
-    inner = norm(rows, layer["post_attention_layernorm.weight"], body.epsilon)
-    gate = inner @ layer["mlp.gate_proj.weight"].T
-    hidden = gate * torch.sigmoid(gate) * (inner @ layer["mlp.up_proj.weight"].T)
-    return rows + hidden @ layer["mlp.down_proj.weight"].T
+    return rows + feed(layer, norm(rows, layer["post_attention_layernorm.weight"], body.epsilon))
+
+
+def feed(layer: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+    """The MLP of normalised rows."""
+    gate = rows @ layer["mlp.gate_proj.weight"].T
+    hidden = gate * torch.sigmoid(gate) * (rows @ layer["mlp.up_proj.weight"].T)
+    return hidden @ layer["mlp.down_proj.weight"].T
 
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -175,6 +179,12 @@ class MaskedBlock:
     predicts_next: bool = False
     markov: str = "none"
     is_causal: bool = False
+    convolved: int = 0
+    """Channels of a group of DFlash2's convolutions; 0 without them."""
+    candidates: int = 0
+    """Candidates that DFlash2's selector ranks."""
+    scale: float = 1.0
+    cap: float = 0.0
     body: Body = Body()
 
     def hidden(self, states: Sequence[Tensor], last: int) -> Tensor:
@@ -186,12 +196,17 @@ class MaskedBlock:
         seen = torch.ones(known + self.slots, known + self.slots).bool()
         if self.is_causal:
             seen = seen.tril()
-        rows = torch.stack([self.embedding[last], *[self.mask] * (self.slots - 1)])
+        rows = self.scale * torch.stack([self.embedding[last], *[self.mask] * (self.slots - 1)])
         for number in range(2):
             layer = part(self.tensors, f"layers.{number}.")
-            inputs = torch.cat([context, norm(rows, layer["input_layernorm.weight"], epsilon)])
-            rows = rows + attention(layer, inputs, range(known + self.slots), self.body, seen)[known:]
-            rows = mlp(layer, rows, self.body)
+            inputs = norm(rows, layer["input_layernorm.weight"], epsilon)
+            inputs, kernels = self._convolved_before(part(layer, "attention_conv."), inputs)
+            inputs = torch.cat([context, inputs])
+            found = attention(layer, inputs, range(known + self.slots), self.body, seen)[known:]
+            rows = rows + self._convolved_after(part(layer, "attention_conv."), found, kernels)
+            inputs = norm(rows, layer["post_attention_layernorm.weight"], epsilon)
+            inputs, kernels = self._convolved_before(part(layer, "mlp_conv."), inputs)
+            rows = rows + self._convolved_after(part(layer, "mlp_conv."), feed(layer, inputs), kernels)
         found = norm(rows, self.tensors["norm.weight"], epsilon)
         return found if self.predicts_next else found[1:]
 
@@ -199,6 +214,9 @@ class MaskedBlock:
         """Logits [draft vocabulary] of the slot after `path`, which begins with the last token."""
         depth = len(path) - 1
         found = hidden[depth] @ self.tensors.get("lm_head.weight", self.head).T
+        found = self.cap * torch.tanh(found / self.cap) if self.cap else found
+        if self.candidates:
+            return self._selected(found, hidden[depth], path[-1])
         return found if self.markov == "none" else found + self._bias(hidden, path)
 
     def confidence(self, hidden: Tensor, path: Sequence[int]) -> float | None:
@@ -214,6 +232,32 @@ class MaskedBlock:
     def changed(self, **fields: object) -> MaskedBlock:
         """Another reading of the same checkpoint."""
         return replace(self, **fields)  # type: ignore[arg-type]
+
+    def _selected(self, logits: Tensor, hidden: Tensor, before: int) -> Tensor:
+        tensors = part(self.tensors, "candidate_selector.")
+        context = tensors["predecessor_codebook"][before] * (tensors["hidden_projection.weight"] @ hidden)
+        found = torch.full_like(logits, -math.inf)
+        for token in logits.topk(self.candidates).indices.tolist():
+            found[token] = logits[token] + context @ tensors["successor_codebook"][token]
+        return found
+
+    def _convolved_before(self, conv: Mapping[str, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.convolved:
+            return rows, rows
+        width = conv["base_kernel"].shape[1]
+        kernels = (rows @ conv["kernel_projection.weight"].T).view(len(rows), 2, width, -1)
+        return self._convolved(rows, conv["base_kernel"][0], kernels[:, 0]), kernels[:, 1]
+
+    def _convolved_after(self, conv: Mapping[str, Tensor], rows: Tensor, kernels: Tensor) -> Tensor:
+        return self._convolved(rows, conv["base_kernel"][1], kernels) if self.convolved else rows
+
+    def _convolved(self, rows: Tensor, base: Tensor, kernels: Tensor) -> Tensor:
+        found = torch.zeros_like(rows)
+        for slot in range(len(rows)):
+            for back in range(min(len(base), slot + 1)):
+                kernel = base[back] + kernels[slot, back].repeat_interleave(self.convolved)
+                found[slot] += kernel * rows[slot - back]
+        return found
 
     def _bias(self, hidden: Tensor, path: Sequence[int]) -> Tensor:
         tensors = part(self.tensors, "markov_head.")

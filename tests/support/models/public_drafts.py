@@ -208,8 +208,38 @@ def spark(
     return found
 
 
+GROUP, WIDTH_OF_KERNELS, RANKED = 8, 3, 6
+"""Of DFlash2 drafters: the channels of a group, the slots of a kernel, the candidates of a slot."""
+DFLASH2_KEYS: dict[str, Any] = {
+    "conv_kernel_size": WIDTH_OF_KERNELS,
+    "conv_group_size": GROUP,
+    "selector_rank": RANK,
+    "selector_top_k": RANKED,
+}
+DFLASH2: dict[str, Any] = DFLASH | {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": DFLASH["dflash_config"] | DFLASH2_KEYS,
+}
+"""The configuration of DFlash2 as its authors write it."""
+
+
+def second(*, size: int = VOCABULARY) -> Tensors:
+    """The tensors of a DFlash2 drafter for a target with `size` tokens."""
+    draw, found = Draw(15), block()
+    for number in range(2):
+        for part in ("attention", "mlp"):
+            name = f"layers.{number}.{part}_conv"
+            found[f"{name}.base_kernel"] = draw.matrix(2, WIDTH_OF_KERNELS, HIDDEN)
+            found[f"{name}.kernel_projection.weight"] = draw.matrix(2 * WIDTH_OF_KERNELS * HIDDEN // GROUP, HIDDEN)
+    return found | {
+        "candidate_selector.predecessor_codebook": 4 * draw.matrix(size, RANK),
+        "candidate_selector.successor_codebook": 4 * draw.matrix(size, RANK),
+        "candidate_selector.hidden_projection.weight": draw.matrix(RANK, HIDDEN),
+    }
+
+
 def speculators_block(kind: str, **changes: Any) -> dict[str, Any]:
-    """The configuration of a block drafter, `dflash` or `dspark`, as the library `speculators` writes it."""
+    """The configuration of a block drafter, `dflash`, `dflash2` or `dspark`, as the library `speculators` writes it."""
     heads = {
         "markov_rank": RANK,
         "markov_head_type": "vanilla",
@@ -229,7 +259,8 @@ def speculators_block(kind: str, **changes: Any) -> dict[str, Any]:
         "sliding_window_non_causal": False,
         "sample_from_anchor": kind == "dspark",
     }
-    return common | (heads if kind == "dspark" else {}) | changes
+    own = {"dspark": heads, "dflash2": DFLASH2_KEYS}
+    return common | own.get(kind, {}) | changes
 
 
 def medusa(prefix: str = "", *, depths: int = 3, blocks: int = 1, has_heads: bool = True) -> Tensors:

@@ -191,7 +191,7 @@ def _served(
     else:
         passes = MaskedBlockPass(module, ends, weights, directory, takes_features=takes_features)
         shape = module.shape
-        if isinstance(shape, MaskedBlockShape) and (shape.markov is not None or shape.confidence != "none"):
+        if isinstance(shape, MaskedBlockShape) and (shape.corrects_logits or shape.confidence != "none"):
             return passes, MarkovRanker(module, ends, loaded.make, loaded.shortlist).rank
     ranker = PathRanker(ends, selector, loaded.make, loaded.shortlist)
     return passes, lambda hidden, _, contexts, siblings: ranker.rank(hidden, contexts, siblings)

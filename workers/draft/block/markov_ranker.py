@@ -1,8 +1,8 @@
-"""Ranks the candidates of DSpark's slots from left to right: each depth is conditioned on the token drafted before it.
+"""Ranks the candidates of a block's slots from left to right: each depth is conditioned on the token drafted before it.
 
-Every depth adds the Markov head's bias, and the shared noise of the position in sampled rows, before its candidates are
-chosen. The most probable candidates of a depth are the parents of the next one; with one sibling this is the published
-chain.
+Every depth adds the bias of DSpark's Markov head or of DFlash2's selector, and the shared noise of the position in
+sampled rows, before its candidates are chosen. The most probable candidates of a depth are the parents of the next one;
+with one sibling this is the published chain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.draft.common.modules.ranked_paths import MOST_PARENTS, RankedPaths
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.public import PublicModule
-from workers.model.public_shapes import MaskedBlockShape
+from workers.model.public_shapes import MaskedBlockShape, SelectorShape
 from workers.sampling.context import DecisionContext
 from workers.transfer import tensor_on
 
@@ -26,7 +26,10 @@ _LEAST = 1e-6
 
 
 class MarkovRanker:
-    """The output head, the Markov head and the confidence head of a DSpark drafter; it may lack one of the last two."""
+    """The output head, the Markov head or the selector, and the confidence head of a drafter.
+
+    It may lack all but the first.
+    """
 
     def __init__(self, module: PublicModule, ends: TargetEnds, make: MakeProduct, shortlist: Shortlist) -> None:
         shape = module.shape
@@ -34,7 +37,12 @@ class MarkovRanker:
             raise TypeError(f"{type(shape).__name__} is no shape of a block drafter")
         self._shortlist = shortlist
         self._head, self._bias = make(ends.head), None if ends.bias is None else ends.bias.float()
-        self._markov = None if shape.markov is None else _MarkovHead(module, shape.markov.rank, make)
+        self._scale, self._cap = shape.logit_scale, shape.logit_cap
+        self._markov: _MarkovHead | _Selector | None = None
+        if shape.markov is not None:
+            self._markov = _MarkovHead(module, shape.markov.rank, make)
+        elif shape.selector is not None:
+            self._markov = _Selector(module, shape.selector, make)
         self._confidence = None
         if shape.confidence != "none":
             weight, bias = (module.tensors[f"confidence_head.proj.{part}"].float() for part in ("weight", "bias"))
@@ -51,7 +59,8 @@ class MarkovRanker:
         """
         rows, depths, _ = hidden.shape
         base = self._head(hidden.flatten(0, 1))
-        base = (base if self._bias is None else base + self._bias).view(rows, depths, -1)
+        base = self._scale * (base if self._bias is None else base + self._bias).view(rows, depths, -1)
+        base = base if self._cap is None else self._cap * (base / self._cap).tanh()
         previous = tensor_on(hidden.device, list(last), torch.int64).unsqueeze(1)  # [rows, parents]
         state = None if self._markov is None else hidden.new_zeros(rows, 1, self._markov.rank)
         paths = hidden.new_zeros(rows, 1)
@@ -63,8 +72,7 @@ class MarkovRanker:
             logits, embedded = base[:, depth : depth + 1].expand(-1, parents, -1), None
             if self._markov is not None and state is not None:
                 embedded = self._markov.embedded(previous)
-                bias, state = self._markov.bias(embedded, own, state)
-                logits = logits + bias
+                logits, state = self._markov.corrected(logits, embedded, own, state)
             each = [contexts[row * depths + depth] for row in range(rows) for _ in range(parents)]
             leading = self._shortlist.leading(logits.flatten(0, 1), each, siblings)
             tokens = self._shortlist.tokens(leading.columns).view(rows, parents, -1)
@@ -109,8 +117,8 @@ class _MarkovHead:
         """Embeddings [..., rank] of the tokens before."""
         return self._first[tokens].float()
 
-    def bias(self, embedded: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias [rows, parents, draft vocabulary] on a slot's logits, and the next state [rows, parents, rank].
+    def corrected(self, logits: Tensor, embedded: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The biased logits [rows, parents, draft vocabulary] of a slot, and the next state [rows, parents, rank].
 
         `embedded` and `state` are [rows, parents, rank], `hidden` [rows, parents, hidden size] is the slot's.
         """
@@ -125,7 +133,32 @@ class _MarkovHead:
             gate, candidate, output = torch.nn.functional.linear(joined, weight, bias).chunk(3, dim=-1)
             gate = gate.sigmoid()
             state, mixed = gate * state + (1.0 - gate) * candidate.tanh(), output.tanh()
-        return self._second(mixed.flatten(0, 1)).view(*mixed.shape[:2], -1), state
+        return logits + self._second(mixed.flatten(0, 1)).view(*mixed.shape[:2], -1), state
+
+
+class _Selector:
+    """Ranks the best candidates of a slot, given the token before it and the slot's vector."""
+
+    def __init__(self, module: PublicModule, shape: SelectorShape, make: MakeProduct) -> None:
+        self.rank, self._candidates = shape.rank, shape.candidates
+        name = "candidate_selector"
+        self._before, self._after = (module.tensors[f"{name}.{part}_codebook"] for part in ("predecessor", "successor"))
+        self._project = make(module.tensors[f"{name}.hidden_projection.weight"])
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., rank] of the tokens before."""
+        return self._before[tokens].float()
+
+    def corrected(self, logits: Tensor, embedded: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits [rows, parents, vocabulary] of a slot's candidates; `-inf` elsewhere. There is no state.
+
+        `logits` and `hidden` [rows, parents, hidden size] are the same for all parents of a row.
+        """
+        values, tokens = logits[:, 0].topk(self._candidates)  # [rows, candidates]
+        mixed = embedded * self._project(hidden[:, 0].contiguous()).unsqueeze(1)
+        scores = values.unsqueeze(1) + mixed @ self._after[tokens].float().transpose(1, 2)
+        places = tokens.unsqueeze(1).expand_as(scores)
+        return torch.full_like(logits, float("-inf")).scatter(2, places, scores), state
 
 
 def _linear(module: PublicModule, name: str) -> tuple[Tensor, Tensor] | None:

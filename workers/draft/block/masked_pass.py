@@ -1,4 +1,4 @@
-"""The passes of public block drafters, DFlash and DSpark; see `MaskedBlockShape`."""
+"""The passes of public block drafters, DFlash, DFlash2 and DSpark; see `MaskedBlockShape`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MaskedBlockPass:
         self._embedding = ends.embedding
         mask = module.get("mask_embedding")
         mask = ends.embedding[shape.mask_token] if mask is None else mask
-        self._masks = mask.float().expand(shape.slots - 1, -1)
+        self._masks = shape.embedding_scale * mask.float().expand(shape.slots - 1, -1)
         self._takes_features = takes_features
         self._fuse = public_fusion(module, BiasedProduct(module, ["fc"], weights, directory))
         self._output_norm = module.tensors["norm.weight"].float()
@@ -73,7 +73,7 @@ class MaskedBlockPass:
         `last` are the last committed tokens, at the positions `anchors`. A block attends to itself in both directions.
         """
         slots = self._shape.slots
-        tokens = self._embedding[list(last)].float().unsqueeze(1)
+        tokens = self._shape.embedding_scale * self._embedding[list(last)].float().unsqueeze(1)
         residual = torch.cat([tokens, self._masks.expand(len(last), -1, -1)], dim=1).flatten(0, 1)
         positions = [anchor + slot for anchor in anchors for slot in range(slots)]
         pieces = []

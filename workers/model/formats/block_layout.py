@@ -1,4 +1,4 @@
-"""What all checkpoints of DFlash (Chen et al. 2026) and DSpark share: the shape of the drafter and its tensors."""
+"""What checkpoints of DFlash (Chen et al. 2026), DFlash2 and DSpark share: the shape of the drafter and its tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import decoder_shape
 from workers.model.formats.draft_vocabulary import ENDS, MAPS, ends_sizes, read_ends
 from workers.model.formats.registry import DraftWeights
-from workers.model.public_shapes import MarkovShape, MaskedBlockShape
+from workers.model.public_shapes import ConvolutionShape, MarkovShape, MaskedBlockShape, SelectorShape
 
 BLOCK_KEYS = frozenset(("mask_token_id", "is_causal", "causal", "use_swa", "attention_mode"))
 """The keys of blocks that are read here and that may change the arithmetic."""
+_CONVOLUTION = ("conv_kernel_size", "conv_group_size")
+_SELECTOR = ("selector_rank", "selector_top_k")
+SELECTOR_KEYS = frozenset((*_CONVOLUTION, *_SELECTOR))
+"""The keys that DFlash2 has besides; all of them are set, or none is."""
+_SCALE, _FACTOR, _CAP = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
+SCALE_KEYS = frozenset((_SCALE, _FACTOR, _CAP))
+"""The keys of factors on embeddings and logits, and of the logits' soft bound."""
 _MOST_SLOTS = 256
 _KINDS: dict[str, Literal["vanilla", "gated", "rnn"]] = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
 _FUSED_NORM = "hidden_norm.weight"
@@ -55,15 +62,23 @@ def block_card(
         has_output_bias=has_bias,
         has_head_norms=True,
     )
-    markov = _markov(config, vocabulary, reduced, predicts_next)
+    markov, slots = _markov(config, vocabulary, reduced, predicts_next), _slots(config)
+    selector, convolution = _second(config, vocabulary, size, slots)
+    if selector is not None and (markov is not None or reduced < vocabulary):
+        config.refuse(_SELECTOR[0], "it must be unset where there is a Markov head or a reduced vocabulary")
     shape = MaskedBlockShape(
         body=layers,
-        slots=_slots(config),
+        slots=slots,
         taps=len(taps),
         mask_token=_mask_token(config, vocabulary),
         predicts_next=predicts_next,
         markov=markov,
         confidence=_confidence(config, markov),
+        selector=selector,
+        convolution=convolution,
+        embedding_scale=config.number(_SCALE, 1.0),
+        logit_scale=config.number(_FACTOR, 1.0),
+        logit_cap=config.number(_CAP, 1.0) if config.config.get(_CAP) else None,
     )
     checkpoint.check_tensors(shape.tensors() | ends_sizes(checkpoint, vocabulary, reduced, size, size), MAPS)
     return DraftDescription(
@@ -129,6 +144,25 @@ def _markov(config: Checkpoint, vocabulary: int, rows: int, predicts_next: bool)
     if kind == "rnn" and not predicts_next:
         config.refuse("markov_head_type", "it must be vanilla or gated where the last token's slot predicts nothing")
     return MarkovShape(rank, kind, vocabulary, rows)
+
+
+def _second(
+    config: Checkpoint, vocabulary: int, size: int, slots: int
+) -> tuple[SelectorShape | None, ConvolutionShape | None]:
+    """The selector and the convolutions of DFlash2."""
+    if all(config.config.get(key) is None for key in SELECTOR_KEYS):
+        return None, None
+    width, group = map(config.count, _CONVOLUTION)
+    rank, candidates = map(config.count, _SELECTOR)
+    if size % group:
+        config.refuse(_CONVOLUTION[1], f"it must divide hidden_size, {size}")
+    for key, found, most, what in (
+        (_CONVOLUTION[0], width, slots, "block_size"),
+        (_SELECTOR[1], candidates, vocabulary, "vocab_size"),
+    ):
+        if found > most:
+            config.refuse(key, f"it must be at most {what}, {most}")
+    return SelectorShape(rank, candidates, vocabulary), ConvolutionShape(width, group)
 
 
 def _confidence(config: Checkpoint, markov: MarkovShape | None) -> Literal["none", "hidden", "markov"]:

@@ -1,4 +1,4 @@
-"""DFlash as its authors store it (Chen et al. 2026), and DSpark as SpecForge stores it: settings in `dflash_config`.
+"""DFlash and DFlash2 as their authors store them (Chen et al. 2026), and DSpark as SpecForge does: a `dflash_config`.
 
 https://github.com/z-lab/dflash (`dflash/model.py`) defines the names.
 """
@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from cluster.core.drafting import Tap
 from cluster.core.errors import shorten
 from workers.model.draft_card import DraftDescription
-from workers.model.formats.block_layout import BLOCK_KEYS, block_card, block_weights, has_block, taps_after
+from workers.model.formats.block_layout import (
+    BLOCK_KEYS,
+    SCALE_KEYS,
+    SELECTOR_KEYS,
+    block_card,
+    block_weights,
+    has_block,
+    taps_after,
+)
 from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
 from workers.model.formats.registry import DraftWeights, register
@@ -47,10 +55,11 @@ class DFlashFormat:
         """Describe the drafter; see `DraftFormat.card`. A nested key takes the place of the same key at top level."""
         nested = checkpoint.nested(_NESTED)
         checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS)
-        nested.refuse_unknown_keys(BLOCK_KEYS)
+        nested.refuse_unknown_keys(BLOCK_KEYS | SELECTOR_KEYS | SCALE_KEYS)
         nested.allow(_PROJECTOR, "dflash", _DSPARK)
         given = {key: value for key, value in nested.config.items() if value is not None}
         config = Checkpoint(checkpoint.directory, {**checkpoint.config, **given})
+        _check_architecture(config)
         card = block_card(
             checkpoint,
             config,
@@ -69,6 +78,15 @@ class DFlashFormat:
             vector = _mask_embedding(checkpoint, card.shape)
             return replace(found, tensors={**found.tensors, MASK: vector})
         return found
+
+
+def _check_architecture(config: Checkpoint) -> None:
+    """Raise `ModelLoadError` for DFlash2 without its keys."""
+    named = config.config.get("architectures")
+    is_second = isinstance(named, list) and any("DFlash2" in str(one) for one in named)
+    for key in SELECTOR_KEYS if is_second else ():
+        if config.config.get(key) is None:
+            config.refuse(f"{_NESTED}.{key}", "it must be set")
 
 
 def _named_taps(config: Checkpoint) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import WEIGHTS, WRITER, WRITTEN_BY, DraftDescription
-from workers.model.formats.block_layout import BLOCK_KEYS, block_card, block_weights
+from workers.model.formats.block_layout import BLOCK_KEYS, SELECTOR_KEYS, block_card, block_weights
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
 from workers.model.formats.draft_vocabulary import ENDS, MAPS
@@ -32,10 +32,13 @@ _KNOWN_OF_BLOCKS = BLOCK_KEYS | {"sliding_window_non_causal"}
 _LAYOUT = Eagle3Layout("layers.0.")
 _EAGLE3, _PARALLEL = _HEADS_OF_FEATURES = ("eagle3", "peagle")
 _DSPARK = "dspark"
-_BLOCKS = {"dflash": False, _DSPARK: True}
+_DFLASH2 = "dflash2"
+_BLOCKS = {"dflash": False, _DFLASH2: False, _DSPARK: True}
 """The types of block drafters, and whether a slot predicts the token after it where `sample_from_anchor` is unset."""
 _HEADS: dict[str, Any] = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
 """What the library takes for DSpark's unset keys."""
+_SECOND: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+"""What it takes for DFlash2's."""
 
 
 class SpeculatorsFormat:
@@ -104,14 +107,14 @@ def _proposed(checkpoint: Checkpoint) -> int | None:
 def _block(checkpoint: Checkpoint, taps: Sequence[Tap]) -> DraftDescription:
     """The card of a block drafter."""
     kind = _type(checkpoint)
-    checkpoint.refuse_unknown_keys(_KNOWN_OF_BLOCKS)
+    checkpoint.refuse_unknown_keys(_KNOWN_OF_BLOCKS | SELECTOR_KEYS if kind == _DFLASH2 else _KNOWN_OF_BLOCKS)
     body = checkpoint.nested(_BODY)
     body.refuse_unknown_keys(DECODER_KEYS)
     chosen = tuple(taps) or checkpoint.numbers(_BLOCK_LAYERS)
     if not chosen:
         checkpoint.refuse(_BLOCK_LAYERS, "it must be set")
     given = {key: value for key, value in checkpoint.config.items() if value is not None}
-    unset = _HEADS if kind == _DSPARK else dict.fromkeys(_HEADS)
+    unset = _HEADS if kind == _DSPARK else dict.fromkeys(_HEADS) | (_SECOND if kind == _DFLASH2 else {})
     return block_card(
         checkpoint,
         Checkpoint(checkpoint.directory, {**unset, **given}),

@@ -24,11 +24,14 @@ from tests.support.models import public_drafts, tiny
 from tests.support.models.draft_references import Body, MaskedBlock
 from tests.support.models.public_drafts import (
     DFLASH,
+    DFLASH2,
     DRAFTED,
     DSPARK,
+    GROUP,
     HIDDEN,
     MASK,
     RANK,
+    RANKED,
     SLOTS,
     VOCABULARY,
     Tensors,
@@ -107,6 +110,7 @@ OWN_HEAD = {"lm_head.weight": 4 * public_drafts.Draw(12).matrix(VOCABULARY, HIDD
 SPARK: dict[str, Any] = {"predicts_next": True, "markov": "vanilla"}
 REDUCED = {"draft_vocab_size": len(DRAFTED)}
 PLAIN = DSPARK | {"markov_rank": 0, "enable_confidence_head": False}
+SECOND: dict[str, Any] = {"convolved": GROUP, "candidates": RANKED}
 SPECFORGE = changed(
     DFLASH | {"architectures": ["DSparkDraftModel"]},
     projector_type="dspark",
@@ -145,6 +149,13 @@ CASES = {
     "dspark, fewer tokens": Case(DSPARK | REDUCED, public_drafts.spark(vocabulary=DRAFTED), SPARK),
     "dspark, no heads": Case(PLAIN, public_drafts.block(), {"predicts_next": True}),
     "specforge": Case(SPECFORGE, public_drafts.spark("gated", confidence="none"), SPARK | {"markov": "gated"}),
+    "dflash2": Case(DFLASH2, public_drafts.second(), SECOND),
+    "dflash2, scaled": Case(
+        changed(DFLASH2, input_embedding_scale=2.0, final_logit_softcapping=5.0),
+        public_drafts.second(),
+        SECOND | {"scale": 2.0, "cap": 5.0},
+    ),
+    "speculators dflash2": Case(speculators_block("dflash2"), public_drafts.second(), SECOND),
     "speculators dflash": Case(speculators_block("dflash"), public_drafts.block(), {}),
     "speculators dflash, from anchor": Case(
         speculators_block("dflash", sample_from_anchor=True), public_drafts.block(), {"predicts_next": True}
@@ -157,7 +168,7 @@ CASES = {
         speculators_block("dspark", **REDUCED), public_drafts.spark(vocabulary=DRAFTED), SPARK
     ),
 }
-WITH_MARKOV = [name for name, case in CASES.items() if "markov" in case.reading]
+CONDITIONED = [name for name, case in CASES.items() if case.reading.keys() & {"markov", "candidates"}]
 
 
 @dataclass(frozen=True)
@@ -255,7 +266,7 @@ def test_probabilities_along_all_paths_are_the_published_ones(
         torch.testing.assert_close(torch.tensor(confidences), probabilities, **CLOSE)
 
 
-@pytest.mark.parametrize("name", WITH_MARKOV)
+@pytest.mark.parametrize("name", CONDITIONED)
 def test_sampled_chains_are_drawn_with_the_shared_noise(name: str, shown: Shown, tmp_path: Path) -> None:
     """Each token is the target's rule on the drafter's own logits, given the tokens drawn before it."""
     case = CASES[name]
@@ -286,6 +297,8 @@ class TestWrongReadings:
             ("dflash", {"body": Body(theta=5e5)}),  # that of the target
             ("dflash, own base and biases", {"body": Body()}),
             ("speculators dspark", {"is_causal": True}),
+            ("dflash2", {"convolved": 0}),
+            ("dflash2, scaled", {"scale": 1.0}),
         ],
     )
     def test_another_arithmetic(self, name: str, reading: dict[str, Any], shown: Shown, tmp_path: Path) -> None:
@@ -312,25 +325,44 @@ class TestWrongReadings:
         assert getattr(shape, "depths", None) == depths
 
 
-def test_the_library_speculators_computes_the_same(tmp_path: Path) -> None:
-    """`speculators/make.py` wrote the drafter and what the library computes for three anchors of a random text."""
-    expected = load_file(WRITTEN / "expected.safetensors")
+def of_the_library(directory: Path, target: Path) -> tuple[Served, Tensor, dict[str, Tensor]]:
+    """A drafter that `speculators/make.py` wrote, its vectors [anchors, depths, hidden size], and the library's own."""
+    expected = load_file(directory / "expected.safetensors")
     taps, text, size = expected["taps"], expected["tokens"].tolist(), 16
     config = tiny.llama(vocab_size=24, hidden_size=size, num_attention_heads=2, num_key_value_heads=1)
-    weights = load_file(tiny.save(tmp_path, config) / "model.safetensors")
+    weights = load_file(tiny.save(target, config) / "model.safetensors")
     weights["model.embed_tokens.weight"] = torch.arange(24 * size).view(24, size).sin()
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    drafter = load_served(WRITTEN / "draft", tmp_path)
+    weights["lm_head.weight"] = expected.get("head", weights["lm_head.weight"])
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    drafter = load_served(directory / "draft", target)
     anchors = expected["indices"].view(-1, SLOTS)[:, 0].tolist()
     windows = [ContextWindow(drafter.passes.context_shape, CPU) for _ in anchors]
     for window, anchor in zip(windows, anchors, strict=True):
         window.store(0, drafter.passes.context(taps[:anchor].view(anchor, 3, size), torch.arange(anchor)))
+    return drafter, drafter.passes.draft([text[anchor] for anchor in anchors], anchors, windows), expected
 
-    hidden = drafter.passes.draft([text[anchor] for anchor in anchors], anchors, windows)
+
+def test_the_library_speculators_computes_the_same_for_dflash2(tmp_path: Path) -> None:
+    drafter, hidden, expected = of_the_library(WRITTEN / "dflash2", tmp_path)
+
+    wanted = expected["hidden"].view(len(hidden), SLOTS, -1)[:, 1:]  # the last token's slot predicts nothing
+    torch.testing.assert_close(hidden, wanted, **CLOSE)
+    contexts = [DecisionContext(GREEDY, (0,), 1)] * len(hidden)
+    candidates, scores = (expected[name].view(len(hidden), SLOTS, -1) for name in ("candidates", "scores"))
+    for slot in range(1, SLOTS):
+        found = drafter.ranker.rank(hidden[:, slot - 1 : slot], expected["before"][:, slot].tolist(), contexts, 5)
+        probabilities, order = scores[:, slot].softmax(-1).sort(descending=True)
+        assert [one.tokens[0] for one in found] == candidates[:, slot].gather(1, order).tolist()
+        torch.testing.assert_close(torch.tensor([one.confidences[0][0] for one in found]), probabilities, **CLOSE)
+
+
+def test_the_library_speculators_computes_the_same_for_dspark(tmp_path: Path) -> None:
+    """For three anchors of a random text."""
+    drafter, hidden, expected = of_the_library(WRITTEN, tmp_path)
 
     torch.testing.assert_close(hidden.flatten(0, 1), expected["hidden"][0], **CLOSE)
     logits = expected["logits"].view_as(expected["bias"]) + expected["bias"]
-    contexts = [DecisionContext(GREEDY, (0,), 1)] * len(anchors)
+    contexts = [DecisionContext(GREEDY, (0,), 1)] * len(hidden)
     for slot in range(SLOTS):
         found = drafter.ranker.rank(hidden[:, slot : slot + 1], expected["before"][:, slot].tolist(), contexts, 8)
         wanted, rows = logits[:, slot].softmax(-1).sort(descending=True)
@@ -372,7 +404,7 @@ def proposals(
     return drafter.propose(rows)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark, rnn", "speculators dspark, fewer tokens"])
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark", "dspark, rnn", "speculators dspark, fewer tokens"])
 def test_a_method_drafts_the_chain_of_the_published_pass(name: str, shown: Shown, tmp_path: Path) -> None:
     case = CASES[name]
     reference = case.reference(shown)
@@ -387,7 +419,7 @@ def test_a_method_drafts_the_chain_of_the_published_pass(name: str, shown: Shown
     assert list(found.tree.tokens) == path[1:]
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark, gated"])
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark", "dspark, gated"])
 def test_a_method_drafts_trees_and_rows_do_not_change_each_other(name: str, shown: Shown, tmp_path: Path) -> None:
     samplings = (GREEDY, SamplingParameters(temperature=0.8, seed=5), SamplingParameters(temperature=1.2, seed=6))
     draft, budget = CASES[name].write(tmp_path), DraftBudget(12, SLOTS)

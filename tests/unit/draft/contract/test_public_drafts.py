@@ -25,6 +25,7 @@ from tests.support.models import public_drafts
 from tests.support.models.draft_references import norm
 from tests.support.models.public_drafts import (
     DFLASH,
+    DFLASH2,
     DRAFTED,
     DSPARK,
     HIDDEN,
@@ -72,6 +73,9 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "peagle": public_drafts.write(root / "peagle", PEAGLE, _parallel(is_drafted)),
         "medusa": public_drafts.write(root / "medusa", {"version": "2"}, medusa),
         "dflash": public_drafts.write(root / "dflash", DFLASH | {"vocab_size": VOCABULARY}, public_drafts.block()),
+        "dflash2": public_drafts.write(
+            root / "dflash2", DFLASH2 | {"vocab_size": VOCABULARY}, public_drafts.second(size=VOCABULARY)
+        ),
         "dspark": public_drafts.write(
             root / "dspark", DSPARK | {"vocab_size": VOCABULARY}, public_drafts.spark(size=VOCABULARY)
         ),
@@ -132,6 +136,8 @@ def check_right_to_the_last_depth(
         ("eagle", "target"),
         ("medusa", "target"),
         ("dflash", "target"),
+        ("dflash2", "drafter"),
+        pytest.param("dflash2", "target", marks=pytest.mark.slow),
         pytest.param("dspark", "target", marks=pytest.mark.slow),
         ("dspark", "drafter"),
     ],

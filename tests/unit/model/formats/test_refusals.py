@@ -15,6 +15,7 @@ from cluster.core.errors import ModelLoadError
 from tests.support.models import public_drafts, tiny
 from tests.support.models.public_drafts import (
     DFLASH,
+    DFLASH2,
     DRAFTED,
     DSPARK,
     HIDDEN,
@@ -149,8 +150,8 @@ def test_settings_of_speculators(changes: dict[str, Any], message: str, tmp_path
         ({"causal": True}, "causal in config.json: True is refused; it must be False"),
         ({"use_swa": True}, "use_swa in config.json: True is refused; it must be False"),
         ({"attention_sink_bias": True}, "dflash_config.attention_sink_bias in config.json: True is refused; it may"),
-        ({"final_logit_softcapping": 30.0}, "dflash_config.final_logit_softcapping in config.json: 30.0 is refused"),
-        ({"conv_kernel_size": 2}, "dflash_config.conv_kernel_size in config.json: 2 is refused; it may change"),
+        ({"final_logit_softcapping": -3}, "final_logit_softcapping in config.json: -3 is refused; it must be a number"),
+        ({"conv_kernel_size": 2}, "conv_group_size in config.json: None is refused; it must be a whole number"),
         ({"layer_ids": [2, 4]}, r"layer_ids .* draft.block.taps to \[2, 4\] if .* \(vLLM\), or to \[3, 5\] if their"),
         (
             {"target_layer_ids": [1, 3, 7]},
@@ -167,6 +168,27 @@ def test_settings_of_speculators(changes: dict[str, Any], message: str, tmp_path
 )
 def test_settings_of_dflash(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path, DFLASH | {"dflash_config": DFLASH["dflash_config"] | changes}, public_drafts.block())
+
+    with pytest.raises(ModelLoadError, match=message):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"selector_rank": None}, "dflash_config.selector_rank in config.json: .* it must be set"),
+        ({"conv_group_size": 7}, "conv_group_size in config.json: 7 is refused; it must divide hidden_size, 48"),
+        ({"conv_kernel_size": 5}, "conv_kernel_size in config.json: 5 is refused; it must be at most block_size, 4"),
+        ({"selector_top_k": 97}, "selector_top_k in config.json: 97 is refused; it must be at most vocab_size, 96"),
+        (
+            {"markov_rank": 8},
+            "selector_rank in config.json: 8 is refused; it must be unset where there is a Markov head",
+        ),
+        ({"selector_rank": 16}, r"candidate_selector.predecessor_codebook must be \[96, 16\] by config.json"),
+    ],
+)
+def test_settings_of_dflash2(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, DFLASH2 | {"dflash_config": DFLASH2["dflash_config"] | changes}, public_drafts.second())
 
     with pytest.raises(ModelLoadError, match=message):
         read_draft(tmp_path)
@@ -197,7 +219,10 @@ def test_settings_of_dspark(changes: dict[str, Any], message: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "dflash2"}, "'dflash2' is refused; it must be one of eagle3, peagle, dflash"),
+        (
+            {"speculators_model_type": "xpress"},
+            "'xpress' is refused; it must be one of eagle3, peagle, dflash, dflash2",
+        ),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids in config.json: None is refused; it must"),
         ({"target_hidden_size": 64}, "target_hidden_size in config.json: 64 is refused; it must be 48"),
         (

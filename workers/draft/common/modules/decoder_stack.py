@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from workers.draft.common.modules.block_convolution import BlockConvolution
 from workers.draft.common.modules.layer_stack import RotaryTable, Rotation, attend_pieces
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import Product, make_product
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
-from workers.model.public_shapes import DecoderShape
+from workers.model.public_shapes import DecoderShape, MaskedBlockShape
 
 
 class BiasedProduct:
@@ -41,7 +42,7 @@ class DecoderStack:
     """All layers of a module."""
 
     def __init__(self, module: PublicModule, body: DecoderShape, weights: Weights, directory: str | None) -> None:
-        """`directory` keeps the compiled CPU kernels."""
+        """`directory` keeps the compiled CPU kernels. A module with convolutions runs over whole blocks."""
         device = next(iter(module.tensors.values())).device
         self._rotary = RotaryTable(body.rope, body.head_width, device)
         self.layers = [_Layer(module, body, number, weights, directory) for number in range(body.layers)]
@@ -62,8 +63,11 @@ class DecoderStack:
         rotation = self._rotary.at(torch.tensor(positions, device=residual.device))
         for number, layer in enumerate(self.layers):
             inputs = layer.normalised(residual) if number or first_inputs is None else first_inputs
+            kernels = None
+            if layer.convolution is not None:
+                inputs, kernels = layer.convolution.before(inputs)
             queries, keys, values = layer.project(inputs, rotation)
-            residual = layer.output(residual, attend_pieces(pieces, number, queries, keys, values))
+            residual = layer.output(residual, attend_pieces(pieces, number, queries, keys, values), kernels)
         return residual
 
 
@@ -90,6 +94,9 @@ class _Layer:
             norm, ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
         )
         self._post_norm = module.tensors[f"{name}.post_attention_layernorm.weight"].float()
+        self.convolution, self._mlp_convolution = (
+            _convolution(module, f"{name}.{part}_conv", weights, directory) for part in ("attention", "mlp")
+        )
 
     def normalised(self, residual: Tensor) -> Tensor:
         """The inputs of the attention, [tokens, hidden size]."""
@@ -106,8 +113,28 @@ class _Layer:
             keys = rms_norm(keys, self._key_norm, body.norm_epsilon)
         return rotation.apply(queries), rotation.apply(keys), values
 
-    def output(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads x head width]."""
-        residual = residual + self._out(attended)
-        gate, up = self._gate_up(rms_norm(residual, self._post_norm, self._body.norm_epsilon)).chunk(2, dim=-1)
-        return residual + self._down(silu(gate) * up)
+    def output(self, residual: Tensor, attended: Tensor, kernels: Tensor | None = None) -> Tensor:
+        """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads x head width].
+
+        `kernels` are those that `convolution` returned for the inputs.
+        """
+        found = self._out(attended)
+        if self.convolution is not None and kernels is not None:
+            found = self.convolution.after(found, kernels)
+        residual = residual + found
+        inputs = rms_norm(residual, self._post_norm, self._body.norm_epsilon)
+        if self._mlp_convolution is None:
+            return residual + self._mlp(inputs)
+        inputs, kernels = self._mlp_convolution.before(inputs)
+        return residual + self._mlp_convolution.after(self._mlp(inputs), kernels)
+
+    def _mlp(self, inputs: Tensor) -> Tensor:
+        gate, up = self._gate_up(inputs).chunk(2, dim=-1)
+        return self._down(silu(gate) * up)
+
+
+def _convolution(module: PublicModule, name: str, weights: Weights, directory: str | None) -> BlockConvolution | None:
+    shape = module.shape
+    if not isinstance(shape, MaskedBlockShape) or shape.convolution is None:
+        return None
+    return BlockConvolution(module, name, shape.convolution, shape.slots, weights=weights, directory=directory)
