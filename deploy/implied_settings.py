@@ -34,7 +34,13 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
                 f"draft.{name}.sequences: {sequences} is refused; it must be at least scheduler.max_sequences "
                 f"({configuration.scheduler.max_sequences})"
             )
+    most, sequences = configuration.scheduler.max_sequences, configuration.target.kv.sequences
+    if sequences is not None and sequences < most:
+        raise ConfigurationError(
+            f"target.kv.sequences: {sequences} is refused; it must be at least scheduler.max_sequences ({most})"
+        )
     implied: dict[str, Any] = {
+        "target.kv.sequences": sequences or most,
         "draft.placement": place,
         "target.evidence.taps": needs.taps,
         "target.evidence.top": needs.top,

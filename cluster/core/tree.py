@@ -70,6 +70,10 @@ class TokenTree:
                 node = child
         return cls(tuple(tokens), tuple(parents))
 
+    def first(self, count: int) -> TokenTree:
+        """Return the tree of the first `count` nodes. Parents come first, so it is one."""
+        return self if count >= len(self.tokens) else TokenTree(self.tokens[:count], self.parents[:count])
+
     @property
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before it."""

@@ -64,9 +64,12 @@ _DERIVED = ("num_key_value_heads", "head_dim", "n_inner")
 """Sizes that many classes derive from others where they are not set."""
 _ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
 _PAIR = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+_ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "DbrxAttentionConfig": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
     "DbrxFFNConfig": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 48},
+    "bailing_hybrid": _ALTERNATING,
+    "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROTATION)},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
@@ -77,13 +80,16 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_assistant_text": {"hidden_size_per_layer_input": 0},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": _ALTERNATING,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _ALTERNATING,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "phi3": {"sliding_window": None},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Fields of single families whose sizes depend on each other in a way of their own."""

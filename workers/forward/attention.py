@@ -85,7 +85,7 @@ class PagedAttention:
             return _attend_shape(query, key, value).zero_()
         if self.step is None:
             raise RuntimeError("a paged model was called outside its runner")
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = int(getattr(module, "kv_layer", module.layer_idx))  # type: ignore[arg-type]
         reads_source = READS_SOURCE in vars(module)
         backend, metadata = self.step.backend, self.step.sources if reads_source else self.step.metadata
         width, padded = value.shape[3], max(key.shape[3], value.shape[3])

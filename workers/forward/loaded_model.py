@@ -13,6 +13,7 @@ from workers.forward.layout import RowShape
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.kv.pool import KvPool
 from workers.kv.spec import KvCacheSpec, LayerShape
+from workers.kv.states import StateShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,6 +120,7 @@ class LoadedModel:
     """An empty module if the weights were read from a file of packed ones."""
     name: str
     layers: tuple[LayerShape, ...]
+    """The layers that attend, in order."""
     hidden_size: int
     """Width of the residual stream."""
     vocabulary_size: int
@@ -141,10 +143,25 @@ class LoadedModel:
     """The token of each column of the logits, int64, ascending, for a draft with a reduced head; `None`: all tokens."""
     source: SourceParts | None = None
     """Set exactly for an encoder-decoder model, whose decoder is `module`."""
+    states: tuple[StateShape, ...] = ()
+    """The states of its recurrent layers; empty for a model of attention alone."""
+    decoder_layers: int = 0
+    """Decoder layers, where some do not attend; 0: as many as `layers`."""
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers of the model."""
+        return self.decoder_layers or len(self.layers)
 
     @property
     def kv_spec(self) -> KvCacheSpec:
         """The properties that determine this model's KV pool. CUDA graphs need one scratch block."""
         return KvCacheSpec(
-            self.layers, self.max_context_len, self.dtype, self.device, self.tensor_parallel, int(self.uses_cuda_graphs)
+            self.layers,
+            self.max_context_len,
+            self.dtype,
+            self.device,
+            self.tensor_parallel,
+            int(self.uses_cuda_graphs),
+            self.states,
         )

@@ -21,7 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import eager_mask
 
 from workers.forward.attention import AttentionCall, UnsupportedModel, bind, paged_attention_forward
+from workers.forward.layer_lists import decoder_layers
+from workers.forward.recurrent import CACHE_NAMES, RecurrentLayers, bind_recurrent, cache_name
 from workers.kv.spec import LayerShape
+from workers.kv.states import StateShape
 
 PROBE_NAME = "pilotfish_probe"
 """Name of the attention and of the masks with `transformers` while a model is probed."""
@@ -149,6 +152,8 @@ class MeasuredLayers:
     layers: tuple[LayerShape, ...]
     bounds: dict[str, int]
     """See `AttentionProbe.bounds`."""
+    states: tuple[StateShape, ...] = ()
+    """The states of its recurrent layers, in the order of the layers."""
 
 
 def measure_layers(module: PreTrainedModel, device: torch.device, max_context_len: int) -> MeasuredLayers:
@@ -157,25 +162,65 @@ def measure_layers(module: PreTrainedModel, device: torch.device, max_context_le
     Raises `UnsupportedModel` for a model whose attention would be computed wrong.
     """
     has_state = getattr(module, "_is_stateful", False)  # as transformers marks such families
-    if has_state and any(isinstance(part, nn.Conv1d) for part in module.modules()):
+    if has_state and any(_has_convolution(part) and cache_name(part) is None for part in module.modules()):
         raise UnsupportedModel("its layers keep recurrent or convolutional state besides keys and values")
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise UnsupportedModel("its forward pass takes no position_ids, so it counts positions inside each step")
-    probe = AttentionProbe(max_context_len)
+    probe, recurrent = AttentionProbe(max_context_len), bind_recurrent(module)
     AttentionInterface.register(PROBE_NAME, paged_attention_forward)
     AttentionMaskInterface.register(PROBE_NAME, _probed_mask)
-    with _probing_masks(module, probe):
+    with _probing_masks(module, probe), _measuring(recurrent):
         run_probe(module, device, probe, _WIDTH)
+    states = () if recurrent is None else tuple(shape for _, shape in sorted(recurrent.shapes.items()))
     if not probe.layers:
         raise UnsupportedModel(
-            "its attention is code of its own, which does not call the registered attention function"
+            "it has no attention, and a model of recurrent layers alone is not served"
+            if states
+            else "its attention is code of its own, which does not call the registered attention function"
         )
-    missing = sorted(set(range(max(probe.layers) + 1)) - set(probe.layers))
-    if missing:
+    _number_attention(module, probe, {shape.layer for shape in states})
+    return MeasuredLayers(tuple(probe.layers[layer] for layer in sorted(probe.layers)), probe.bounds, states)
+
+
+def _has_convolution(part: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in part.children())
+
+
+@contextmanager
+def _measuring(recurrent: RecurrentLayers | None) -> Iterator[None]:
+    """Inside, the recurrent layers record the shapes of their states."""
+    if recurrent is None:
+        yield
+        return
+    recurrent.is_probed = True
+    try:
+        yield
+    finally:
+        recurrent.is_probed = False
+
+
+def _number_attention(module: nn.Module, probe: AttentionProbe, recurrent: set[int]) -> None:
+    """Number the layers that attend without gaps, as the pool stores them.
+
+    Raises `UnsupportedModel` for a layer that does not attend and takes a cache in another way.
+    """
+    missing = sorted(set(range(max(probe.layers) + 1)) - set(probe.layers) - recurrent)
+    kept = {id(layer) for layer in decoder_layers(module)}
+    stateful = {int(part.layer_idx) for part in _layers(module) if id(part) not in kept and _takes_cache(part)}  # type: ignore[arg-type]
+    lost = [layer for layer in missing if layer in stateful or not recurrent]
+    if lost:
         raise UnsupportedModel(
-            f"its layers {', '.join(map(str, missing))} have no attention, so their state would be lost between steps"
+            f"its layers {', '.join(map(str, lost))} have no attention, so their state would be lost between steps"
         )
-    return MeasuredLayers(tuple(probe.layers[layer] for layer in sorted(probe.layers)), probe.bounds)
+    order = {layer: index for index, layer in enumerate(sorted(probe.layers))}
+    if any(layer != index for layer, index in order.items()):
+        for part in _layers(module):
+            if part.layer_idx in order:
+                part.kv_layer = order[part.layer_idx]  # type: ignore[assignment, index]
+
+
+def _takes_cache(part: nn.Module) -> bool:
+    return not inspect.signature(type(part).forward).parameters.keys().isdisjoint(CACHE_NAMES)
 
 
 def run_probe(module: PreTrainedModel, device: torch.device, probe: AttentionProbe, width: int) -> None:

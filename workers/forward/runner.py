@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from cluster.core.errors import KvPoolExhausted
-from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend
@@ -18,6 +19,7 @@ from workers.forward.cuda_graphs import CudaGraphRunner, make_graph_runner
 from workers.forward.layout import RowShape, SourceShape, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
+from workers.forward.recurrent import StateRow, bind_recurrent
 from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
@@ -72,7 +74,7 @@ class ModelRunner:
 
         Raises `ConfigurationError` for a tap that the model does not have.
         """
-        check_taps(taps, len(model.layers))
+        check_taps(taps, model.depth)
         self._taps = taps
         self._recorder = TapRecorder(taps)
         self._shapes: tuple[RowShape, ...] = ()
@@ -84,6 +86,7 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._paged = bind(model.module)
+        self._recurrent = bind_recurrent(model.module) if model.states else None
         self._attention = attention or choose_attention(model, pool)
         self._graphs: CudaGraphRunner | None = None
         if model.native is None:
@@ -119,7 +122,8 @@ class ModelRunner:
         `ConfigurationError` if the model has no such parts, `ValueError` for inputs of another shape.
         """
         self._check(rows, options)
-        output = self._run(rows, options)
+        with self._over_states(rows):
+            output = self._run(rows, options)
         self.hidden = output.hidden if options.with_taps else None  # a CUDA graph records them in any case
         return output.logits[: sum(len(row.select) for row in rows)]
 
@@ -174,12 +178,33 @@ class ModelRunner:
         path = [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
         return hidden[to_device(path, hidden.device)]
 
+    @contextmanager
+    def _over_states(self, rows: Sequence[ForwardRow]) -> Iterator[None]:
+        """Inside, recurrent layers compute these rows. Raises `KvPoolExhausted` if there is no room for their states.
+
+        Raises `ValueError` for a row that begins where no state was kept.
+        """
+        if self._recurrent is None or self._pool.states is None:
+            yield
+            return
+        if any(row.uncommitted for row in rows):
+            raise ValueError("a row after uncommitted positions is refused: recurrent layers keep no state there")
+        for row in rows:
+            if len(row.table.states.fresh) != 1 + len(row.tree):
+                self._pool.states.claim(row.table.states, 1 + len(row.tree))
+        self._recurrent.store = self._pool.states
+        self._recurrent.rows = tuple(StateRow(len(row.tokens), row.tree, row.table.states) for row in rows)
+        try:
+            yield
+        finally:
+            self._recurrent.rows = None
+
     def _check(self, rows: Sequence[ForwardRow], options: PassOptions) -> None:
         inputs = options.inputs
         if options.partial is WHOLE and inputs is None:
             return
         hidden = self._model.hidden_size
-        options.partial.check(len(self._model.layers), hidden, self._model.device)
+        options.partial.check(self._model.depth, hidden, self._model.device)
         expected = sum(len(row.tokens) + len(row.tree) for row in rows), hidden
         if inputs is not None and inputs.shape != expected:
             raise ValueError(f"inputs: the shape {tuple(inputs.shape)} is refused; it must be {expected}")
@@ -255,6 +280,8 @@ class ModelRunner:
         if any(node != depth for depth, node in enumerate(nodes)):
             with torch.inference_mode():
                 self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
+        if self._pool.states is not None:
+            self._pool.states.commit(row.table.states, nodes[-1] if nodes else ROOT)
         self._pool.commit(row.table, (*row.tokens, *(row.tree.tokens[node] for node in nodes)))
 
 

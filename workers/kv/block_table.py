@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.prefix_cache import PrefixIndex, block_key, next_key
+from workers.kv.states import SequenceStates
 
 OUT_OF_WINDOW = BlockId(-1)
 """Entry of a block table whose block was freed because it left the attention window."""
@@ -26,6 +27,8 @@ class BlockTable:
     tokens: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     """The key of each full block of `tokens`; empty without a prefix cache."""
+    states: SequenceStates = field(default_factory=SequenceStates)
+    """The states of recurrent layers; empty without any."""
 
     @property
     def stored_len(self) -> int:

@@ -21,12 +21,15 @@ from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
 from workers.kv.spec import KvCacheSpec
+from workers.kv.states import STATES_PER_SEQUENCE, StateStore
 from workers.kv.store import KvStore
 from workers.kv.tiers import Tiers, agreed_length
 from workers.ranks import least_of_all_ranks
 from workers.transfer import to_device
 
 _MAX_BLOCKS = 1 << 22
+USUAL_SEQUENCES = 32
+"""Sequences with recurrent states in a pool whose section states no number."""
 
 _Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
 """(max tokens, is_offloaded) → the longest stored prefix; see `BlockAllocator.find`."""
@@ -40,6 +43,14 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
     budget = section.pool_bytes
     if budget is None:
         budget = int(_free_bytes(spec.device) * section.memory_fraction)
+    if spec.states:
+        needed = state_bytes(spec, section)
+        if needed >= budget:
+            raise ConfigurationError(
+                f"target.kv.sequences: the recurrent states of {_sequences(section)} sequences take {needed} bytes and "
+                f"the pool may take {budget} bytes; fewer sequences or a larger pool are needed"
+            )
+        budget -= needed
     size = block_bytes(group_layers(spec, section, truncatable), spec.dtype, stored_type(section))
     blocks = min(budget // size, _MAX_BLOCKS)
     if blocks < 1:
@@ -62,6 +73,33 @@ def block_bytes(kv_groups: KvCacheGroups, dtype: torch.dtype, stored: torch.dtyp
     else:
         token = sum(record_bytes(shape) for shape in kv_groups.block_layers)
     return 2 * token * kv_groups.layout.block_size
+
+
+def state_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
+    """Most bytes that the states of recurrent layers take on this rank; 0 without such layers."""
+    return sum(shape.size for shape in spec.states) * STATES_PER_SEQUENCE * _sequences(section)
+
+
+def _sequences(section: PoolSection) -> int:
+    """Sequences whose recurrent states the pool has room for."""
+    return (section.sequences if isinstance(section, KvSection) else None) or USUAL_SEQUENCES
+
+
+def _make_states(spec: KvCacheSpec, section: PoolSection, *, truncatable: bool) -> StateStore | None:
+    """Room for the states of recurrent layers. Raises `ConfigurationError` for what such a model cannot have."""
+    if not spec.states:
+        return None
+    if truncatable:
+        raise ConfigurationError(
+            "draft.model.path: a model with recurrent layers is refused, since a draft is cut to shorter lengths and "
+            "its earlier states are gone; it must have attention alone"
+        )
+    if isinstance(section, KvSection) and (section.host_bytes or section.disk_directory):
+        raise ConfigurationError(
+            "target.kv.host_bytes and target.kv.disk_directory are refused for a model with recurrent layers, whose "
+            "states are not stored with its blocks; they must be unset"
+        )
+    return StateStore(spec.states, spec.device, STATES_PER_SEQUENCE * _sequences(section))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -115,7 +153,11 @@ class KvPool:
     ) -> None:
         self.kv_groups = group_layers(spec, section, truncatable)
         blocks_total = blocks_that_fit(spec, section, truncatable) if blocks is None else blocks
-        caching = section if isinstance(section, KvSection) and section.prefix_cache and not truncatable else None
+        self.states = _make_states(spec, section, truncatable=truncatable)
+        """The states of recurrent layers; `None` without any. With them there is no prefix cache: a sequence cannot
+        begin behind blocks whose state is gone."""
+        is_cached = not truncatable and self.states is None
+        caching = section if isinstance(section, KvSection) and section.prefix_cache and is_cached else None
         self._allocator = BlockAllocator(blocks_total, self.kv_groups.layout, caching is not None, self._save)
         self._device = spec.device
         self._ranks = spec.tensor_parallel
@@ -184,6 +226,8 @@ class KvPool:
         The last token is never part of the prefix, since its logits must be computed. Blocks are shared with the
         parent and the prefix cache. Offloaded blocks are loaded if they fit and if loading is faster than computing.
         """
+        if self.states is not None:
+            return self._continue(tokens, salt, parent)
         max_tokens = len(tokens) - 1
         chain: list[bytes] = []
 
@@ -198,11 +242,26 @@ class KvPool:
             kept = search(max_tokens)  # making room for blocks that were not loaded may have evicted others
         return self._allocator.adopt(kept)[0]
 
+    def _continue(self, tokens: Sequence[int], salt: str, parent: BlockTable | None) -> BlockTable:
+        """A table that goes on where the parent's state is, if it has all of the parent's tokens; else an empty one."""
+        table = self.new_table(salt)
+        is_longer = parent is not None and 0 < parent.stored_len < len(tokens) and parent.root == table.root
+        if self.states is None or parent is None or not is_longer or list(tokens[: parent.stored_len]) != parent.tokens:
+            return table
+        if self.states.free < 1:
+            return table
+        table = self._allocator.fork(parent, parent.stored_len)
+        self.states.share(parent.states, table.states)
+        return table
+
     def fork(self, table: BlockTable, length: int) -> BlockTable:
         """A new table that begins with the first `length` stored tokens of `table`. Allocates no block.
 
-        Raises `ValueError` if a window has already freed blocks that so short a sequence sees.
+        Raises `ValueError` if a window has already freed blocks that so short a sequence sees, and for a model with
+        recurrent layers, whose earlier states are gone.
         """
+        if self.states is not None:
+            raise ValueError("a table of a model with recurrent layers cannot be cut")
         return self._allocator.fork(table, length)
 
     def record_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
@@ -210,12 +269,20 @@ class KvPool:
         if self._tiers is not None:
             self._tiers.costs.record_compute(tokens, prompt_tokens, seconds, awaited=awaited)
 
-    def reserve(self, table: BlockTable, length: int) -> None:
+    def reserve(self, table: BlockTable, length: int, nodes: int = 0) -> None:
         """Make positions up to `length - 1` available, and those from `table.stored_len` on writable.
 
-        Raises `KvPoolExhausted` and changes nothing if the pool has too few free blocks.
+        For recurrent layers it takes room for a step's states, those after each of the `nodes` of its tree included.
+        Raises `KvPoolExhausted` and changes nothing if the pool has too few free blocks or states.
         """
-        copies = self._allocator.reserve(table, length)
+        if self.states is not None:
+            self.states.claim(table.states, 1 + nodes)
+        try:
+            copies = self._allocator.reserve(table, length)
+        except KvPoolExhausted:
+            if self.states is not None:
+                self.states.drop(table.states)
+            raise
         if not copies:
             return
         if self._device.type == "cpu":  # without index tensors this is faster
@@ -235,10 +302,14 @@ class KvPool:
 
     def truncate(self, table: BlockTable, length: int) -> None:
         """Free what lies beyond `length` tokens. Only a truncatable pool can go below `table.stored_len`."""
+        if self.states is not None:
+            self.states.drop(table.states)
         self._allocator.truncate(table, length)
 
     def release(self, table: BlockTable) -> None:
-        """Free all blocks of the table."""
+        """Free all blocks and states of the table."""
+        if self.states is not None:
+            self.states.release(table.states)
         self._allocator.release(table)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

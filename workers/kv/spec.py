@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.kv.states import StateShape
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -37,3 +39,5 @@ class KvCacheSpec:
     """Ranks that hold the same block tables and call the pool in the same order."""
     scratch_blocks: int = 0
     """Blocks beyond the pool's own that no sequence may hold."""
+    states: tuple[StateShape, ...] = ()
+    """The states of recurrent layers, which each sequence has besides its blocks."""

@@ -31,6 +31,7 @@ from workers.forward.code_folder import keep_compiled_code
 from workers.forward.compilation import compile_layers, should_compile, undo_compile
 from workers.forward.expert_trial import replace_experts_on_gpu
 from workers.forward.fused_trial import fuse_on_gpu
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import AttentionProbe, measure_layers, run_probe
 from workers.forward.replace_linear import replace_linear_layers
@@ -174,11 +175,18 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     section, share, text = request.section, request.share, request.config.get_text_config()
     module, vocabulary = request.read()
     measured = measure_layers(module, request.device, longest_context(text))
+    if measured.states and share.ranks > 1:
+        raise ConfigurationError(
+            f"target.tensor_parallel: {share.ranks} is refused for a model with recurrent layers, whose states are not "
+            "divided among ranks; it must be 1"
+        )
     vocabulary_size = int(text.vocab_size)
     model = LoadedModel(
         module=module,
         name=request.directory.name,
         layers=measured.layers,
+        states=measured.states,
+        decoder_layers=len(list(decoder_layers(module))) if measured.states else 0,
         hidden_size=stated_width(text),
         vocabulary_size=vocabulary_size,
         vocabulary_offset=share.tokens(vocabulary_size).start,
@@ -188,7 +196,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
         dtype=request.dtype,
         code_directory=section.compile_directory,
         tensor_parallel=share.ranks,
-        uses_cuda_graphs=request.device.type == "cuda" and section.compile != "off",
+        uses_cuda_graphs=request.device.type == "cuda" and section.compile != "off" and not measured.states,
         vocabulary=vocabulary,
     )
     if request.trial is not None:
@@ -196,7 +204,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
             replace_linear_layers(module, section.quantization, section.compile_directory)  # stored ones sum no ranks
         request.trial.expect(module, vocabulary_size, request.device, share.ranks)
         request.trial.check(model)
-    if native:
+    if native and not model.states:
         try:
             kernels = try_native_kernels(model, section.quantization)
         except KernelMismatch:
@@ -213,6 +221,8 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     # Binds attention again, and checks that the replaced layers run.
     measure_layers(model.module, model.device, model.max_context_len)
     replace_experts_on_gpu(model)
+    if model.states:  # their states are objects of Python, one for each sequence
+        return model
     if (section.compile == "on" or not fuse_on_gpu(model)) and should_compile(section):
         _compile_or_warn(model.module, section, model.device, model.tensor_parallel)
     return model

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from cluster.core.drafting import HiddenStates
-from cluster.core.errors import KvPoolExhausted
+from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftedPath, DraftMethod, DraftsByTarget, ReadsSourceStates, TargetPart
 from cluster.core.request import SamplingParameters
@@ -62,7 +62,7 @@ class PartialEngine:
 
     @property
     def layers(self) -> int:
-        return len(self.model.layers)
+        return self.model.depth
 
     def passes(self, part: TargetPart) -> EngineDraftPasses:
         model = self.model
@@ -73,11 +73,19 @@ class PartialEngine:
 
 
 def connect(method: DraftMethod, target: PartialEngine, sources: SourceStore) -> bool:
-    """Give a drafting method on the target what it uses of it. Returns whether it computes with the target's layers."""
+    """Give a drafting method on the target what it uses of it. Returns whether it computes with the target's layers.
+
+    Raises `ConfigurationError` for a method that the target's layers cannot compute.
+    """
     if isinstance(method, ReadsSourceStates):
         method.read_sources_from(EngineSources(sources))
     if not isinstance(method, DraftsByTarget):
         return False
+    if target.model.states:
+        raise ConfigurationError(
+            "draft.method: a method that drafts with the target's own layers is refused for a model with recurrent "
+            "layers, whose states a draft pass would change; any other method may be chosen"
+        )
     method.bind(target)
     return True
 

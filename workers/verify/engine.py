@@ -95,7 +95,7 @@ class TargetEngine:
         self._options = options or EngineOptions()
         self._rule = self._options.rule
         self._evidence = self._options.evidence
-        taps = resolve_taps(self._evidence.taps, len(model.layers))
+        taps = resolve_taps(self._evidence.taps, model.depth)
         self._runner = ModelRunner(model, pool, taps, self._options.attention)
         is_alone = model.tensor_parallel == 1
         self._collector = EvidenceCollector(
@@ -196,8 +196,8 @@ class TargetEngine:
         verdicts: dict[SequenceId, Verdict] = {}
         ready: list[ReadyRow] = []
         self._grammars.prepare([(row, self._sequences.get(row.sequence_id)) for row in batch.rows])
-        for row in batch.rows:
-            prepared = self._prepare(row)
+        for index, row in enumerate(batch.rows):
+            prepared = self._prepare(row, len(batch.rows) - index - 1)
             if isinstance(prepared, ReadyRow):
                 ready.append(prepared)
             else:
@@ -224,8 +224,11 @@ class TargetEngine:
             draft_seconds=finished - verified if self._drafter is not None else 0.0,
         )
 
-    def _prepare(self, row: VerifyRow) -> ReadyRow | Verdict:
-        """Check the row and reserve its blocks. Returns a verdict for a row that needs no forward pass."""
+    def _prepare(self, row: VerifyRow, later: int) -> ReadyRow | Verdict:
+        """Check the row and reserve its blocks. Returns a verdict for a row that needs no forward pass.
+
+        `later` rows of the step are prepared after it.
+        """
         if problem := row_problem(row, self._model.vocabulary_size, self._model.max_context_len):
             return fault_verdict(row, RowFaultCode.INVALID, problem)
         sequence = self._sequences.get(row.sequence_id)
@@ -244,6 +247,7 @@ class TargetEngine:
             return fault_verdict(row, RowFaultCode.INVALID, problem)
         if not self._grammars.is_ready(row, sequence):
             return fault_verdict(row, RowFaultCode.NOT_READY, "its grammar is being compiled", len(sequence.tokens))
+        sent, row = row, self._with_room(row, later)
         scored = scored_count(row, sequence.start)
         select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
         try:
@@ -253,7 +257,7 @@ class TargetEngine:
             forward = ForwardRow(
                 sequence.table, row.pending, row.tree, select=(*range(scored), *select), source=sequence.source
             )
-            self._pool.reserve(sequence.table, forward.end)
+            self._pool.reserve(sequence.table, forward.end, len(row.tree))
         except GrammarError as error:
             return fault_verdict(row, RowFaultCode.INVALID, f"grammar: {error}", len(sequence.tokens))
         except ConfigurationError as error:
@@ -263,7 +267,14 @@ class TargetEngine:
             if stored == 0:
                 self.release([row.sequence_id])
             return fault_verdict(row, RowFaultCode.KV_EXHAUSTED, str(error), stored)
-        return ReadyRow(row, sequence, forward, scored, allowed)
+        return ReadyRow(row, sequence, forward, scored, allowed, sent)
+
+    def _with_room(self, row: VerifyRow, later: int) -> VerifyRow:
+        """The row with as much of its tree as recurrent states are free for, besides one for each `later` row."""
+        states = self._pool.states
+        if states is None or len(row.tree) <= (room := max(0, states.free - 1 - later)):
+            return row
+        return replace(row, tree=row.tree.first(room), distributions=row.distributions[:room])
 
     def _verify(self, ready: Sequence[ReadyRow]) -> list[Verdict]:
         """Read new sources, run the forward pass, decide at every node, and accept one path of each tree."""
@@ -285,7 +296,7 @@ class TargetEngine:
             verdict = self._accept(index, entry, walked, decisions, logits)
             if verdict.fault is None:
                 verdict = replace(verdict, prompt_logprobs=prompts[index])
-                entry.sequence.last_row = entry.row
+                entry.sequence.last_row = entry.sent or entry.row
                 entry.sequence.last_verdict = verdict
             verdicts.append(verdict)
         return verdicts

@@ -61,6 +61,8 @@ class ReadyRow:
     """How many of the first selected logits score tokens of the prompt. The others are those of the decisions."""
     allowed: tuple[AllowedTokens | None, ...] = ()
     """What grammar and bad texts allow at each decision; empty without them."""
+    sent: VerifyRow | None = None
+    """The row as it was sent, where `row` has only a part of its tree."""
 
     def contexts(self) -> tuple[DecisionContext, ...]:
         """One context per decision: at the last pending token, then at every node of the tree."""

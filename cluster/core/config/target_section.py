@@ -28,6 +28,9 @@ class KvSection(PoolSection):
     disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Most bytes that each rank stores in `disk_directory`."""
 
+    sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Sequences of a model with recurrent layers whose states the pool holds; unset: `scheduler.max_sequences`."""
+
     @model_validator(mode="after")
     def _check(self) -> KvSection:
         if not self.prefix_cache and (self.host_bytes or self.disk_directory):

@@ -1,0 +1,224 @@
+"""Hybrid models: layers with recurrent and convolutional states beside layers that attend.
+
+The text is that of `transformers` alone, whatever drafts are verified, and a state has the same bits however its tokens
+were computed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.core.drafting import RowFaultCode
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.verification import StepBatch, VerifyRow
+from tests.support.engines.engine_rows import PROMPT, SAMPLED, decode, first_row, open_row, verify
+from tests.support.engines.engine_sequence import GREEDY
+from tests.support.models import tiny
+from tests.support.models.hybrids import KINDS, OTHERS, save_hybrid
+from tests.support.models.model_cases import ModelCase
+from workers.forward.runner import ForwardRow, ModelRunner
+from workers.kv.block_table import BlockTable
+from workers.kv.pool import KvPool
+from workers.kv.states import STATES_PER_SEQUENCE
+from workers.verify.engine import TargetEngine
+
+COUNT = 40
+NEIGHBOR = tuple(range(10, 23))
+
+
+@pytest.fixture(scope="module", params=[*KINDS, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelCase:
+    return save_hybrid(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(case: ModelCase) -> TargetEngine:
+    return case.engine()
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> ModelCase:
+    """A model of the kind that loads fastest."""
+    return save_hybrid(tmp_path_factory.mktemp("lfm2"), "lfm2")
+
+
+def test_greedy_text_is_that_of_transformers(engine: TargetEngine, case: ModelCase) -> None:
+    text = decode(engine, PROMPT, COUNT)
+    assert text == case.reference(PROMPT, COUNT)
+    assert len(set(text)) > 3  # it does not repeat one token
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_no_draft_changes_the_text(engine: TargetEngine, sampling: SamplingParameters) -> None:
+    plain = decode(engine, PROMPT, COUNT, sampling)
+    text = [*PROMPT, *plain, *range(10)]
+    draw, accepted, drafted = random.Random(0), 0, 0
+
+    def partly_right(tokens: Sequence[int]) -> TokenTree:
+        true = text[len(tokens) : len(tokens) + 5]
+        right = draw.randrange(1, 5)
+        return TokenTree.chain([*true[:right], *((token + 1) % tiny.VOCABULARY for token in true[right:])])
+
+    def branching(tokens: Sequence[int]) -> TokenTree:
+        true = text[len(tokens) : len(tokens) + 4]
+        wrong = [draw.randrange(tiny.VOCABULARY) for _ in range(3)]
+        paths = [wrong, true[:3], (*true[:2], *wrong)]
+        draw.shuffle(paths)
+        return TokenTree.from_candidates(paths, 9)
+
+    for propose in (partly_right, branching):
+        tokens = list(PROMPT)
+        verdict = verify(engine, first_row("a", PROMPT, sampling))
+        while True:
+            accepted, drafted = accepted + verdict.accepted, drafted + verdict.drafted
+            tokens.extend(verdict.tokens)
+            if len(tokens) >= len(PROMPT) + COUNT:
+                break
+            verdict = verify(engine, VerifyRow(SequenceId("a"), len(tokens), (tokens[-1],), propose(tokens)))
+        assert tokens[: len(PROMPT) + COUNT] == text[: len(PROMPT) + COUNT]
+    assert COUNT < accepted < drafted
+    engine.release_all()
+
+
+def test_neighbors_and_chunks_do_not_change_the_text(engine: TargetEngine) -> None:
+    alone = decode(engine, PROMPT, 10)
+    first = replace(first_row("a", PROMPT[:5]), decide=False)
+    verdicts = engine.step(StepBatch((first, first_row("b", NEIGHBOR, SAMPLED)))).verdicts
+    texts = {"a": list(PROMPT), "b": [*NEIGHBOR, *verdicts[1].tokens]}
+    pending = {"a": PROMPT[5:], "b": verdicts[1].tokens}
+    while len(texts["a"]) < len(PROMPT) + 10:
+        tree = TokenTree.chain([1, 2, 3])
+        rows = [
+            VerifyRow(SequenceId(name), len(texts[name]), tuple(pending[name]), tree if name == "b" else EMPTY_TREE)
+            for name in ("b", "a")
+        ]
+        for row, verdict in zip(rows, engine.step(StepBatch(tuple(rows))).verdicts, strict=True):
+            texts[row.sequence_id] += verdict.tokens
+            pending[row.sequence_id] = verdict.tokens[-1:]
+    assert texts["a"][len(PROMPT) :] == alone
+    engine.release_all()
+
+
+class Steps:
+    """Steps of a model over its own pool, without decisions."""
+
+    def __init__(self, case: ModelCase) -> None:
+        _, self.pool = case.engine_and_pool(200)
+        self.runner = ModelRunner(case.model(), self.pool, taps=(0, 2, 4))
+
+    def run(self, table: BlockTable, tokens: Sequence[int], tree: TokenTree = EMPTY_TREE, path: Sequence[int] = ()):
+        row = ForwardRow(table, tuple(tokens), tree, (len(tokens) - 1,))
+        self.pool.reserve(table, row.end, len(tree))
+        self.runner.forward([row])
+        self.runner.commit(row, path)
+
+    @staticmethod
+    def parts(table: BlockTable) -> list[torch.Tensor]:
+        return [part for _, state in sorted(table.states.committed.items()) for part in state]
+
+
+def test_a_state_has_the_same_bits_however_its_tokens_were_computed(case: ModelCase) -> None:
+    steps = Steps(case)
+    text = [*PROMPT, 3, 4, 5, 6]
+    single, chunked, chain, branch = (steps.pool.new_table() for _ in range(4))
+    for token in text:
+        steps.run(single, [token])
+    steps.run(chunked, text[:5])
+    steps.run(chunked, text[5:])
+    steps.run(chain, text[:8])
+    steps.run(chain, text[8:9], TokenTree.chain([*text[9:], 90, 91]), (0, 1, 2))
+    steps.run(branch, text[:8])
+    steps.run(branch, text[8:9], TokenTree((90, 4, 91, 5, 6, 7), (-1, -1, 0, 1, 3, 1)), (1, 3, 4))
+    expected = steps.parts(single)
+    assert sum(float(part.abs().sum()) for part in expected) > 0
+    for table in (chunked, chain, branch):
+        assert table.tokens == text
+        for found, wanted in zip(steps.parts(table), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    steps.run(single, [7])
+    steps.run(chain, [7], TokenTree.chain([8, 9]))  # rejected completely
+    for found, wanted in zip(steps.parts(chain), steps.parts(single), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_are_those_of_the_dense_pass(case: ModelCase) -> None:
+    steps = Steps(case)
+    steps.run(steps.pool.new_table(), PROMPT)
+    found = steps.runner.hidden_of(0).float()
+    model = AutoModelForCausalLM.from_pretrained(case.directory, dtype=torch.float32).eval()
+    layers: list[torch.Tensor] = []
+    hook = lambda _, __, output: layers.append(output[0] if isinstance(output, tuple) else output)  # noqa: E731
+    for layer in model.model.layers:
+        layer.register_forward_hook(hook)
+    with torch.inference_mode():
+        model(torch.tensor([PROMPT]), use_cache=False)
+    width = found.shape[1] // 3
+    for tap, wanted in ((1, layers[1]), (2, layers[3])):
+        torch.testing.assert_close(
+            found[:, tap * width : (tap + 1) * width], wanted[0].bfloat16().float(), rtol=2e-2, atol=2e-2
+        )
+
+
+def test_a_preempted_sequence_is_computed_again_from_its_first_token(short: ModelCase) -> None:
+    engine = short.engine()
+    plain = decode(engine, PROMPT, 20)
+    text = [*PROMPT, *plain[:10]]
+    verify(engine, first_row("a", text))
+    engine.release([SequenceId("a")])
+    assert engine.open([open_row("a", text)]).stored_lens == (0,)
+    assert verify(engine, first_row("a", text)).tokens == (plain[10],)
+
+
+def test_a_child_goes_on_from_its_parents_state_only_where_the_parent_is(short: ModelCase) -> None:
+    engine = short.engine()
+    verify(engine, first_row("parent", PROMPT))
+    rows = [open_row("longer", (*PROMPT, 20), "parent"), open_row("shorter", PROMPT[:6], "parent")]
+    rows += [open_row("other", (*PROMPT[:6], 1, 1, 1), "parent"), open_row("foreign", (*PROMPT, 20), "parent", "key")]
+    assert engine.open(rows).stored_lens == (len(PROMPT), 0, 0, 0)
+    found = verify(engine, VerifyRow(SequenceId("longer"), len(PROMPT) + 1, (20,)))
+    assert found.tokens == verify(engine, first_row("fresh", (*PROMPT, 20))).tokens
+    before = verify(engine, VerifyRow(SequenceId("parent"), len(PROMPT) + 1, (20,)))
+    assert before.tokens == found.tokens  # the child has not changed its parent's state
+
+
+def states_of(case: ModelCase, sequences: int) -> tuple[TargetEngine, KvPool]:
+    return case.engine_and_pool(300, sequences=sequences)
+
+
+def test_states_are_counted_and_all_return(short: ModelCase) -> None:
+    engine, pool = states_of(short, 2)
+    assert pool.states is not None
+    assert pool.states.capacity == 2 * STATES_PER_SEQUENCE == pool.states.free
+    verify(engine, first_row("a", PROMPT))
+    assert pool.states.free == 2 * STATES_PER_SEQUENCE - 1
+    verify(engine, VerifyRow(SequenceId("a"), len(PROMPT) + 1, (3,), TokenTree.chain([4, 5, 6])))
+    assert pool.states.free == 2 * STATES_PER_SEQUENCE - 1
+    engine.release_all()
+    assert pool.states.free == 2 * STATES_PER_SEQUENCE
+
+
+def test_a_tree_is_cut_to_the_states_that_are_free(short: ModelCase) -> None:
+    engine, _ = states_of(short, 1)
+    plain = decode(engine, PROMPT, 12)
+    verify(engine, first_row("a", PROMPT))
+    row = VerifyRow(SequenceId("a"), len(PROMPT) + 1, (plain[0],), TokenTree.chain(plain[1:8]))
+    verdict = verify(engine, row)
+    assert (verdict.drafted, verdict.tokens) == (1, tuple(plain[1:3]))
+    assert verify(engine, row) == verdict  # sent again
+
+
+def test_a_row_without_a_free_state_is_refused_and_the_others_are_not(short: ModelCase) -> None:
+    engine, _ = states_of(short, 1)
+    rows = [first_row(name, PROMPT) for name in ("a", "b", "c", "d")]
+    verdicts = engine.step(StepBatch(tuple(rows))).verdicts
+    assert [verdict.fault is None for verdict in verdicts] == [True, True, True, False]
+    assert verdicts[3].fault is not None and verdicts[3].fault.code is RowFaultCode.KV_EXHAUSTED
+    assert "target.kv.sequences" in verdicts[3].fault.message

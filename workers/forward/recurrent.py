@@ -1,0 +1,220 @@
+"""Recurrent and convolutional layers: the modules' own code, one token after another, over the states of each sequence.
+
+The modules of `transformers` (gated delta rule, Mamba, short convolution) read and write their state through a cache.
+Here each module is called with one token of one row at a time and with a cache that holds that row's state, so every
+token is computed by the same recurrent code, whether it is part of a prompt, alone, or a node of a draft tree, and no
+row's bits depend on its neighbours. A node continues from the state of its parent.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from math import expm1, inf, log
+from typing import Any
+
+import torch
+from torch import nn
+
+from cluster.core.tree import ROOT, TokenTree
+from workers.forward.attention import UnsupportedModel
+from workers.kv.states import LayerState, SequenceStates, StatePart, StateShape, StateStore
+
+CACHE_NAMES = ("cache_params", "past_key_values")
+"""How modules of `transformers` call the argument with their state."""
+_INPUT = "hidden_states"
+_OPTIONAL = {"attention_mask", "cache_position", "kwargs", "use_cache"}
+"""Further arguments that change nothing for a single token without padding."""
+
+Parts = dict[int, torch.Tensor]
+
+
+class _RowCache:
+    """One layer's state of one row, as the modules of `transformers` ask for it. It is changed in place."""
+
+    def __init__(self, convolution: Parts, recurrent: Parts) -> None:
+        self.convolution = convolution
+        self.recurrent = recurrent
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:  # noqa: ARG002
+        return self.convolution.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:  # noqa: ARG002
+        return self.recurrent.get(state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:  # noqa: ARG002
+        return bool(self.convolution or self.recurrent)
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        return False
+
+    def update_conv_state(
+        self,
+        new: torch.Tensor,
+        layer_idx: int,  # noqa: ARG002
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Append `new` `[1, channels, tokens]`. Returns the state before it and `new` together."""
+        if state_idx not in self.convolution:
+            width = new.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            self.convolution[state_idx] = new.new_zeros((*new.shape[:-1], width))
+        stored = self.convolution[state_idx]
+        both = torch.cat([stored, new], dim=-1)
+        stored.copy_(both[..., -stored.shape[-1] :])
+        return both
+
+    def update_recurrent_state(self, new: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:  # noqa: ARG002
+        """Replace the state by `new`."""
+        if state_idx not in self.recurrent:
+            self.recurrent[state_idx] = torch.zeros_like(new)
+        return self.recurrent[state_idx].copy_(new)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateRow:
+    """One row of a step: its committed tokens, the tree below the last of them, and where its states are kept."""
+
+    fresh: int
+    tree: TokenTree
+    states: SequenceStates
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Which parts of a state are convolutional, and which are recurrent: the numbers that the module gives them."""
+
+    convolution: tuple[int, ...]
+    recurrent: tuple[int, ...]
+
+
+class RecurrentLayers:
+    """Shared by the recurrent modules of a model. The runner sets `rows` and `store` for each forward pass."""
+
+    def __init__(self) -> None:
+        self.rows: Sequence[StateRow] | None = None
+        """While `None`, the modules compute as they do in a dense pass."""
+        self.store: StateStore | None = None
+        self.is_probed = False
+        self.shapes: dict[int, StateShape] = {}
+        """The state of each layer, measured while `is_probed` is set."""
+        self._keys: dict[int, _Keys] = {}
+
+    def run(self, layer: int, name: str, own: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
+        """Compute all rows' tokens, `[1, tokens, hidden]` → `[1, tokens, hidden]`, and keep the states after them."""
+        if self.rows is None or self.store is None:
+            raise RuntimeError("a model with recurrent layers was called outside its runner")
+        outputs: list[torch.Tensor] = []
+        first = 0
+
+        def advance(index: int, state: LayerState) -> None:
+            cache = self._cache(layer, state)
+            outputs.append(own(hidden[:, index : index + 1], **{name: cache}))
+
+        for row in self.rows:
+            state = _copied(self.store.last(row.states, layer))
+            for index in range(first, first + row.fresh):
+                advance(index, state)
+            row.states.fresh[0][layer] = state
+            first += row.fresh
+            for node, parent in enumerate(row.tree.parents):
+                state = _copied(row.states.fresh[parent - ROOT][layer])
+                advance(first + node, state)
+                row.states.fresh[node + 1][layer] = state
+            first += len(row.tree)
+        return torch.cat(outputs, dim=1)
+
+    def measure(self, layer: int, name: str, own: Callable[..., Any], hidden: torch.Tensor) -> None:
+        """Record the shape of the layer's state, from one token. Raises `UnsupportedModel` if it keeps none there."""
+        cache = _RowCache({}, {})
+        own(hidden[:, :1], **{name: cache})
+        tensors = (*cache.convolution.values(), *cache.recurrent.values())
+        if not tensors:
+            raise UnsupportedModel(f"layer {layer} keeps its state where only its own code knows")
+        self._keys[layer] = _Keys(tuple(cache.convolution), tuple(cache.recurrent))
+        self.shapes[layer] = StateShape(layer, tuple(StatePart(tuple(one.shape), one.dtype) for one in tensors))
+
+    def _cache(self, layer: int, state: LayerState) -> _RowCache:
+        keys = self._keys[layer]
+        count = len(keys.convolution)
+        return _RowCache(
+            dict(zip(keys.convolution, state[:count], strict=True)),
+            dict(zip(keys.recurrent, state[count:], strict=True)),
+        )
+
+
+def _copied(state: LayerState) -> LayerState:
+    return tuple(part.clone() for part in state)
+
+
+def bind_recurrent(module: nn.Module) -> RecurrentLayers | None:
+    """Let the model's recurrent modules compute over the states of sequences. `None` if it has no such module.
+
+    Binding again returns what was bound before.
+    """
+    found = [part for part in module.modules() if cache_name(part) is not None]
+    if not found:
+        return None
+    for part in found:
+        _bound_time_steps(part)
+    known = getattr(found[0], "recurrent_layers", None)
+    if isinstance(known, RecurrentLayers):
+        return known
+    layers = RecurrentLayers()
+    for part in found:
+        _wrap(part, layers)
+    return layers
+
+
+def _wrap(part: nn.Module, layers: RecurrentLayers) -> None:
+    own, name, layer = part.forward, str(cache_name(part)), int(part.layer_idx)  # type: ignore[arg-type]
+
+    @wraps(own)
+    def forward(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if layers.rows is not None:
+            return layers.run(layer, name, own, hidden_states)
+        if layers.is_probed:
+            layers.measure(layer, name, own, hidden_states)
+        return own(hidden_states, *arguments, **named)
+
+    part.recurrent_layers = layers  # type: ignore[assignment]
+    part.forward = forward
+
+
+def _bound_time_steps(part: Any) -> None:
+    """Bound the time steps of a Mamba-2 module for single tokens as its dense pass does.
+
+    There `softplus(step + dt_bias)` is clamped to `time_step_limit`; the code of `transformers` for a single token
+    omits it. The steps are the last columns of the input projection, where the bounds are those of `softplus`' inverse.
+    """
+    least, most = getattr(part, "time_step_limit", None) or (0.0, inf)
+    if (least <= 0 and most == inf) or not hasattr(part, "in_proj") or hasattr(part.in_proj, "has_bounded_steps"):
+        return
+
+    def bounded(_: nn.Module, __: Any, projected: torch.Tensor) -> torch.Tensor:
+        bias = part.dt_bias.float()
+        lower = (log(expm1(least)) if least > 0 else -inf) - bias
+        upper = (log(expm1(most)) if most < inf else inf) - bias
+        steps = projected[..., -part.num_heads :]
+        clamped = steps.float().clamp(lower, upper).to(steps.dtype)
+        return torch.cat([projected[..., : -part.num_heads], clamped], dim=-1)
+
+    part.in_proj.register_forward_hook(bounded)
+    part.in_proj.has_bounded_steps = True
+
+
+def cache_name(part: nn.Module) -> str | None:
+    """The argument that gives a recurrent module its state; `None` for any other module.
+
+    Such a module has a number, a convolution over the sequence, and nothing else that it reads but its inputs.
+    """
+    if not hasattr(part, "layer_idx") or not any(isinstance(child, nn.Conv1d) for child in part.children()):
+        return None
+    names = inspect.signature(type(part).forward).parameters.keys() - {"self"}
+    caches = [name for name in CACHE_NAMES if name in names]
+    if len(caches) != 1 or _INPUT not in names or names - {_INPUT, *caches} - _OPTIONAL:
+        return None
+    return caches[0]
