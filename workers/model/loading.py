@@ -70,6 +70,8 @@ _QUANTIZATION_PACKAGES = {
     "torchao": "torchao",
 }
 """Arguments of `pip install` for the library of each format of quantized weights that `transformers` reads."""
+_RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}
+"""Names that configurations give to layers with a recurrent or convolutional state."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,6 +107,7 @@ def load_model(
             "checkpoint with quantized weights"
         )
     if tensor_parallel > 1:
+        _check_states(request.config, tensor_parallel)
         check_divisible(request.config, tensor_parallel)
         plan_kv_heads(request.config, request.share)
     keep_compiled_code(section.compile_directory)
@@ -117,6 +120,16 @@ def load_model(
             return _load_encoder_decoder(request, native=may_be_packed)
         except KernelMismatch:
             return _load_encoder_decoder(request, native=False)
+
+
+def _check_states(config: PreTrainedConfig, ranks: int) -> None:
+    """Raise `ConfigurationError` for a model with recurrent layers, whose states are not divided among ranks."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) & _RECURRENT
+    if kinds:
+        raise ConfigurationError(
+            f"target.tensor_parallel: {ranks} is refused for model type {config.model_type!r}, whose layers "
+            f"({', '.join(sorted(kinds))}) keep states that are not divided among ranks; it must be 1"
+        )
 
 
 @contextmanager
@@ -176,10 +189,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     module, vocabulary = request.read()
     measured = measure_layers(module, request.device, longest_context(text))
     if measured.states and share.ranks > 1:
-        raise ConfigurationError(
-            f"target.tensor_parallel: {share.ranks} is refused for a model with recurrent layers, whose states are not "
-            "divided among ranks; it must be 1"
-        )
+        raise UnsupportedModel("the states of its recurrent layers are not divided among ranks")
     vocabulary_size = int(text.vocab_size)
     model = LoadedModel(
         module=module,

@@ -14,6 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import DraftDescription
 
+_ONE_PLUS_WEIGHT = ("Gemma", "Qwen3Next", "Qwen3_5")
+"""Names of families whose norms multiply by one plus their weight."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
@@ -53,8 +56,8 @@ def outline(config: PreTrainedConfig) -> ModelOutline:
     names = {module: name for name, module in model.named_modules()}
     shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
     norm = getattr(model.get_decoder(), "norm", None)
-    # Gemma's norm multiplies by one plus its weight.
-    is_plain = norm is not None and type(norm).__name__.endswith("RMSNorm") and "Gemma" not in type(norm).__name__
+    name = type(norm).__name__
+    is_plain = name.endswith("RMSNorm") and not any(family in name for family in _ONE_PLUS_WEIGHT)
     return ModelOutline(
         type(model),
         shapes,

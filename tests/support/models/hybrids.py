@@ -13,9 +13,18 @@ KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 OTHERS = ("qwen3_5_text", "nemotron_h", "granitemoehybrid", "jamba", "bamba", "lfm2_moe", "olmo_hybrid")
 
 
-def save_hybrid(directory: Path, family: str, seed: int = 0) -> ModelCase:
-    """Save a tiny hybrid model with random weights in `directory`."""
+_SEEDS = {"jamba": 0}
+"""Seeds of weights with which a model does not repeat one token; 1 elsewhere."""
+
+
+def save_hybrid(directory: Path, family: str, **changes: int) -> ModelCase:
+    """Save a tiny hybrid model with random weights in `directory`. `changes` are those of its configuration."""
     config = tiny_config(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
     config.tie_word_embeddings = False  # a random model with one matrix at both ends repeats its last token
-    tiny.save(directory, config, seed=seed, sharpness=3.0)
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if hasattr(config, name):
+            setattr(config, name, 64)  # activations of torch have the same bits in any batch at whole vectors only
+    tiny.save(directory, config, seed=_SEEDS.get(family, 1), sharpness=3.0)
     return ModelCase(directory)

@@ -1,0 +1,194 @@
+"""A whole cluster with a hybrid target: drafts, neighbours and preemption change no token, and forks are right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.wire.generation_client import GenerationClient
+from deploy.coordinator_server import fixed_address
+from deploy.local.local_cluster import LocalCluster
+from pilotfish.v1 import common_pb2, generation_pb2
+from tests.soak.watch import read_counts
+from tests.support.deadline import deadline
+from tests.support.models import drafting_modules, tiny, tiny_tokenizer
+from tests.support.models.hybrids import save_hybrid
+from tests.support.models.model_cases import ModelCase
+from tests.support.slow import slow_but
+from workers.serve.configuration import load_configuration
+
+VOCABULARY, TOKENS = 320, 50
+SECONDS = 120.0
+PHRASE = [40, 41, 42, 43, 44, 45, 46]
+REPEATED = 77
+CASES = [
+    *(("lfm2", method) for method in ("ngram", "suffix+recycling", "model")),
+    ("granitemoehybrid", "eagle"),
+    ("qwen3_next", "suffix+recycling"),
+    ("falcon_h1", "ngram"),
+]
+"""Families, and what drafts for them. An EAGLE head reads hidden states of the target."""
+
+Save = Callable[[str], ModelCase]
+Answer = tuple[list[int], int, int]
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Makes the model of a family, once."""
+
+    def made(family: str) -> ModelCase:
+        directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp(family) / "target")
+        return save_hybrid(directory, family, vocab_size=VOCABULARY)
+
+    return cache(made)
+
+
+@pytest.fixture(scope="module")
+def plain(save: Save, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Answer]]:
+    """The answers of a family without drafts."""
+
+    def answered(family: str) -> list[Answer]:
+        with ThreadPoolExecutor(1) as thread:  # beside the loop of a test
+            run = answers(save(family), "none", tmp_path_factory.mktemp("plain"))
+            return thread.submit(asyncio.run, run).result()
+
+    return cache(answered)
+
+
+def requests() -> list[generation_pb2.GenerateRequest]:
+    """Greedy and sampled ones. The last two repeat one token for ever, so that drafts are accepted."""
+    bias = [common_pb2.LogitBias(token_id=REPEATED, bias=100.0)]
+    samplings = [
+        *(common_pb2.SamplingParameters(temperature=0.0) for _ in range(3)),
+        *(common_pb2.SamplingParameters(temperature=0.9, seed=seed) for seed in range(3)),
+        common_pb2.SamplingParameters(temperature=0.0, logit_bias=bias),
+        common_pb2.SamplingParameters(temperature=0.9, seed=3, logit_bias=bias),
+    ]
+    return [
+        generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=[50 + number, *PHRASE, 60 + number, *PHRASE[: 3 + number % 3]]),
+            sampling=sampling,
+            stopping=generation_pb2.StoppingCriteria(max_tokens=TOKENS, ignore_eos=True),
+        )
+        for number, sampling in enumerate(samplings)
+    ]
+
+
+async def answer(client: GenerationClient, message: generation_pb2.GenerateRequest) -> Answer:
+    """The tokens, and how many drafted ones were verified and accepted."""
+    tokens: list[int] = []
+    usage = generation_pb2.Usage()
+    async for response in client.generate(message, SECONDS):
+        tokens += response.delta.token_ids
+        usage.MergeFrom(response.finished.usage)
+    return tokens, usage.drafted_tokens, usage.accepted_draft_tokens
+
+
+async def answers(
+    case: ModelCase, method: str, others: Path, preempted: list[float] | None = None, **kv: int
+) -> list[Answer]:
+    """The answers to all requests, which are sent at once; those to the first two are the same alone.
+
+    `preempted` receives how many sequences were preempted.
+    """
+    methods = method.split("+")
+    sections: dict[str, object] = {}
+    if method == "eagle":
+        drafting_modules.save(case.directory, others / "eagle", "eagle", (1, 2))
+        sections["eagle"] = {"path": str(others / "eagle")}
+    if method == "model":
+        draft = tiny.save(others / "draft", tiny.llama(vocab_size=VOCABULARY))
+        sections["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 4 << 20}}
+    target = {"path": str(case.directory), "served_name": "tiny", "device": "cpu", "compile": "off"}
+    draft_section = {"methods": methods, "max_nodes": 6, "max_depth": 4, "controller": "off", "timeout_seconds": 30.0}
+    configuration = load_configuration(
+        {
+            "target": target | {"kv": {"pool_bytes": 8 << 20, "block_size": 4} | kv},
+            "draft": draft_section | sections,
+            "scheduler": {"max_sequences": 8, "max_step_tokens": 64},
+            "server": {"grpc_port": 0, "http_port": 0},
+        }
+    )
+    async with deadline(SECONDS), LocalCluster(configuration) as cluster:
+        client = GenerationClient(fixed_address(cluster.grpc_address))
+        try:
+            alone = [await answer(client, message) for message in requests()[:2]]
+            together = list(await asyncio.gather(*(answer(client, message) for message in requests())))
+            assert [tokens for tokens, _, _ in alone] == [tokens for tokens, _, _ in together[:2]]
+            if preempted is not None:
+                preempted.append((await read_counts(client))["vllm:num_preemptions_total"])
+            return together
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize("family_and_method", slow_but(CASES[:1], CASES), ids="-".join)
+async def test_drafts_change_no_token(
+    family_and_method: tuple[str, str], save: Save, plain: Callable[[str], list[Answer]], tmp_path: Path
+) -> None:
+    family, method = family_and_method
+    case, expected = save(family), plain(family)
+    for message, (tokens, drafted, _) in zip(requests()[:3], expected, strict=False):
+        assert tokens == case.reference(message.token_ids.ids, TOKENS)
+        assert len(set(tokens)) > 3
+        assert drafted == 0
+    found = await answers(case, method, tmp_path)
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
+    drafted, accepted = sum(one[1] for one in found), sum(one[2] for one in found)
+    assert drafted - accepted > 0
+    assert accepted > 0
+
+
+@pytest.mark.slow
+async def test_preempted_sequences_are_computed_again(tmp_path: Path) -> None:
+    preempted: list[float] = []
+    directory = tiny_tokenizer.byte_level(tmp_path / "target")
+    case = save_hybrid(directory, "lfm2", vocab_size=VOCABULARY, hidden_size=256, num_key_value_heads=4)
+    expected = await answers(case, "none", tmp_path)
+    found = await answers(case, "ngram", tmp_path, preempted, pool_bytes=1 << 20)
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
+    assert preempted[0] > 0
+
+
+@pytest.mark.slow
+async def test_beams_are_those_of_transformers(save: Save) -> None:
+    case, prompt = save("lfm2"), [50, *PHRASE]
+    target = {"path": str(case.directory), "device": "cpu", "compile": "off"}
+    values = {
+        "target": target | {"kv": {"pool_bytes": 8 << 20, "block_size": 4}},
+        "draft": {"method": "none"},
+        "server": {"grpc_port": 0, "http_port": 0},
+    }
+    message = generation_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=prompt),
+        stopping=generation_pb2.StoppingCriteria(max_tokens=12, ignore_eos=True),
+        n=3,
+        best_of=3,
+        beam_search=generation_pb2.BeamSearch(length_penalty=1.0),
+    )
+    found: dict[int, list[int]] = {index: [] for index in range(3)}
+    async with deadline(SECONDS), LocalCluster(load_configuration(values)) as cluster:
+        client = GenerationClient(fixed_address(cluster.grpc_address))
+        async for response in client.generate(message, SECONDS):
+            found[response.index] += response.delta.token_ids
+        await client.close()
+    model: Any = AutoModelForCausalLM.from_pretrained(case.directory, dtype=torch.float32)
+    expected = model.generate(
+        torch.tensor([prompt]),
+        num_beams=3,
+        num_return_sequences=3,
+        max_new_tokens=12,
+        min_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    assert [found[index] for index in range(3)] == expected[:, len(prompt) :].tolist()
