@@ -16,6 +16,7 @@ from uuid import uuid4
 import grpc
 
 from pilotfish.v1 import common_pb2, draft_pb2, draft_pb2_grpc, lease_pb2, lease_pb2_grpc
+from pilotfish_vllm.exchange import Exchange, StreamEnded
 from pilotfish_vllm.settings import RefusedSettings, Settings
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,13 @@ class RemoteDrafter:
             options.append(("grpc.ssl_target_name_override", settings.tls.server_name or "pilotfish"))
             self._channel = grpc.secure_channel(settings.address, settings.tls.credentials(), options)
         self._stub = draft_pb2_grpc.DraftServiceStub(self._channel)
+        self._exchange: Exchange | None = None
         self._lease = lease_pb2_grpc.LeaseServiceStub(self._channel)
         self._lease_seconds = 10.0
         self._used_at = clock()
         self._is_checked = False
         self._failures = 0
+        self._refusal = ""
         self._paused_until = 0.0
         self._ended: dict[str, None] = {}
         self._lock = threading.Lock()
@@ -90,18 +93,19 @@ class RemoteDrafter:
         """Return one `Proposal` per row, in order; `None` without an answer, and in a pause after a failed call."""
         if self._clock() < self._paused_until:
             return None
-        seconds = self._settings.timeout_seconds
+        settings, seconds = self._settings, self._settings.timeout_seconds
         try:
             if not self._is_checked:
                 self._check(seconds)
             request = draft_pb2.DraftServiceProposeRequest(rows=rows, client=self.client)
-            call: Any = self._stub.Propose(iter((request,)), timeout=seconds, metadata=self._settings.metadata)
-            proposals: Sequence[common_pb2.Proposal] = next(call).proposals
-        except (grpc.RpcError, StopIteration) as error:
+            if self._exchange is None:
+                self._exchange = Exchange(lambda requests: self._stub.Propose(requests, metadata=settings.metadata))
+            proposals: Sequence[common_pb2.Proposal] = self._exchange.ask(request, seconds).proposals
+        except (grpc.RpcError, StreamEnded, TimeoutError) as error:
             self._fail(_said(error))
             return None
         except RefusedSettings as error:
-            self._fail(str(error), pause=LONGEST_PAUSE_SECONDS)
+            self._fail(str(error), is_refusal=True)
             return None
         if [(one.sequence_id, one.base_len) for one in proposals] != [(one.sequence_id, one.base_len) for one in rows]:
             self._fail("its answer is for other rows")
@@ -121,6 +125,8 @@ class RemoteDrafter:
     def close(self) -> None:
         """End the connection. The drafter frees what it holds when the lease ends."""
         self._is_closed.set()
+        if self._exchange is not None:
+            self._exchange.close()
         self._channel.close()
 
     def _check(self, seconds: float) -> None:
@@ -145,13 +151,17 @@ class RemoteDrafter:
         self._lease_seconds = found.lease_seconds
         self._is_checked = True
 
-    def _fail(self, reason: str, pause: float | None = None) -> None:
+    def _fail(self, reason: str, *, is_refusal: bool = False) -> None:
         """Pause, and ask again what the drafter is: another one may have its address."""
-        if not self._failures:
+        if not self._failures or (is_refusal and reason != self._refusal):
             logger.warning("no drafts: the drafter at %s: %s", self._settings.address, reason)
+        self._refusal = reason if is_refusal else ""
         self._is_checked = False
-        if pause is None:
-            pause = min(FIRST_PAUSE_SECONDS * 2**self._failures, LONGEST_PAUSE_SECONDS)
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+        doubled = FIRST_PAUSE_SECONDS * 2**self._failures
+        pause = LONGEST_PAUSE_SECONDS if is_refusal else min(doubled, LONGEST_PAUSE_SECONDS)
         self._failures = min(self._failures + 1, 16)
         self._paused_until = self._clock() + pause
 
@@ -192,4 +202,4 @@ def _code(error: BaseException) -> grpc.StatusCode | None:
 def _said(error: BaseException) -> str:
     """The status and the message of a failed call."""
     code = _code(error)
-    return "it ended the call" if code is None else f"{code.name}: {error.details()}"  # type: ignore[attr-defined]
+    return str(error) if code is None else f"{code.name}: {error.details()}"  # type: ignore[attr-defined]

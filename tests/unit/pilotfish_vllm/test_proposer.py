@@ -24,6 +24,8 @@ from tests.support.engines.vllm_contract import Engine, vllm_config
 from tests.support.models.draft_model import GREEDY, ReferenceModel
 from tests.unit.pilotfish_vllm.conftest import Counted, Served
 from workers.draft.ngram import NgramDrafter, NgramSettings
+from workers.draft.registry import create
+from workers.serve.configuration import load_configuration
 
 PROMPTS = ((5, 17, 33), (8, 60, 41, 41, 9), (5, 17, 33), tuple(range(3, 23)), (70, 2, 31, 9), (44,), (5, 17, 33, 8))
 COUNT = 24
@@ -72,6 +74,20 @@ def test_answers_are_the_targets_own_and_most_drafts_are_accepted(
     assert len(starts) <= len(PROMPTS)  # a row that moves keeps its sequence
     assert sum(len(row.new_tokens) for row in method.rows) <= sum(map(len, PROMPTS)) + len(PROMPTS) * COUNT
     assert all(row.start.cache_salt and not row.start.allows_learning for row in starts if row.start is not None)
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_lookups_draft_too(name: str, decide: Callable[[Sequence[int]], int]) -> None:
+    configuration = load_configuration({"draft": {"method": name}})
+    lookup = create(configuration.draft, configuration.target)
+    described = DescribedMethod(name, EvidenceNeeds())
+    with (
+        Served(lookup, described=described) as served,
+        proposing(Proposer(vllm_config(served.address, timeout_seconds=20.0))) as proposer,
+    ):
+        engine = Engine(proposer, decide)
+        assert engine.run(PROMPTS, COUNT) == alone(decide)
+    assert engine.accepted > 0
 
 
 def test_one_call_asks_for_all_rows_of_a_step(served: Served, method: Counted) -> None:
@@ -167,15 +183,14 @@ def test_a_successor_of_another_method_at_the_same_address_is_refused(
 ) -> None:
     monkeypatch.setattr(drafter, "FIRST_PAUSE_SECONDS", 0.0)
     tokens = np.arange(10, dtype=np.int32)[None]
-    lengths = iter(range(4, 10))
     successor = Counted(NgramDrafter(NgramSettings(), DraftSection()))
+    said = "drafts by recycling, which needs the target's ranked tokens"
     with Served(method) as served:
         proposer = Proposer(vllm_config(served.address, timeout_seconds=20.0))
-        assert proposer.propose([[3]], np.array([next(lengths)]), tokens)[0]
+        assert proposer.propose([[3]], np.array([4]), tokens)[0]
     port, described = int(served.address.rpartition(":")[2]), DescribedMethod("recycling", EvidenceNeeds(top=8))
     with proposing(proposer), Served(successor, port=port, described=described), caplog.at_level(logging.WARNING):
-        while "drafts by recycling, which needs the target's ranked tokens" not in caplog.text:
-            assert proposer.propose([[3]], np.array([next(lengths)]), tokens) == [[]]
+        until(lambda: proposer.propose([[4]], np.array([5]), tokens) == [[]] and said in caplog.text)
     assert len(successor.rows) <= 1  # it does not know the sequence
 
 
