@@ -169,6 +169,32 @@ class MedusaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class HydraShape:
+    """Hydra heads (Ankner et al. 2024): head i reads the target's last state and the i + 1 tokens after it.
+
+    Its first block is `R x + c + SiLU(W x + b)` of all of them together, the others `x + SiLU(W x + b)`.
+    """
+
+    hidden_size: int
+    depths: int
+    blocks: int
+    """Blocks of one head."""
+    rows: int
+    """Tokens of each output head."""
+
+    def tensors(self) -> Sizes:
+        """The tensors of all heads."""
+        size, found = self.hidden_size, Sizes()
+        for depth in range(self.depths):
+            for part in ("0.linear", "0.res_connection"):
+                found |= _linear(f"{depth}.{part}", (depth + 2) * size, size)
+            for block in range(1, self.blocks):
+                found |= _linear(f"{depth}.{block}.linear", size, size)
+            found |= _linear(f"{depth}.head", size, self.rows)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class MarkovShape:
     """DSpark's Markov head: a low-rank bias on the logits of a slot, given the token before it."""
 
@@ -302,4 +328,4 @@ class MaskedBlockShape:
         return found
 
 
-PublicShape = FeatureShape | MedusaShape | MaskedBlockShape
+PublicShape = FeatureShape | MedusaShape | HydraShape | MaskedBlockShape

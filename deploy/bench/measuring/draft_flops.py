@@ -13,7 +13,7 @@ from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
 from workers.model.draft_card import DraftDescription
 from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
 from workers.model.formats.registry import read_draft
-from workers.model.public_shapes import FeatureShape, MaskedBlockShape, MedusaShape, Sizes
+from workers.model.public_shapes import FeatureShape, HydraShape, MaskedBlockShape, MedusaShape, Sizes
 from workers.model.weight_counts import count_layers, count_matrices, count_mtp_layer, count_part, count_weights
 
 _EXIT, _MTP = "early_exit", "mtp"
@@ -56,6 +56,9 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
                 proposed += _matrices(shape.tensors()) + _head(card)
             case MedusaShape() as shape:
                 step += _matrices(shape.tensors()) + (0 if shape.rows else shape.depths * _head(card))
+            case HydraShape() as shape:
+                first = {name: size for name, size in shape.tensors().items() if name.startswith("0.")}
+                step += _matrices(first) + MOST_PARENTS * (_matrices(shape.tensors()) - _matrices(first))
             case MaskedBlockShape() as shape:
                 entered, layers, later = _of_block(shape.tensors())
                 committed += entered

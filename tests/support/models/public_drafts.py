@@ -275,6 +275,30 @@ def medusa(prefix: str = "", *, depths: int = 3, blocks: int = 1, has_heads: boo
     return found
 
 
+HYDRA: dict[str, Any] = {
+    "hydra_num_heads": 3,
+    "hydra_num_layers": 2,
+    "hydra_head_arch": "mlp",
+    "grounded_heads": True,
+    "hidden_state_offset": 0,
+    "base_model_name_or_path": "tiny",
+}
+"""The configuration of Hydra heads as their authors write it."""
+
+
+def hydra(*, depths: int = 3, blocks: int = 2, size: int = VOCABULARY) -> Tensors:
+    """The tensors of Hydra heads for a target with `size` tokens."""
+    draw, found = Draw(16), Tensors()
+    for depth in range(depths):
+        name, inputs = f"hydra_mlp.{depth}", (depth + 2) * HIDDEN
+        for part in ("0.linear", "0.res_connection", *(f"{block}.linear" for block in range(1, blocks))):
+            found[f"{name}.{part}.weight"] = draw.matrix(HIDDEN, inputs if part.startswith("0.") else HIDDEN)
+            found[f"{name}.{part}.bias"] = draw.matrix(HIDDEN)
+        found[f"hydra_lm_head.{depth}.weight"] = 4 * draw.matrix(size, HIDDEN)
+        found[f"hydra_lm_head.{depth}.bias"] = draw.matrix(size)
+    return found
+
+
 def medusa_of_vllm(tokens: Sequence[int] | None, *, depths: int = 3, has_bias: bool = False) -> Tensors:
     """The tensors of Medusa heads as vLLM's converter stored them, with absolute ids of `tokens`."""
     draw, found = Draw(8), Tensors()

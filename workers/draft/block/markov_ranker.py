@@ -1,20 +1,20 @@
 """Ranks the candidates of a block's slots from left to right: each depth is conditioned on the token drafted before it.
 
 Every depth adds the bias of DSpark's Markov head or of DFlash2's selector, and the shared noise of the position in
-sampled rows, before its candidates are chosen. The most probable candidates of a depth are the parents of the next one;
-with one sibling this is the published chain.
+sampled rows, before its candidates are chosen. With one sibling this is the published chain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from workers.draft.common.modules.product import MakeProduct
-from workers.draft.common.modules.ranked_paths import MOST_PARENTS, RankedPaths
+from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.shortlist import Shortlist
+from workers.draft.common.modules.slot_ranking import rank_slots
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MaskedBlockShape, SelectorShape
@@ -57,37 +57,11 @@ class MarkovRanker:
         `last` are the rows' last committed tokens, `contexts` [rows x depths] those of the decisions at each depth. At
         most `siblings` candidates are listed below one.
         """
-        rows, depths, _ = hidden.shape
         base = self._head(hidden.flatten(0, 1))
-        base = self._scale * (base if self._bias is None else base + self._bias).view(rows, depths, -1)
+        base = self._scale * (base if self._bias is None else base + self._bias).view(*hidden.shape[:2], -1)
         base = base if self._cap is None else self._cap * (base / self._cap).tanh()
-        previous = tensor_on(hidden.device, list(last), torch.int64).unsqueeze(1)  # [rows, parents]
-        state = None if self._markov is None else hidden.new_zeros(rows, 1, self._markov.rank)
-        paths = hidden.new_zeros(rows, 1)
-        levels: list[tuple[Tensor, Tensor]] = []
-        kept: list[Tensor] = []
-        for depth in range(depths):
-            parents = previous.shape[1]
-            own = hidden[:, depth : depth + 1].expand(-1, parents, -1)
-            logits, embedded = base[:, depth : depth + 1].expand(-1, parents, -1), None
-            if self._markov is not None and state is not None:
-                embedded = self._markov.embedded(previous)
-                logits, state = self._markov.corrected(logits, embedded, own, state)
-            each = [contexts[row * depths + depth] for row in range(rows) for _ in range(parents)]
-            leading = self._shortlist.leading(logits.flatten(0, 1), each, siblings)
-            tokens = self._shortlist.tokens(leading.columns).view(rows, parents, -1)
-            found = self._confident(leading.confidences.view(rows, parents, -1), own, embedded)
-            levels.append((tokens, found))
-            if depth + 1 == depths:
-                break
-            scores = (paths.unsqueeze(2) + found.log()).flatten(1)
-            paths, places = scores.topk(min(MOST_PARENTS if siblings > 1 else 1, scores.shape[1]))
-            kept.append(places)
-            previous = tokens.flatten(1).gather(1, places)
-            if state is not None:
-                origins = places // tokens.shape[2]
-                state = state.gather(1, origins.unsqueeze(2).expand(-1, -1, state.shape[2]))
-        return _listed(levels, kept)
+        slots = _Slots(base, hidden, self._markov, self._confident)
+        return rank_slots(slots, self._shortlist, tensor_on(hidden.device, list(last), torch.int64), contexts, siblings)
 
     def _confident(self, confidences: Tensor, hidden: Tensor, embedded: Tensor | None) -> Tensor:
         """Confidences [rows, parents, siblings] in which the first one's is the confidence head's.
@@ -102,6 +76,38 @@ class MarkovRanker:
         first, others = confidences[..., :1], confidences[..., 1:]
         others = others * ((1.0 - sure) / (1.0 - first).clamp(min=_LEAST))
         return torch.cat([torch.where(first > 0.0, sure, first), others.clamp(max=1.0)], dim=-1)
+
+
+class _Slots:
+    """The slots of a block; see `Slots`."""
+
+    def __init__(
+        self,
+        base: Tensor,
+        hidden: Tensor,
+        markov: _MarkovHead | _Selector | None,
+        confident: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    ) -> None:
+        """`base` [rows, depths, draft vocabulary] are the logits of the output head."""
+        self._base, self._hidden = base, hidden
+        self._markov, self._confident = markov, confident
+        self._state = None if markov is None else hidden.new_zeros(len(hidden), 1, markov.rank)
+        self._own, self._embedded = hidden, hidden[:0]
+
+    def logits(self, depth: int, previous: Tensor) -> Tensor:
+        own = slice(depth, depth + 1)
+        self._own, logits = (one[:, own].expand(-1, previous.shape[1], -1) for one in (self._hidden, self._base))
+        if self._markov is not None and self._state is not None:
+            self._embedded = self._markov.embedded(previous)
+            logits, self._state = self._markov.corrected(logits, self._embedded, self._own, self._state)
+        return logits
+
+    def confidences(self, found: Tensor) -> Tensor:
+        return self._confident(found, self._own, None if self._markov is None else self._embedded)
+
+    def follow(self, origins: Tensor) -> None:
+        if self._state is not None:
+            self._state = self._state.gather(1, origins.unsqueeze(2).expand(-1, -1, self._state.shape[2]))
 
 
 class _MarkovHead:
@@ -164,28 +170,3 @@ class _Selector:
 def _linear(module: PublicModule, name: str) -> tuple[Tensor, Tensor] | None:
     weight, bias = module.get(f"{name}.weight"), module.get(f"{name}.bias")
     return None if weight is None or bias is None else (weight.float(), bias.float())
-
-
-def _listed(levels: Sequence[tuple[Tensor, Tensor]], kept: Sequence[Tensor]) -> list[RankedPaths]:
-    """The ranked paths of each row from tokens and confidences [rows, parents, siblings] of each depth.
-
-    `kept` [rows, parents] are the candidates of a depth, by index, that are the parents of the next one.
-    """
-    tokens, confidences = ([level[part].tolist() for level in levels] for part in (0, 1))
-    parents = [one.tolist() for one in kept]
-    found = []
-    for row in range(len(tokens[0])):
-        order: list[list[list[int]]] = []
-        sure: list[list[list[float]]] = []
-        for depth, of_depth in enumerate(tokens):
-            siblings = len(of_depth[row][0])
-            before = sum(map(len, tokens[depth - 1][row])) if depth else 1
-            places = parents[depth - 1][row] if depth else [0]
-            order.append([[] for _ in range(before)])
-            sure.append([[] for _ in range(before)])
-            for index, place in enumerate(places):
-                order[depth][place] = list(range(index * siblings, (index + 1) * siblings))
-                sure[depth][place] = confidences[depth][row][index]
-        listed = [[token for one in of_depth[row] for token in one] for of_depth in tokens]
-        found.append(RankedPaths(listed, order, sure))
-    return found

@@ -21,10 +21,12 @@ from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.heads_pass import ParallelHeads
+from workers.draft.heads.hydra_heads import HydraHeads
 from workers.draft.heads.learned_heads import LearnedHeads
 from workers.draft.heads.own_heads import OwnHeads
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
+from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
 
 _MOST_COLLECTED = 1024
@@ -185,6 +187,8 @@ def load_heads_drafter(
     if isinstance(module, MedusaHeads):
         heads: Heads = (parallel := ParallelHeads(module, loaded))
         learned = LearnedHeads(parallel, module, loaded.card, loaded.ends.vocabulary)
+    elif isinstance(module.shape, HydraShape):
+        heads = HydraHeads(module, loaded)
     else:
         heads = OwnHeads(module, loaded)
     _warm_up(heads, form.siblings)

@@ -29,6 +29,7 @@ from tests.support.models.public_drafts import (
     DRAFTED,
     DSPARK,
     HIDDEN,
+    HYDRA,
     LLAMA,
     SLOTS,
     Tensors,
@@ -72,6 +73,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "eagle": public_drafts.write(root / "eagle", config, public_drafts.eagle1()),
         "peagle": public_drafts.write(root / "peagle", PEAGLE, _parallel(is_drafted)),
         "medusa": public_drafts.write(root / "medusa", {"version": "2"}, medusa),
+        "hydra": public_drafts.write(root / "hydra", HYDRA, public_drafts.hydra(size=VOCABULARY), "hydra_lm_head.pt"),
         "dflash": public_drafts.write(root / "dflash", DFLASH | {"vocab_size": VOCABULARY}, public_drafts.block()),
         "dflash2": public_drafts.write(
             root / "dflash2", DFLASH2 | {"vocab_size": VOCABULARY}, public_drafts.second(size=VOCABULARY)
@@ -135,6 +137,7 @@ def check_right_to_the_last_depth(
         ("peagle", "drafter"),
         ("eagle", "target"),
         ("medusa", "target"),
+        ("hydra", "target"),
         ("dflash", "target"),
         ("dflash2", "drafter"),
         pytest.param("dflash2", "target", marks=pytest.mark.slow),

@@ -1,0 +1,79 @@
+"""Hydra heads (Ankner et al. 2024) as their authors store them: `hydra_mlp.{head}.{block}` and `hydra_lm_head.{head}`.
+
+https://github.com/zankner/Hydra (`hydra/model`) defines the names. Heads of one MLP that read the drafted tokens are
+served; those with a prefix layer, with attention, or that read the target's state alone are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from cluster.core.drafting import Tap
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.registry import DraftWeights, register
+from workers.model.public_shapes import HydraShape
+
+_FIRST = "hydra_mlp.0.0.linear.weight"
+_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
+_ARCHITECTURE, _GROUNDED, _OFFSET = "hydra_head_arch", "grounded_heads", "hidden_state_offset"
+_LAST_TAP: tuple[Tap, ...] = (-1,)
+
+
+class HydraFormat:
+    """Checkpoints such as `ankner/hydra-vicuna-7b-v1.3`."""
+
+    name = "hydra"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Whether the configuration or the weights are of such heads."""
+        return _ARCHITECTURE in checkpoint.config or _FIRST in checkpoint.sizes
+
+    def kind(self, _: Checkpoint) -> str:
+        """The kind of all of them."""
+        return "heads"
+
+    def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
+        """Describe the heads; see `DraftFormat.card`. Their number is that of the stored ones."""
+        checkpoint.refuse_unknown_keys((_ARCHITECTURE, _GROUNDED, _OFFSET))
+        checkpoint.allow(_ARCHITECTURE, "mlp")
+        if checkpoint.config.get(_GROUNDED) is not True:
+            checkpoint.refuse(_GROUNDED, "it must be true: heads that read no drafted token are Medusa's")
+        checkpoint.allow(_OFFSET, 0)
+        blocks = [found.groups() for name in checkpoint.sizes if (found := _BLOCK.fullmatch(name))]
+        head = checkpoint.sizes.get("hydra_lm_head.0.weight")
+        if not blocks or head is None:
+            checkpoint.fail(f"its weights lack {_FIRST if not blocks else 'hydra_lm_head.0.weight'}")
+        depths, deep = (1 + max(int(numbers[part]) for numbers in blocks) for part in (0, 1))
+        rows, size = head
+        shape = HydraShape(size, depths, deep, rows)
+        checkpoint.check_tensors({_stored(name): wanted for name, wanted in shape.tensors().items()})
+        return DraftDescription(
+            str(checkpoint.config.get("base_model_name_or_path") or ""),
+            rows,
+            size,
+            (),
+            None,
+            kind="heads",
+            taps=tuple(taps) or _LAST_TAP,
+            shape=shape,
+            source=CONFIG,
+        )
+
+    def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
+        """Read the heads; see `DraftFormat.weights`."""
+        if not isinstance(card.shape, HydraShape):
+            raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
+        names = card.shape.tensors()
+        found = checkpoint.tensors([_stored(name) for name in names])
+        return DraftWeights({name: found[_stored(name)] for name in names})
+
+
+def _stored(name: str) -> str:
+    """The name in the files of a tensor of the shape."""
+    depth, _, part = name.partition(".")
+    return f"hydra_lm_head.{depth}.{part.removeprefix('head.')}" if part.startswith("head.") else f"hydra_mlp.{name}"
+
+
+register(HydraFormat())
