@@ -45,13 +45,7 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
         ContextLengthExceeded,
         "max_tokens",
     ),
-    (
-        "an unknown model",
-        {"prompt": "hi", "model": "gpt-4"},
-        Request(text="hi", model="gpt-4"),
-        UnknownModel,
-        "model",
-    ),
+    ("an unknown model", {"prompt": "hi", "model": "gpt-4"}, Request(text="hi", model="gpt-4"), UnknownModel, "model"),
     (
         "a negative temperature",
         {"prompt": "hi", "temperature": -1},
@@ -66,13 +60,7 @@ BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] 
         InvalidRequest,
         "top_p",
     ),
-    (
-        "a token beyond the vocabulary",
-        {"prompt": [1, VOCABULARY]},
-        tokens(1, VOCABULARY),
-        InvalidRequest,
-        "prompt[1]",
-    ),
+    ("a token beyond the vocabulary", {"prompt": [1, VOCABULARY]}, tokens(1, VOCABULARY), InvalidRequest, "prompt[1]"),
     (
         "a bias beyond its bound",
         {"prompt": "hi", "logit_bias": {"5": 1000}},

@@ -53,10 +53,7 @@ async def test_openais_client_chats(sdk: openai.AsyncOpenAI) -> None:
 
 async def test_openais_client_reads_a_stream(sdk: openai.AsyncOpenAI) -> None:
     stream = await sdk.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "hi"}],
-        stream=True,
-        stream_options={"include_usage": True},
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)

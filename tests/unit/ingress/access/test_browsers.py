@@ -40,9 +40,7 @@ ROUTES = [
 
 @asynccontextmanager
 async def served(
-    directory: Path,
-    rules: BrowserRules = OWN_PAGES,
-    keys: KeyRing | None = None,
+    directory: Path, rules: BrowserRules = OWN_PAGES, keys: KeyRing | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     """The HTTP API on a loopback socket."""
     app = create_app(HttpApi(directory).client, LimitsSection(), page=Page(9000), browsers=rules, keys=keys)
@@ -177,8 +175,7 @@ async def test_with_keys_any_name_and_page_is_served_to_who_has_one(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 @pytest.mark.parametrize(
-    "path",
-    ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/verify", "/tokenize", "/detokenize"],
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/verify", "/tokenize", "/detokenize"]
 )
 async def test_a_body_must_say_that_it_is_json(tmp_path: Path, kind: str, path: str) -> None:
     async with served(tmp_path) as http:

@@ -77,11 +77,7 @@ async def test_special_tokens_are_added_to_the_prompt_as_asked(api: HttpApi) -> 
 async def test_a_length_is_fitted_to_the_context_and_the_usage_says_so(api: HttpApi, stream: bool) -> None:
     prompt = [7] * (CONTEXT - 4)
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    for values, reduced in (
-        ({}, 4),
-        ({"max_tokens": CONTEXT}, 4),
-        ({"max_tokens": 4}, None),
-    ):
+    for values, reduced in (({}, 4), ({"max_tokens": CONTEXT}, 4), ({"max_tokens": 4}, None)):
         response = await api.complete(prompt=prompt, **values, **options)
         usage = (chunks(response)[-1] if stream else response.json())["usage"]
         assert usage.get("max_tokens") == reduced
