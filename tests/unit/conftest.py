@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import certifi
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.fakes.http_app import HttpApi
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -18,3 +22,15 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SSL_CERT_FILE", str(file))
         yield
+
+
+@pytest.fixture
+async def api(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[HttpApi]:
+    """The HTTP API of an engine that writes the `TEXT` of the test's module within its `CONTEXT`, if it has them."""
+    from tests.support.fakes.http_app import HttpApi
+
+    texts = [request.module.TEXT] if hasattr(request.module, "TEXT") else []
+    api = HttpApi(tmp_path, *texts)
+    api.engine.context = getattr(request.module, "CONTEXT", api.engine.context)
+    async with api.http:
+        yield api

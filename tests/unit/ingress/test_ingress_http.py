@@ -22,13 +22,6 @@ from tests.support.fakes.fake_engine import CONTEXT, MODEL, VOCABULARY, InProces
 from tests.support.fakes.http_app import HI, JSON, LIMITS, HttpApi, chunks, error_of
 
 
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path)
-    async with api.http:
-        yield api
-
-
 async def test_a_chat_is_answered_whole(api: HttpApi) -> None:
     response = await api.chat(model=MODEL, seed=11)
     body = response.json()

@@ -21,13 +21,6 @@ ID = "x-request-id"
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path)
-    async with api.http:
-        yield api
-
-
-@pytest.fixture
 async def behind_serve(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """The application behind the middlewares of Ray Serve's proxy, and behind its reading of the request's id."""
     generation, _, _ = fake_service(tmp_path, limits=LIMITS)

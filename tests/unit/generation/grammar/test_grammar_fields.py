@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,7 @@ from tests.support.fakes.http_app import HttpApi, error_of
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path)
-    api.engine.context = 1024
-    async with api.http:
-        yield api
+CONTEXT = 1024
 
 
 def json_schema(schema: object = SCHEMA) -> dict[str, Any]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.core.errors import NotReady, Overloaded
@@ -13,13 +9,6 @@ from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from tests.support.fakes.http_app import HttpApi
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path)
-    async with api.http:
-        yield api
 
 
 async def samples(api: HttpApi, name: str) -> dict[tuple[str, ...], float]:

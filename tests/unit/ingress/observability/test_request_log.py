@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,13 +22,6 @@ from workers.serve.logs import JsonFormatter
 
 SECRET = "a-prompt-that-nobody-may-read"
 KEY = "sk-" + "k" * 40
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path)
-    async with api.http:
-        yield api
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:

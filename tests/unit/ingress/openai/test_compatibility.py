@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -90,13 +89,6 @@ VLLM_CHAT = [
     "top_logprobs",
 ]
 VLLM_COMPLETIONS = ["prompt", "prompt_embeds", "suffix"]
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path)
-    async with api.http:
-        yield api
 
 
 async def test_unknown_fields_are_ignored_and_named_in_a_header(api: HttpApi) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +9,6 @@ import pytest
 from tests.support.fakes.http_app import HttpApi, chunks
 
 PROMPT, TEXT = "swim fish", "hello the world"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path, TEXT)
-    async with api.http:
-        yield api
 
 
 async def choices(api: HttpApi, **values: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +144,7 @@ FREE = ("metadata", "schema", "parameters", "input_schema", "json", "guided_json
 """Parents of places where a null is a value of the client's own."""
 Place = tuple[str | int, ...]
 
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path)
-    api.engine.context = 4096
-    async with api.http:
-        yield api
+CONTEXT = 4096
 
 
 async def send(api: HttpApi, path: str, body: dict[str, Any]) -> httpx.Response:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -20,13 +19,6 @@ from cluster.ingress.asgi import EventStream
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import CONTEXT, MODEL, InProcessClient
 from tests.support.fakes.http_app import HI, LIMITS, HttpApi, chunks, error_of
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path)
-    async with api.http:
-        yield api
 
 
 async def test_text_and_conversations_are_tokenized_and_back(api: HttpApi) -> None:

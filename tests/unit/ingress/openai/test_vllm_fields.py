@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,6 @@ from tests.support.fakes.fake_engine import CONTEXT
 from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
 
 TEXT = "hello the world"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path, TEXT)
-    async with api.http:
-        yield api
 
 
 async def choice(api: HttpApi, **values: Any) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,13 +25,7 @@ from tests.support.fakes.http_app import HttpApi
 
 TEXT = "hello the world"
 
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path, TEXT)
-    api.engine.context = 400
-    async with api.http:
-        yield api
+CONTEXT = 400
 
 
 def console(*, colours: bool = False) -> Console:

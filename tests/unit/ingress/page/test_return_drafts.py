@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,6 @@ from tests.support.fakes.http_app import HttpApi, chunks, error_of
 from tests.support.models.tiny_tokenizer import byte_level
 
 TEXT = "hello the 🐟 world"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[HttpApi]:
-    api = HttpApi(tmp_path, TEXT)
-    async with api.http:
-        yield api
 
 
 def choices(events: list[Any]) -> list[Any]:
