@@ -23,18 +23,13 @@ import httpx
 from deploy.bench.report.tables import markdown_table
 from deploy.settings import load_settings
 from tests.bench.processes.serve_command import ServeCommand
+from tests.bench.report import write
 from tests.clients.environments import KINDS, ROOT, SCRIPTS, ClientKind, install
 from workers.model.model_files import resolve_model_directory
 
 DATA = ROOT.parent / "shared" / "data"
 QUESTIONS = "gsm8k_train.jsonl"
 LONGEST_SECONDS = 1800.0
-
-
-def write(line: str) -> None:
-    """Print one line at once."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def run_script(kind: ClientKind, python: Path, arguments: list[str]) -> list[dict[str, Any]]:

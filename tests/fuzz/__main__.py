@@ -22,6 +22,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.bench.report import write
 from tests.fuzz.doors import Findings, fuzz_grpc, fuzz_http
 from tests.support.clusters.json_process import JsonProcess
 
@@ -30,12 +31,6 @@ MOST_GROWTH_MB = 32.0
 AT_ONCE = 8
 ROUNDS = 10
 EXACT = {"prompt": "one two one two", "max_tokens": 16, "seed": 11, "return_token_ids": True, "stream": True}
-
-
-def write(line: str) -> None:
-    """Print one line at once."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def main() -> None:

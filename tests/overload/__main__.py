@@ -24,6 +24,7 @@ import psutil
 
 from deploy.bench.measuring.measures import percentile
 from tests.bench.processes.serve_command import ServeCommand
+from tests.bench.report import write
 from tests.overload.requests import Outcome, body_of, post
 
 LONGEST_SECONDS = 600.0
@@ -32,12 +33,6 @@ SETTLE_SECONDS = 2.0
 MOST_GROWTH = 0.05
 """Largest growth of the server's memory from the end of the first wave to the end of the last, as a share."""
 MIB = 1 << 20
-
-
-def write(line: str) -> None:
-    """Print one line at once."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import load_settings, parse_assignments
+from tests.bench.report import write
 from tests.soak.reference import Reference
 from tests.soak.requests import KINDS, MAX_TOKENS, RequestCatalogue
 from tests.soak.traffic import Findings, Traffic
@@ -53,12 +54,6 @@ COUNTS = (
     "pilotfish:drafter_fallback_total",
 )
 """Counters that are printed first. All other counters of `pilotfish:` follow."""
-
-
-def write(line: str) -> None:
-    """Print one line at once."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def make_tiny(directory: Path, family: str) -> Path:

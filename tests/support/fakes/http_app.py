@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -13,6 +13,9 @@ from cluster.core.config.sections import LimitsSection
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import InProcessClient, fake_service
+
+if TYPE_CHECKING:
+    import openai
 
 HI = [{"role": "user", "content": "hi"}]
 JSON = {"content-type": "application/json"}
@@ -41,6 +44,25 @@ class HttpApi:
 
     async def complete(self, **values: Any) -> httpx.Response:
         return await self.post("/v1/completions", **{"prompt": "hi", **values})
+
+
+def api_that_writes(directory: Path, text: str) -> HttpApi:
+    """An application whose engine has room for long prompts."""
+    api = HttpApi(directory, text)
+    api.engine.context = 1024
+    return api
+
+
+def openai_client(api: HttpApi) -> openai.AsyncOpenAI:
+    """OpenAI's own client of the application."""
+    import openai
+
+    return openai.AsyncOpenAI(base_url="http://pilotfish/v1", api_key="none", http_client=api.http, max_retries=0)
+
+
+def prompt_of(api: HttpApi) -> str:
+    """The prompt of the last request, as the engine got it."""
+    return api.tokenizer.decode(api.engine.requests[-1].prompt, skip_special_tokens=False)
 
 
 def chunks(response: httpx.Response) -> list[Any]:

@@ -29,7 +29,6 @@ from tests.support.fakes.simulated_time import (
 NEVER_SLOWER = 0.97
 RIGHT = DrafterModel(0.9, has_probabilities=True)
 WRONG = DrafterModel(0.0)
-BAD = {"wrong": WRONG, "empty": DrafterModel(0.0, empty=1.0), "slow": DrafterModel(0.3, depth_seconds=0.003)}
 
 
 def cluster(target: DraftingTarget, **settings: object) -> SimulatedCluster:

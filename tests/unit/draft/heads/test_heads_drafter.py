@@ -16,7 +16,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
-from tests.support.models import drafting_modules, tiny
+from tests.support.models import drafting_modules
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.registry import METHODS, create, needs_of
 from workers.model.draft_card import read_card
@@ -26,11 +26,6 @@ from workers.serve.configuration import load_configuration
 BUDGET = DraftBudget(6, 3)
 PROMPT = (5, 6, 7, 8)
 HIDDEN = 48
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,6 @@ AUTHORS: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_
 VLLM: dict[str, Any] = {"model_type": "medusa", "num_heads": DEPTHS, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
-
-
 def served(draft: Path, target: Path) -> OwnHeads:
     settings = ModuleSettings(path=str(draft), weights="float32")
     loaded = load_served_module(settings, TargetSection(path=str(target), device="cpu"), "heads", (PublicModule,))

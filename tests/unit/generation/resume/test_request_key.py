@@ -107,8 +107,7 @@ def test_the_length_counts_where_the_last_token_is_forced() -> None:
 
 # --- the public schema ---
 
-Sampling, Stopping = common_pb2.SamplingParameters, generation_pb2.StoppingCriteria
-Chat = generation_pb2.ChatInput
+Sampling = common_pb2.SamplingParameters
 
 
 def words(*texts: str) -> list[generation_pb2.ChatMessage]:

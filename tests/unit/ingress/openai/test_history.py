@@ -13,17 +13,13 @@ from cluster.generation.text.chat_messages import CalledTool, Message
 from cluster.generation.text.chat_template import ChatTemplate, TemplateOptions
 from pilotfish.v1 import generation_pb2
 from tests.support.fakes.both_apis import BothApis, apis
-from tests.support.fakes.http_app import HI, HttpApi
-from tests.unit.ingress.openai.test_tools import TOOL, api_that_writes
+from tests.support.fakes.http_app import HI, api_that_writes, prompt_of
+from tests.unit.ingress.openai.test_tools import TOOL
 
 __all__ = ["apis"]
 
 BROKEN = ['{"path": "', "free text", "null", "[]", "5", '"text"', '{"a": 1} {"b": 2}', "[" * 70]
 CONTINUED = ['">"', "|", "<", "_", "e", "end", "\n", "", "<|im_end|>", "assistant", "hi", " two spaces  "]
-
-
-def prompt_of(api: HttpApi) -> str:
-    return api.tokenizer.decode(api.engine.requests[-1].prompt, skip_special_tokens=False)
 
 
 def called(arguments: object, name: object = "swim") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from cluster.core.errors import DeadlineExceeded, InvalidRequest
 from cluster.ingress.endpoints.conversations import Conversations
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import MODEL, listening
-from tests.support.fakes.http_app import HI, HttpApi, error_of
+from tests.support.fakes.http_app import HI, HttpApi, api_that_writes, error_of, openai_client, prompt_of
 
 if TYPE_CHECKING:
     import anthropic
@@ -25,18 +25,7 @@ TEXT = "hello the world"
 CALL = 'Yes. <tool_call>{"name": "swim", "arguments": {"to": "the world"}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"to": {"type": "string"}}}
 FUNCTION: Any = {"type": "function", "name": "swim", "parameters": PARAMETERS, "strict": False}
-IMAGE = {"role": "user", "content": [{"type": "image"}]}
 TOOL: Any = {"name": "swim", "input_schema": PARAMETERS}
-
-
-def api_that_writes(directory: Path, text: str) -> HttpApi:
-    api = HttpApi(directory, text)
-    api.engine.context = 1024
-    return api
-
-
-def openai_client(api: HttpApi) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://pilotfish/v1", api_key="none", http_client=api.http, max_retries=0)
 
 
 @asynccontextmanager
@@ -48,10 +37,6 @@ async def anthropic_client(api: HttpApi) -> AsyncIterator[anthropic.AsyncAnthrop
         anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
     ):
         yield client
-
-
-def prompt_of(api: HttpApi) -> str:
-    return api.tokenizer.decode(api.engine.requests[-1].prompt, skip_special_tokens=False)
 
 
 async def test_a_response_is_whole_or_streamed_and_the_same(tmp_path: Path) -> None:

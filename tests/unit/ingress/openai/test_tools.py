@@ -6,33 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from cluster.core.errors import InvalidRequest
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions, TextTooLong
 from tests.support.fakes.fake_engine import MODEL
-from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
+from tests.support.fakes.http_app import HI, HttpApi, api_that_writes, chunks, error_of, openai_client
 
 CALL = '<tool_call>\n{"name": "swim", "arguments": {"to": "the world"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "swim", "parameters": {"type": "object"}}}
 
 
-def api_that_writes(directory: Path, text: str) -> HttpApi:
-    api = HttpApi(directory, text)
-    api.engine.context = 1024
-    return api
-
-
-def client_of(api: HttpApi) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://pilotfish/v1", api_key="none", http_client=api.http, max_retries=0)
-
-
 async def test_the_openai_client_gets_calls_whole_and_streamed(tmp_path: Path) -> None:
     api = api_that_writes(tmp_path, f"Yes. {CALL}")
     body: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": [TOOL], "seed": 1}
-    async with client_of(api) as client:
+    async with openai_client(api) as client:
         answer = await client.chat.completions.create(**body)
         message = answer.choices[0].message
         assert (answer.choices[0].finish_reason, message.content) == ("tool_calls", "Yes.")
@@ -55,7 +44,7 @@ async def test_the_openai_client_gets_calls_whole_and_streamed(tmp_path: Path) -
 
 async def test_the_answer_of_a_tool_is_sent_back(tmp_path: Path) -> None:
     api = api_that_writes(tmp_path, CALL)
-    async with client_of(api) as client:
+    async with openai_client(api) as client:
         first = await client.chat.completions.create(model=MODEL, messages=HI, tools=[TOOL])  # type: ignore[arg-type, list-item]
         called = first.choices[0].message
         assert called.tool_calls

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
-from cluster.ingress.openai.parse import parse
-from cluster.ingress.openai.requests import ChatRequest, CompletionRequest
 from cluster.ingress.openai.translate import chat_request, completion_requests, parameter_names, seed_of
 from pilotfish.v1 import generation_pb2
+from tests.unit.ingress.openai.test_parse import chat, completion
 
 LIMITS = LimitsSection(max_prompts=2)
-HI = [{"role": "user", "content": "hi"}]
-
-
-def chat(**values: object) -> ChatRequest:
-    return parse(ChatRequest, json.dumps({"messages": HI, **values}).encode())
-
-
-def completion(**values: object) -> CompletionRequest:
-    return parse(CompletionRequest, json.dumps({"prompt": "hi", **values}).encode())
 
 
 def test_a_chat_becomes_one_request() -> None:

@@ -33,11 +33,6 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
-
-
 def served_heads(settings: ModuleSettings, target: TargetSection) -> ParallelHeads:
     loaded = load_served_module(settings, target, "heads", (MedusaHeads,))
     return ParallelHeads(loaded.module, loaded)

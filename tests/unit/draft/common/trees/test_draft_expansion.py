@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,14 +13,6 @@ from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from tests.support.engines.tree_drafter import BUDGET, PROMPT, DrafterHarness
 from tests.support.fakes.fake_expander import continued, ranked
 from workers.draft.common.trees.expander import DraftedToken, ExpansionRow
-
-
-@pytest.fixture
-def serial() -> Iterator[DrafterHarness]:
-    made = DrafterHarness()
-    yield made
-    made.release_all()
-    assert made.expander.memory.blocks_held == 0
 
 
 def test_the_first_proposal_contains_the_models_greedy_continuation(serial: DrafterHarness) -> None:

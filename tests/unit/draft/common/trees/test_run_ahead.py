@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
 from tests.support.engines.tree_drafter import PROMPT, DrafterHarness
 from tests.support.fakes.fake_expander import continued, ranked
-
-
-@pytest.fixture
-def serial() -> Iterator[DrafterHarness]:
-    made = DrafterHarness()
-    yield made
-    made.release_all()
-    assert made.expander.memory.blocks_held == 0
 
 
 def test_serial_mode_does_not_expand_between_calls(serial: DrafterHarness) -> None:
