@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates, Proposal
+from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SamplingParameters, SequenceStart
+from tests.support.models.drafting_evidence import shown_states
 
 SIZE, TAPS = 48, (1, 2)
 BUDGET = DraftBudget(8, 4)
@@ -23,8 +24,7 @@ TOKENS = [int(token) for token in torch.randint(0, 96, (200,), generator=generat
 
 def shown(first: int, end: int) -> Evidence:
     """The hidden states of positions of the text."""
-    data = STATES[first:end].contiguous().view(torch.uint8).numpy().tobytes()
-    return Evidence(end, hidden=HiddenStates(first, len(TAPS) * SIZE, data))
+    return shown_states(STATES[first:end], first)
 
 
 def row(

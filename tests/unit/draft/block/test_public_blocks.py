@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates, Proposal
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import public_drafts, tiny
 from tests.support.models.draft_references import Body, MaskedBlock
+from tests.support.models.drafting_evidence import drafter_of, shown_states
 from tests.support.models.public_drafts import (
     DFLASH,
     DFLASH2,
@@ -44,12 +45,10 @@ from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import load_served_module
-from workers.draft.registry import create, needs_of
 from workers.model.drafting.public import PublicModule
 from workers.model.formats.registry import read_draft
 from workers.sampling.context import DecisionContext
 from workers.sampling.noise import gumbel
-from workers.serve.configuration import load_configuration
 from workers.verify.evidence import resolve_taps
 
 WRITTEN = Path(__file__).parent / "speculators"
@@ -381,22 +380,10 @@ def proposals(
     samplings: Sequence[SamplingParameters] = (GREEDY,),
 ) -> Sequence[Proposal]:
     """What the method drafts from the target's evidence, all rows in one call."""
-    values = {
-        "target": {"path": str(shown.directory), "device": "cpu"},
-        "draft": {
-            "method": "block",
-            "controller": "off",
-            "max_nodes": budget.max_nodes,
-            "max_depth": budget.max_depth,
-            "block": {"path": str(draft), "weights": "float32", "candidates": candidates},
-        },
-    }
-    needs = needs_of(load_configuration(values).draft)
-    configuration = load_configuration(values, {"target.evidence.taps": needs.taps})
-    states = torch.cat([shown.states[tap] for tap in resolve_taps(needs.taps, LAYERS)], dim=1).bfloat16()
-    data = states.contiguous().view(torch.uint8).numpy().tobytes()
-    evidence = (Evidence(KNOWN, hidden=HiddenStates(0, states.shape[1], data)),)
-    drafter = create(configuration.draft, configuration.target)
+    bounds = {"max_nodes": budget.max_nodes, "max_depth": budget.max_depth}
+    settings = {"path": str(draft), "candidates": candidates}
+    drafter, taps = drafter_of(shown.directory, LAYERS, "block", settings, **bounds)
+    evidence = (shown_states(torch.cat([shown.states[tap] for tap in taps], dim=1)),)
     rows = [
         DraftRow(SequenceId(str(index)), KNOWN + 1, tuple(TOKENS), budget, SequenceStart(4, sampling), evidence)
         for index, sampling in enumerate(samplings)

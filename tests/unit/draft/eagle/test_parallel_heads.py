@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates, Proposal
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import public_drafts, tiny
 from tests.support.models.draft_references import Eagle3
+from tests.support.models.drafting_evidence import drafter_of, shown_states
 from tests.support.models.public_drafts import DRAFTED, LLAMA, speculators_config
 from tests.support.models.shown_target import Shown
 from tests.unit.draft.eagle.conftest import KNOWN, LAYERS, TOKENS
@@ -23,13 +23,10 @@ from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
 from workers.draft.eagle.parallel_drafter import ParallelTreeDrafter
-from workers.draft.registry import create, needs_of
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.public import PublicModule
 from workers.model.formats.registry import read_draft
 from workers.sampling.noise import gumbel
-from workers.serve.configuration import load_configuration
-from workers.verify.evidence import resolve_taps
 
 MASK, DEPTHS = public_drafts.VOCABULARY - 1, 5
 GREEDY = SamplingParameters(temperature=0.0)
@@ -70,28 +67,22 @@ def proposals(
     draft: Path, shown: Shown, budget: DraftBudget, *, candidates: int, samplings: tuple[SamplingParameters, ...]
 ) -> tuple[Proposal, ...]:
     """What the method drafts after `KNOWN + 1` tokens, whose hidden states come in two pieces, all rows in one call."""
-    method: dict[str, Any] = {"path": str(draft), "weights": "float32", "candidates": candidates}
-    values = {
-        "target": {"path": str(shown.directory), "device": "cpu"},
-        "draft": {"method": "eagle", "controller": "off", "max_depth": 8, "max_nodes": 32, "eagle": method},
-    }
-    needs = needs_of(load_configuration(values).draft)
-    configuration = load_configuration(values, {"target.evidence.taps": needs.taps})
-    states = torch.cat([shown.states[tap] for tap in resolve_taps(needs.taps, LAYERS)], dim=1).bfloat16()
-
-    def seen(first: int, end: int) -> Evidence:
-        data = states[first:end].contiguous().view(torch.uint8).numpy().tobytes()
-        return Evidence(end + 1, hidden=HiddenStates(first, states.shape[1], data))
-
-    drafter = create(configuration.draft, configuration.target)
+    settings = {"path": str(draft), "candidates": candidates}
+    drafter, taps = drafter_of(shown.directory, LAYERS, "eagle", settings, max_depth=8, max_nodes=32)
+    states = torch.cat([shown.states[tap] for tap in taps], dim=1)
     assert isinstance(drafter, ParallelTreeDrafter)
     ids = [SequenceId(str(index)) for index in range(len(samplings))]
     first = [
-        DraftRow(one, 10, tuple(TOKENS[:10]), DraftBudget(0, 0), SequenceStart(4, sampling), (seen(0, 9),))
+        DraftRow(
+            one, 10, tuple(TOKENS[:10]), DraftBudget(0, 0), SequenceStart(4, sampling), (shown_states(states[:9]),)
+        )
         for one, sampling in zip(ids, samplings, strict=True)
     ]
     assert all(len(one.tree) == 0 for one in drafter.propose(first))
-    more = [DraftRow(one, KNOWN + 1, tuple(TOKENS[10 : KNOWN + 1]), budget, None, (seen(9, KNOWN),)) for one in ids]
+    more = [
+        DraftRow(one, KNOWN + 1, tuple(TOKENS[10 : KNOWN + 1]), budget, None, (shown_states(states[9:KNOWN], 9),))
+        for one in ids
+    ]
     return tuple(drafter.propose(more))
 
 

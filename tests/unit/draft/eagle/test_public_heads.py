@@ -15,22 +15,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
+from cluster.core.drafting import DraftBudget, DraftRow
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import public_drafts
 from tests.support.models.draft_references import Body, Eagle1, Eagle3
+from tests.support.models.drafting_evidence import drafter_of, shown_states
 from tests.support.models.public_drafts import DRAFTED, HIDDEN, LLAMA, Tensors
 from tests.support.models.shown_target import Shown
 from tests.unit.draft.eagle.conftest import KNOWN, LAYERS, STEPS, TOKENS
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
-from workers.draft.registry import create, needs_of
 from workers.model.drafting.files import load_drafter
-from workers.model.drafting.fusion import load_fusion
 from workers.model.drafting.public import PublicModule
-from workers.serve.configuration import load_configuration
 from workers.verify.evidence import resolve_taps
 
 CPU = torch.device("cpu")
@@ -211,26 +209,12 @@ def greedy_drafts(draft: Path, shown: Shown, count: int, *, is_fused: bool = Fal
 
     With `is_fused`, the evidence has the features that a target makes of its taps.
     """
-    method: dict[str, Any] = {"path": str(draft), "weights": "float32", "candidates": 1, "width": 1}
-    values = {
-        "target": {"path": str(shown.directory), "device": "cpu"},
-        "draft": {"method": "eagle", "controller": "off", "eagle": method},
-    }
-    needs = needs_of(load_configuration(values).draft)
-    implied: dict[str, Any] = {"target.evidence.taps": needs.taps}
-    states = torch.stack([shown.states[tap] for tap in resolve_taps(needs.taps, LAYERS)], dim=1).bfloat16()
-    if is_fused:
-        implied["target.evidence.fusion"] = needs.fusion
-        states = load_fusion(Path(needs.fusion), needs.taps, CPU)(states).bfloat16()
-    configuration = load_configuration(values, implied)
-    states = states.flatten(1)
-    hidden = HiddenStates(0, states.shape[1], states.contiguous().view(torch.uint8).numpy().tobytes())
-    start = SequenceStart(4, SamplingParameters(temperature=0.0))
-    budget = DraftBudget(count, count)
-    row = DraftRow(
-        SequenceId("a"), KNOWN + 1, tuple(TOKENS[: KNOWN + 1]), budget, start, (Evidence(KNOWN + 1, hidden=hidden),)
-    )
-    (proposal,) = create(configuration.draft, configuration.target).propose([row])
+    settings = {"path": str(draft), "candidates": 1, "width": 1}
+    drafter, taps = drafter_of(shown.directory, LAYERS, "eagle", settings)
+    evidence = (shown_states(torch.cat([shown.states[tap] for tap in taps], dim=1)),)
+    start, budget = SequenceStart(4, SamplingParameters(temperature=0.0)), DraftBudget(count, count)
+    row = DraftRow(SequenceId("a"), KNOWN + 1, tuple(TOKENS[: KNOWN + 1]), budget, start, evidence)
+    (proposal,) = drafter.propose([row])
     assert proposal.fault is None and proposal.tree.is_chain
     return proposal.tree.tokens
 

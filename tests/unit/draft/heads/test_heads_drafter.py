@@ -17,6 +17,7 @@ from cluster.core.ports import DraftMethod
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
 from tests.support.models import drafting_modules
+from tests.support.models.drafting_evidence import shown_states
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.registry import METHODS, create, needs_of
 from workers.model.draft_card import read_card
@@ -47,8 +48,7 @@ def configured(target: Path, heads: Path, method: str = "heads", **settings: Any
 
 
 def evidence(first: int, tokens: int, seed: int = 0) -> tuple[Evidence, ...]:
-    values = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    return (Evidence(first + 1, hidden=HiddenStates(first, HIDDEN, values.view(torch.uint8).numpy().tobytes())),)
+    return (shown_states(torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)), first),)
 
 
 def opening(name: str = "a", sampling: SamplingParameters | None = None, tokens: Sequence[int] = PROMPT) -> DraftRow:

@@ -19,19 +19,17 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates, Proposal
+from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ModelLoadError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import mtp_targets, tiny
+from tests.support.models.drafting_evidence import drafter_of, shown_states
 from tests.support.models.mtp_targets import FAMILIES, LAYERS
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.mtp import MtpSettings
 from workers.draft.mtp.mtp_pass import MtpPass, load_mtp_pass
-from workers.draft.registry import create, needs_of
-from workers.serve.configuration import load_configuration
-from workers.verify.evidence import resolve_taps
 
 CPU = torch.device("cpu")
 KNOWN, STEPS = 19, 3
@@ -118,20 +116,14 @@ def proposals(
     **method: Any,
 ) -> Sequence[Proposal]:
     """What the method drafts after `KNOWN + 1` tokens from the target's evidence, all rows in one call."""
-    values = {
-        "target": {"path": str(directory), "device": "cpu"},
-        "draft": {"method": "mtp", "controller": "off", "mtp": {"weights": "float32", **method}},
-    }
-    needs = needs_of(load_configuration(values).draft)
-    configuration = load_configuration(values, {"target.evidence.taps": needs.taps})
-    assert resolve_taps(needs.taps, LAYERS) == (LAYERS,)
-    data = last.bfloat16().contiguous().view(torch.uint8).numpy().tobytes()
-    evidence = (Evidence(KNOWN + 1, hidden=HiddenStates(0, last.shape[1], data)),)
+    drafter, taps = drafter_of(directory, LAYERS, "mtp", method)
+    assert taps == (LAYERS,)
+    evidence = (shown_states(last),)
     rows = [
         DraftRow(SequenceId(str(index)), KNOWN + 1, tuple(TOKENS[: KNOWN + 1]), budget, SequenceStart(4, one), evidence)
         for index, one in enumerate(samplings)
     ]
-    return create(configuration.draft, configuration.target).propose(rows)
+    return drafter.propose(rows)
 
 
 def test_a_chain_is_the_greedy_one_of_the_layer(shown: Shown) -> None:
