@@ -8,14 +8,15 @@ from dataclasses import replace
 from cluster.core.answer_format import AnswerFormat, CallFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.fair_queue import flow_of
-from cluster.core.grammar import Grammar
+from cluster.core.grammar import Grammar, GrammarKind, lark_source
 from cluster.core.request import GenerationRequest
-from cluster.generation.grammar.after_reasoning import after_reasoning
 from cluster.generation.grammar.checker import GrammarChecker
-from cluster.generation.grammar.tool_calls import functions_of, tool_call_grammar
+from cluster.generation.grammar.tool_calls import Specials, functions_of, text_before, tool_call_grammar, written
 from cluster.generation.text.prompts import ChatPrompt
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.validate import ValidatedRequest
+
+_LINE_ENDS = r"/\n{0,2}/"
 
 
 class Constraints:
@@ -74,3 +75,26 @@ class Constraints:
             bound = "left out: this model has no tokenizer.json, so its tokens have no text that a grammar could match"
             raise InvalidRequest("grammar", grammar.kind.value, bound)
         return await self._checker.check(grammar, flow_of(valid.client, valid.request_id))
+
+
+def after_reasoning(grammar: Grammar, form: AnswerFormat, specials: Specials, *, is_call: bool) -> Grammar:
+    """Return the grammar of an answer that may think before it matches `grammar`, in the form of its model.
+
+    Where the prompt ends within reasoning, the answer begins with reasoning; else the model decides whether it thinks.
+    `is_call`: the grammar is that of calls of tools, in front of which the model does not open its content. Returns the
+    grammar itself where the model writes neither reasoning nor an opening of its content.
+    """
+    reasoning = form.reasoning
+    if reasoning is None or not (reasoning.reasons or reasoning.answer_opening):
+        return grammar
+    attribute, body = text_before(reasoning.closing, specials)
+    opening = "" if form.begins_in_reasoning else f"{_LINE_ENDS} {written(reasoning.written_opening, specials)}"
+    thought = f"{opening} thought {_LINE_ENDS} {written(reasoning.after_closing, specials)}"
+    before = f"({thought})" if form.begins_in_reasoning else f"({thought})?"
+    content = "" if is_call else written(reasoning.answer_opening, specials)
+    lines = (
+        f"start: {before} {content} answer",
+        f"thought{attribute}: {body}",
+        f"answer: %lark {{\n{lark_source(grammar)}\n}}",
+    )
+    return Grammar(GrammarKind.GRAMMAR, "\n".join(lines))

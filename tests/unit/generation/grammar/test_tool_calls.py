@@ -13,7 +13,7 @@ from cluster.core.answer_format import AnswerFormat, CallFormat, ReasoningFormat
 from cluster.core.answer_format_rows import CALL_FORMATS, REASONING_FORMATS, call_format
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind
-from cluster.generation.grammar.after_reasoning import after_reasoning
+from cluster.generation.grammar.constraints import after_reasoning
 from cluster.generation.grammar.tool_calls import ANY_TOOL, tool_call_grammar
 from cluster.generation.text.tokenizer import Parsers
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser
