@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy import cli
 from deploy.bench.evaluation.evaluate import run
 from deploy.bench.evaluation.options import EvaluationOptions
 from deploy.bench.measuring.competitors import BenchSettings
 from deploy.local.local_cluster import LocalCluster
-from tests.support.models import tiny, tiny_tokenizer
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH, save_translator
+from tests.unit.deploy.bench.conftest import SETTINGS, command
 from tests.unit.deploy.bench.evaluation.support import write_jsonl
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
 TRANSLATION = ({"fr": "the fish the fish", "en": "hello world"}, {"fr": "swim", "en": "swim"})
 CORRECTION = ({"source": "the fish swim", "references": ["the fish swims"]},)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tasks") / "target"
-    tiny_tokenizer.byte_level(tiny.save(directory, tiny.llama(vocab_size=320, head_dim=8)))
-    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    (directory / "chat_template.jinja").write_text(template)
-    return directory
-
-
-def command(monkeypatch: pytest.MonkeyPatch, target: Path, *arguments: str) -> int:
-    settings = [part for setting in (f"target.path={target}", *SETTINGS) for part in ("--set", setting)]
-    monkeypatch.setattr(sys, "argv", ["pilotfish", "bench", *arguments, *settings])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
 
 
 def test_methods_beams_and_peers_run_tasks_with_references(

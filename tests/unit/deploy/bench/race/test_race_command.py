@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.core.config.sections import Configuration
-from deploy import cli
 from deploy.bench.measuring.competitors import BenchSettings
 from deploy.bench.measuring.runner import has_room_for_two
 from deploy.bench.race.options import RaceOptions
 from deploy.bench.race.race import run
 from deploy.local.local_cluster import LocalCluster
-from tests.support.models import tiny, tiny_tokenizer
+from tests.unit.deploy.bench.conftest import SETTINGS, command
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
 TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("race") / "target"
-    tiny_tokenizer.byte_level(tiny.save(directory, tiny.llama(vocab_size=320, head_dim=8)))
-    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    (directory / "chat_template.jinja").write_text(template)
-    return directory
 
 
 @pytest.fixture
@@ -40,14 +28,6 @@ def prompts(tmp_path: Path) -> Path:
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def command(monkeypatch: pytest.MonkeyPatch, target: Path, *arguments: str) -> int:
-    settings = [part for setting in (f"target.path={target}", *SETTINGS) for part in ("--set", setting)]
-    monkeypatch.setattr(sys, "argv", ["pilotfish", "bench", "race", *arguments, *settings])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
 
 
 def read(out: Path) -> dict[str, Any]:
@@ -61,7 +41,7 @@ def test_methods_and_peers_run_on_the_same_prompts(
     out = tmp_path / "out"
     arguments = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", str(TOKENS), "--prompts-per-task", "2"]
     arguments += ["--batches", "1,2", "--temperatures", "0,1", "--methods", "ngram", "--repeats", "2"]
-    assert command(monkeypatch, target, *arguments) == 0
+    assert command(monkeypatch, target, "race", *arguments) == 0
     found = read(out)
     names = ["ngram", "transformers: generate", "transformers: prompt lookup"]
     assert [entry["name"] for entry in found["entries"]][:3] == names
@@ -84,7 +64,7 @@ def test_a_method_that_fails_does_not_end_the_race(
     broken = "broken=draft.method=model,draft.model.path=/nowhere"
     arguments = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--batches", "1", "--no-peers"]
     arguments += ["--methods", "ngram", "--configuration", broken, "--prompts-per-task", "1"]
-    assert command(monkeypatch, target, *arguments) == 0
+    assert command(monkeypatch, target, "race", *arguments) == 0
     found = read(out)
     assert [entry["name"] for entry in found["entries"]] == ["ngram"]
     assert [skipped["name"] for skipped in found["skipped"]] == ["broken"]
@@ -96,7 +76,7 @@ def test_without_room_for_a_second_cluster_plain_runs_in_the_same_one(
     monkeypatch.setattr("deploy.bench.measuring.runner.has_room_for_two", lambda *_: False)
     out = tmp_path / "out"
     arguments = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--batches", "1"]
-    assert command(monkeypatch, target, *arguments, "--methods", "ngram") == 0
+    assert command(monkeypatch, target, "race", *arguments, "--methods", "ngram") == 0
     found = read(out)
     assert found["entries"][0]["is_plain_own"] and found["cells"][0]["exactness"]["equal"] == 3
     assert all(answer["drafted"] == 0 for once in found["cells"][0]["plain"] for answer in once["answers"])

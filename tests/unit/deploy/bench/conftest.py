@@ -1,0 +1,31 @@
+"""A tiny target with a chat template, and `pilotfish bench` for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from tests.support.models import tiny, tiny_tokenizer
+
+SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
+
+
+@pytest.fixture(scope="package")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bench") / "target"
+    tiny_tokenizer.byte_level(tiny.save(directory, tiny.llama(vocab_size=320, head_dim=8)))
+    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def command(monkeypatch: pytest.MonkeyPatch, target: Path, *words: str) -> int:
+    """Run `pilotfish bench` with these words. Returns its exit code."""
+    settings = [part for setting in (f"target.path={target}", *SETTINGS) for part in ("--set", setting)]
+    monkeypatch.setattr(sys, "argv", ["pilotfish", "bench", *words, *settings])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
