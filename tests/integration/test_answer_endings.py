@@ -24,10 +24,10 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -104,15 +104,9 @@ def alone(directory: Path) -> Alone:
 @pytest.fixture
 async def client(directory: Path) -> AsyncIterator[GenerationClient]:
     model = {"path": str(directory), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 4 << 20}}
-    configuration = load_configuration(
-        {
-            "target": {"served_name": "tiny", **model, "kv": {"pool_bytes": 4 << 20, "block_size": 4}},
-            "draft": {"method": "model", "controller": "off", "timeout_seconds": 10.0, "model": model}
-            | {"max_nodes": 6, "max_depth": 6},
-            "scheduler": {"max_sequences": 8, "max_step_tokens": 128},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
+    draft = {"method": "model", "controller": "off", "timeout_seconds": 10.0, "max_nodes": 6, "max_depth": 6}
+    scheduler = {"max_sequences": 8, "max_step_tokens": 128}
+    configuration = tiny_cluster(directory, draft | {"model": model}, kv={"block_size": 4}, scheduler=scheduler)
     async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address))
         yield client

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, SamplingCase, restartable_cluster
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.deadline import deadline
 from tests.support.models import context_free, drafting_modules, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
 from workers.model.draft_shapes import HeadsShape
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -65,20 +65,8 @@ def expected(target: Path) -> list[tuple[int, ...]]:
 
 def configure(target: Path, heads: Path, method: str, **drafting: Any) -> Configuration:
     drafting = {"max_nodes": 6, "max_depth": 3, "timeout_seconds": 5.0, "controller": "off"} | drafting
-    return load_configuration(
-        {
-            "target": {
-                "path": str(target),
-                "served_name": "tiny",
-                "device": "cpu",
-                "compile": "off",
-                "kv": {"pool_bytes": 8 << 20},
-            },
-            "draft": drafting | {"method": method, method: {"path": str(heads)}},
-            "scheduler": {"max_sequences": 8, "max_step_tokens": 64},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
+    own = {"method": method, method: {"path": str(heads)}}
+    return tiny_cluster(target, drafting | own, scheduler={"max_sequences": 8, "max_step_tokens": 64})
 
 
 @pytest.mark.parametrize("placement", ["target", "drafter"])

@@ -12,9 +12,9 @@ import pytest
 from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.deadline import deadline
 from tests.support.models import drafting_modules, tiny, tiny_tokenizer
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -52,20 +52,8 @@ def modules(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configure(target: Path, modules: Path, method: str, place: str = "drafter") -> Configuration:
     section = {} if method == "none" else {method: {"path": str(modules / method)}}
     drafting: dict[str, Any] = {"method": method, "placement": place, "controller": "off", "max_nodes": 6}
-    return load_configuration(
-        {
-            "target": {
-                "path": str(target),
-                "served_name": "tiny",
-                "device": "cpu",
-                "compile": "off",
-                "kv": {"pool_bytes": 8 << 20, "block_size": 4},
-            },
-            "draft": drafting | {"timeout_seconds": 5.0} | section,
-            "scheduler": {"max_sequences": 8, "max_step_tokens": 64},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
+    drafting |= {"timeout_seconds": 5.0} | section
+    return tiny_cluster(target, drafting, kv={"block_size": 4}, scheduler={"max_sequences": 8, "max_step_tokens": 64})
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.models import tiny, tiny_tokenizer
-from workers.serve.configuration import load_configuration
 
 SECONDS = 60.0
 
@@ -27,12 +27,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def statements(directory: Path, target: dict[str, Any]) -> dict[str, bool]:
     """Whether the cluster reports that it is lossless, by the place of the report."""
-    kv = {"pool_bytes": 1 << 20} | target.pop("kv", {})
-    values = {
-        "target": {"path": str(directory), "served_name": "tiny", "device": "cpu", "compile": "off", "kv": kv} | target,
-        "server": {"http_port": 0, "grpc_port": 0},
-    }
-    async with asyncio.timeout(SECONDS), LocalCluster(load_configuration(values), http=True) as cluster:
+    configuration = tiny_cluster(directory, {}, kv=target.pop("kv", {}), target=target)
+    async with asyncio.timeout(SECONDS), LocalCluster(configuration, http=True) as cluster:
         async with httpx.AsyncClient(base_url=cluster.http_url, timeout=SECONDS) as http:
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
             answer = (await http.post("/v1/completions", json=body)).json()

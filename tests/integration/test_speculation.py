@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -63,20 +63,7 @@ def configure(target: Path, draft: Path, **drafting: Any) -> Configuration:
     model: dict[str, Any] = {"path": str(draft), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 4 << 20}}
     if "mode" in drafting:
         model["mode"] = drafting.pop("mode")
-    return load_configuration(
-        {
-            "target": {
-                "path": str(target),
-                "served_name": "tiny",
-                "device": "cpu",
-                "compile": "off",
-                "kv": {"pool_bytes": 8 << 20},
-            },
-            "draft": drafting | {"model": model},
-            "scheduler": {"max_sequences": 8, "max_step_tokens": 64},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
+    return tiny_cluster(target, drafting | {"model": model}, scheduler={"max_sequences": 8, "max_step_tokens": 64})
 
 
 @pytest.fixture(scope="module")

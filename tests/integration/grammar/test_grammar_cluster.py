@@ -25,9 +25,9 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -70,14 +70,8 @@ def configuration(directory: Path, draft: dict[str, Any], **target: Any) -> Conf
         draft["model"] = {**draft["model"], "path": str(directory)}
     if draft.get("method") == "none":
         draft = {"method": "none"}
-    model = {"path": str(directory), "served_name": "tiny", "device": "cpu", "compile": "off"}
-    values = {
-        "target": {**model, "kv": {"pool_bytes": 1 << 20, "block_size": 4}, **target},
-        "draft": draft,
-        "scheduler": {"max_step_tokens": 64},
-        "server": {"http_port": 0, "grpc_port": 0},
-    }
-    return load_configuration(values)
+    kv = {"pool_bytes": 1 << 20, "block_size": 4}
+    return tiny_cluster(directory, draft, target=target, kv=kv, scheduler={"max_step_tokens": 64})
 
 
 async def answer(

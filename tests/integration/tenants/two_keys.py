@@ -24,8 +24,8 @@ from cluster.wire.peer_access import PublicAccess
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import generation_pb2
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase
-from workers.serve.configuration import load_configuration
 
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"
 KEYS = parse_keys(f"alice {ALICE} admin learn requests_per_minute=9999\nbob {BOB}", "keys")
@@ -35,19 +35,13 @@ SETTLING_SECONDS = 0.3
 
 def configuration(directories: Directories, method: str, sharing: str = "off", **kv: Any) -> Configuration:
     """Settings of a small cluster that drafts with one method. `kv` are settings of the target's memory."""
-    target: dict[str, Any] = {"path": str(directories.target), "device": "cpu", "compile": "off", "served_name": "tiny"}
     draft: dict[str, Any] = {"method": method}
     if method != "none":
         settings = CASES.get(method, MethodCase()).settings(directories)
         draft |= {"controller": "off", "max_nodes": 6, "max_depth": 4, "timeout_seconds": 60.0, method: dict(settings)}
-    return load_configuration(
-        {
-            "target": target | {"kv": {"pool_bytes": 1 << 20, **kv}},
-            "draft": draft,
-            "scheduler": {"max_sequences": 4, "max_step_tokens": 256},
-            "server": {"http_port": 0, "grpc_port": 0, "sharing_between_keys": sharing},
-        }
-    )
+    scheduler, server = {"max_sequences": 4, "max_step_tokens": 256}, {"sharing_between_keys": sharing}
+    memory = {"pool_bytes": 1 << 20, **kv}
+    return tiny_cluster(directories.target, draft, kv=memory, scheduler=scheduler, server=server)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from pilotfish_client import (
 )
 from tests.support.certificates import NAME, make_certificate
 from tests.support.clusters.faulty_link import FaultRates, FaultyLink
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.fakes.fake_engine import fake_service
 from tests.support.models import tiny, tiny_tokenizer
-from workers.serve.configuration import load_configuration
 
 KEY = "alice-key-0123456789"
 CASES = (
@@ -54,13 +54,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def cluster(target: Path) -> AsyncIterator[LocalCluster]:
-    configuration = load_configuration(
-        {
-            "target": {"path": str(target), "device": "cpu", "compile": "off", "kv": {"pool_bytes": 8 << 20}},
-            "draft": {"method": "ngram", "controller": "off"},
-            "server": {"grpc_port": 0},
-        }
-    )
+    configuration = tiny_cluster(target, {"method": "ngram", "controller": "off"})
     async with LocalCluster(configuration, api_keys=parse_keys(f"alice {KEY}", "keys")) as found:
         yield found
 

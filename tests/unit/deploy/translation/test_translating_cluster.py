@@ -20,9 +20,9 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.models import tiny
 from tests.support.translation.tiny_marian import FRENCH, save_translator
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -36,19 +36,11 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def configure(directory: Path, method: str) -> Configuration:
-    target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "served_name": "tiny"}
     draft: dict[str, Any] = {"method": method, "controller": "off", "max_nodes": 6, "max_depth": 4}
     if method == "model":  # its own weights: every draft is right
         draft |= {"timeout_seconds": 60.0, "model": {"path": str(directory), "device": "cpu"}}
         draft["model"]["kv"] = {"pool_bytes": 4 << 20}
-    return load_configuration(
-        {
-            "target": target | {"kv": {"pool_bytes": 8 << 20}},
-            "draft": draft,
-            "scheduler": {"max_sequences": 16, "max_step_tokens": 64},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
+    return tiny_cluster(directory, draft, scheduler={"max_sequences": 16, "max_step_tokens": 64})
 
 
 @pytest.fixture(scope="module")

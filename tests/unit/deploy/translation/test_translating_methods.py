@@ -10,12 +10,12 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.models import context_free, drafting_modules, tiny
 from tests.support.translation.answering import MOST, Translated, translate_all
 from tests.support.translation.tiny_marian import FRENCH, marian_tokenizer
 from workers.draft.registry import create
 from workers.model.draft_shapes import HeadsShape
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +37,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def configure(directory: Path, method: str, settings: dict[str, Any], **drafting: Any) -> Configuration:
-    target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "served_name": "tiny"}
     drafting = {"method": method, "controller": "off", "max_nodes": 10, "max_depth": 5, method: settings} | drafting
-    return load_configuration(
-        {
-            "target": target | {"kv": {"pool_bytes": 8 << 20}},
-            "draft": drafting | {"timeout_seconds": 30.0},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
+    return tiny_cluster(directory, drafting | {"timeout_seconds": 30.0})
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +61,7 @@ async def test_drafts_change_no_token(directory: Path, plain: Translated, method
 def test_a_module_for_decoder_only_targets_is_refused_with_the_name_of_its_setting(
     directory: Path, tmp_path: Path, method: str
 ) -> None:
-    configuration = load_configuration(
-        {"target": {"path": str(directory)}, "draft": {"method": method, method: {"path": str(tmp_path)}}}
-    )
+    configuration = tiny_cluster(directory, {"method": method, method: {"path": str(tmp_path)}})
     with pytest.raises(ConfigurationError, match=f"draft.method: {method} is refused for the encoder-decoder target"):
         create(configuration.draft, configuration.target)
 

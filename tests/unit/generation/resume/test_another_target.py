@@ -14,24 +14,16 @@ from cluster.ingress.router.progress import StreamProgress
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.restartable_drafters import restartable_cluster
 from tests.support.clusters.routed_requests import TIMEOUT_SECONDS, answers_of, collect, request_of
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.models import tiny, tiny_tokenizer
-from workers.serve.configuration import load_configuration
 
 KINDS = ("greedy", "sampled", "penalties", "logprobs", "stop", "several")
 VOCABULARY = 320
 
 
 def configure(directory: Path, method: str) -> Configuration:
-    target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "served_name": "tiny"}
     draft = {"method": method, "controller": "off", "max_nodes": 6, "max_depth": 4}
-    return load_configuration(
-        {
-            "target": target | {"kv": {"pool_bytes": 8 << 20}},
-            "draft": draft,
-            "scheduler": {"max_sequences": 8, "max_step_tokens": 64},
-            "server": {"grpc_port": 0},
-        }
-    )
+    return tiny_cluster(directory, draft, scheduler={"max_sequences": 8, "max_step_tokens": 64})
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from deploy.local.local_cluster import LocalCluster
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.fakes.http_app import chunks
 from tests.support.models import tiny, tiny_tokenizer
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,12 +30,8 @@ BODY: dict[str, Any] = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     target: Path = tiny.save(tmp_path_factory.mktemp("origins"), tiny.llama(vocab_size=320))
-    values = {
-        "target": {"path": str(tiny_tokenizer.byte_level(target)), "device": "cpu", "kv": {"pool_bytes": 1 << 20}},
-        "draft": {"method": "suffix", "controller": "off"},
-        "server": {"http_port": 0, "grpc_port": 0},
-    }
-    async with LocalCluster(load_configuration(values), http=True) as cluster:
+    configuration = tiny_cluster(tiny_tokenizer.byte_level(target), {"method": "suffix", "controller": "off"})
+    async with LocalCluster(configuration, http=True) as cluster:
         yield cluster
 
 

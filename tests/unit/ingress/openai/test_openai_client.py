@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deploy.local.local_cluster import LocalCluster
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.models import tiny, tiny_tokenizer
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,14 +31,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(directory: Path) -> AsyncIterator[openai.AsyncOpenAI]:
-    values = {
-        "target": {"path": str(directory), "served_name": "tiny", "device": "cpu", "kv": {"pool_bytes": 1 << 20}},
-        "draft": {"methods": ["prediction", "ngram"], "controller": "off"},
-        "scheduler": {"max_step_tokens": 16},
-        "server": {"http_port": 0, "grpc_port": 0},
-    }
+    draft = {"methods": ["prediction", "ngram"], "controller": "off"}
+    configuration = tiny_cluster(directory, draft, scheduler={"max_step_tokens": 16})
     async with (
-        LocalCluster(load_configuration(values), http=True) as cluster,
+        LocalCluster(configuration, http=True) as cluster,
         openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", timeout=SECONDS, max_retries=0) as client,
     ):
         yield client

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 
 from deploy.local.local_cluster import LocalCluster
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.fakes.http_app import chunks
 from tests.support.models import tiny, tiny_tokenizer
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,13 +31,9 @@ BODY: dict[str, Any] = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
     target: Path = tiny.save(tmp_path_factory.mktemp("receipts"), tiny.llama(vocab_size=320))
-    values = {
-        "target": {"path": str(tiny_tokenizer.byte_level(target)), "device": "cpu", "kv": {"pool_bytes": 1 << 20}},
-        "draft": {"method": "ngram", "controller": "off"},
-        "server": {"http_port": 0, "grpc_port": 0},
-    }
+    configuration = tiny_cluster(tiny_tokenizer.byte_level(target), {"method": "ngram", "controller": "off"})
     async with (
-        LocalCluster(load_configuration(values), http=True) as cluster,
+        LocalCluster(configuration, http=True) as cluster,
         httpx.AsyncClient(base_url=cluster.http_url, timeout=120) as client,
     ):
         yield client
