@@ -314,7 +314,7 @@ class TestFiles:
         write(tmp_path, LLAMA, {"odd": torch.zeros(1)})
 
         with pytest.raises(
-            ModelLoadError, match="its format is unknown; known ones are dflash, dspark, eagle, eagle3, medusa"
+            ModelLoadError, match="its format is unknown; known ones are dflash, dspark, eagle, eagle3, hydra, medusa"
         ):
             read_draft(tmp_path)
 
