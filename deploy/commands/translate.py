@@ -17,9 +17,8 @@ from deploy.network.https_client import CacertOption, UrlOption
 from deploy.progress import ProgressReporter
 from deploy.settings import load_settings
 from deploy.terminal import notices, notify, write_text
-from deploy.translation.ordered import in_order
 from deploy.translation.sources import read_sources
-from deploy.translation.translator import RefusedText, TranslateOptions, Translation, Translator
+from deploy.translation.translator import RefusedText, TranslateOptions, Translation, Translator, in_order
 
 
 def translate(

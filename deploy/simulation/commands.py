@@ -86,7 +86,7 @@ def step(
 ) -> None:
     """Predict the time of a target's steps on an H100, from their kernels, bytes and operations; no GPU is needed."""
     from deploy.simulation.device.models import MODELS, RankModel, kv_heads
-    from deploy.simulation.device.report import prediction_table
+    from deploy.simulation.device.prediction import prediction_table
 
     if model not in MODELS:
         raise ConfigurationError(f"--model {model}: unknown; it must be one of {', '.join(MODELS)}")

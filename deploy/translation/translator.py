@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -16,6 +17,10 @@ from deploy.network.https_client import check_reachable, json_of, refusal_hint, 
 _TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
 """Status codes of a server that may answer later."""
 _RETRY_SECONDS = 0.5
+_WAITING_PER_SLOT = 4
+"""Results that may wait for an earlier one, per item that is worked on at once."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +135,30 @@ def _refusal(response: httpx.Response, reason: str) -> RefusedText | WorkerUnava
         return RefusedText(str(response.json()["error"]["message"]))
     except (ValueError, LookupError, TypeError):
         return WorkerUnavailable(reason)
+
+
+async def in_order(
+    items: Sequence[Item], work: Callable[[Item], Awaitable[Result]], in_flight: int
+) -> AsyncGenerator[Result, None]:
+    """Yield `work(item)` for every item, in order. At most `in_flight` items are worked on at once.
+
+    The first exception, in the order of the items, ends everything that still runs.
+    """
+    slots = asyncio.Semaphore(in_flight)
+    tasks: deque[asyncio.Task[Result]] = deque()
+
+    async def one(item: Item) -> Result:
+        async with slots:
+            return await work(item)
+
+    try:
+        for item in items:
+            tasks.append(asyncio.create_task(one(item)))
+            if len(tasks) > _WAITING_PER_SLOT * in_flight:
+                yield await tasks.popleft()
+        while tasks:
+            yield await tasks.popleft()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,9 +14,8 @@ import pytest
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
 from deploy import cli
-from deploy.translation.ordered import in_order
 from deploy.translation.sources import read_sources
-from deploy.translation.translator import RefusedText, TranslateOptions, Translator
+from deploy.translation.translator import RefusedText, TranslateOptions, Translator, in_order
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import HttpApi
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH
