@@ -3,13 +3,15 @@
 The modules of `transformers` (gated delta rule, Mamba, short convolution) read and write their state through a cache.
 Here each module is called with one token of one row at a time and with a cache that holds that row's state, so every
 token is computed by the same recurrent code, whether it is part of a prompt, alone, or a node of a draft tree, and no
-row's bits depend on its neighbours. A node continues from the state of its parent.
+row's bits depend on its neighbours. A node continues from the state of its parent. The linear layers before and after
+the state are computed for all tokens at once: they read their weights once a step.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from math import expm1, inf, log
@@ -20,6 +22,8 @@ from torch import nn
 
 from cluster.core.tree import ROOT, TokenTree
 from workers.forward.attention import UnsupportedModel
+from workers.forward.linear import FastLinear, MergedLinear
+from workers.forward.weights.modules import StoredLinear
 from workers.kv.states import LayerState, SequenceStates, StatePart, StateShape, StateStore
 
 CACHE_NAMES = ("cache_params", "past_key_values")
@@ -91,6 +95,16 @@ class _Keys:
     recurrent: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Projections:
+    """Linear layers of a module that do not wait for its state, so that all tokens of a step are computed at once."""
+
+    inputs: tuple[tuple[str, float], ...] = ()
+    """Names of those that read the module's inputs, each with the factor of these."""
+    output: str | None = None
+    """The one whose product is the module's output."""
+
+
 class RecurrentLayers:
     """Shared by the recurrent modules of a model. The runner sets `rows` and `store` for each forward pass."""
 
@@ -102,40 +116,59 @@ class RecurrentLayers:
         self.shapes: dict[int, StateShape] = {}
         """The state of each layer, measured while `is_probed` is set."""
         self._keys: dict[int, _Keys] = {}
+        self._projections: dict[int, _Projections] = {}
 
-    def run(self, layer: int, name: str, own: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
+    def run(self, part: _Recurrent, hidden: torch.Tensor) -> torch.Tensor:
         """Compute all rows' tokens, `[1, tokens, hidden]` → `[1, tokens, hidden]`, and keep the states after them."""
         if self.rows is None or self.store is None:
             raise RuntimeError("a model with recurrent layers was called outside its runner")
+        layer = part.layer
         outputs: list[torch.Tensor] = []
         first = 0
 
         def advance(index: int, state: LayerState) -> None:
-            cache = self._cache(layer, state)
-            outputs.append(own(hidden[:, index : index + 1], **{name: cache}))
+            products.index = index
+            outputs.append(part.own(hidden[:, index : index + 1], **{part.cache: self._cache(layer, state)}))
 
-        for row in self.rows:
-            state = _copied(self.store.last(row.states, layer))
-            for index in range(first, first + row.fresh):
-                advance(index, state)
-            row.states.fresh[0][layer] = state
-            first += row.fresh
-            for node, parent in enumerate(row.tree.parents):
-                state = _copied(row.states.fresh[parent - ROOT][layer])
-                advance(first + node, state)
-                row.states.fresh[node + 1][layer] = state
-            first += len(row.tree)
-        return torch.cat(outputs, dim=1)
+        with _computed_at_once(part.module, self._projections[layer], hidden) as products:
+            for row in self.rows:
+                state = _copied(self.store.last(row.states, layer))
+                for index in range(first, first + row.fresh):
+                    advance(index, state)
+                row.states.fresh[0][layer] = state
+                first += row.fresh
+                for node, parent in enumerate(row.tree.parents):
+                    state = _copied(row.states.fresh[parent - ROOT][layer])
+                    advance(first + node, state)
+                    row.states.fresh[node + 1][layer] = state
+                first += len(row.tree)
+        together = torch.cat(outputs, dim=1)
+        name = self._projections[layer].output
+        return together if name is None else getattr(part.module, name)(together)
 
-    def measure(self, layer: int, name: str, own: Callable[..., Any], hidden: torch.Tensor) -> None:
+    def measure(self, part: _Recurrent, hidden: torch.Tensor) -> None:
         """Record the shape of the layer's state, from one token. Raises `UnsupportedModel` if it keeps none there."""
         cache = _RowCache({}, {})
-        own(hidden[:, :1], **{name: cache})
+        token = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)[None, None]
+        calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        hooks = [
+            child.register_forward_hook(lambda _, given, made, name=name: calls.append((name, given[0], made)))
+            for name, child in part.module.named_children()
+            if isinstance(child, nn.Linear | FastLinear | MergedLinear | StoredLinear)
+        ]
+        try:
+            result = part.own(token, **{part.cache: cache})
+        finally:
+            for hook in hooks:
+                hook.remove()
         tensors = (*cache.convolution.values(), *cache.recurrent.values())
         if not tensors:
-            raise UnsupportedModel(f"layer {layer} keeps its state where only its own code knows")
-        self._keys[layer] = _Keys(tuple(cache.convolution), tuple(cache.recurrent))
-        self.shapes[layer] = StateShape(layer, tuple(StatePart(tuple(one.shape), one.dtype) for one in tensors))
+            raise UnsupportedModel(f"layer {part.layer} keeps its state where only its own code knows")
+        self._keys[part.layer] = _Keys(tuple(cache.convolution), tuple(cache.recurrent))
+        self._projections[part.layer] = _find_projections(part.module, token, calls, result)
+        self.shapes[part.layer] = StateShape(
+            part.layer, tuple(StatePart(tuple(one.shape), one.dtype) for one in tensors)
+        )
 
     def _cache(self, layer: int, state: LayerState) -> _RowCache:
         keys = self._keys[layer]
@@ -144,6 +177,67 @@ class RecurrentLayers:
             dict(zip(keys.convolution, state[:count], strict=True)),
             dict(zip(keys.recurrent, state[count:], strict=True)),
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recurrent:
+    """A recurrent module."""
+
+    module: nn.Module
+    layer: int
+    cache: str
+    """The name of the argument with its state."""
+    own: Callable[..., Any]
+    """Its own forward pass."""
+
+
+def _find_projections(
+    module: nn.Module, token: torch.Tensor, calls: Sequence[tuple[str, torch.Tensor, torch.Tensor]], result: Any
+) -> _Projections:
+    """Which linear layers read just the module's inputs, and which one makes its output. Each is called once."""
+    once = [call for call in calls if [name for name, _, _ in calls].count(call[0]) == 1]
+    factors = (1.0, float(getattr(module, "ssm_in_multiplier", 1.0)))  # Falcon-H1 scales the inputs
+    inputs = [
+        (name, factor)
+        for name, given, _ in once
+        if (factor := next((one for one in factors if torch.equal(given, token * one)), None)) is not None
+    ]
+    known = {name for name, _ in inputs}
+    output = next((name for name, _, made in once if made is result and name not in known), None)
+    return _Projections(tuple(inputs), output)
+
+
+class _Products:
+    """The products of a module's linear layers for all tokens, of which it gets those of one."""
+
+    index = 0
+
+
+@contextmanager
+def _computed_at_once(module: nn.Module, projections: _Projections, hidden: torch.Tensor) -> Iterator[_Products]:
+    """Inside, these layers return what was computed for all tokens: it does not depend on the states between them."""
+    products = _Products()
+    replaced: list[nn.Module] = []
+
+    def part_of(values: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda _: values[:, products.index : products.index + 1]
+
+    found = [
+        (child := getattr(module, name), child(hidden if factor == 1 else hidden * factor))
+        for name, factor in projections.inputs
+    ]
+    try:
+        for child, values in found:
+            replaced.append(child)
+            child.forward = part_of(values)
+        if projections.output is not None:
+            child = getattr(module, projections.output)
+            replaced.append(child)
+            child.forward = lambda values: values
+        yield products
+    finally:
+        for child in replaced:
+            vars(child).pop("forward", None)
 
 
 def _copied(state: LayerState) -> LayerState:
@@ -169,19 +263,19 @@ def bind_recurrent(module: nn.Module) -> RecurrentLayers | None:
     return layers
 
 
-def _wrap(part: nn.Module, layers: RecurrentLayers) -> None:
-    own, name, layer = part.forward, str(cache_name(part)), int(part.layer_idx)  # type: ignore[arg-type]
+def _wrap(module: nn.Module, layers: RecurrentLayers) -> None:
+    part = _Recurrent(module, int(module.layer_idx), str(cache_name(module)), module.forward)  # type: ignore[arg-type]
 
-    @wraps(own)
+    @wraps(part.own)
     def forward(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         if layers.rows is not None:
-            return layers.run(layer, name, own, hidden_states)
+            return layers.run(part, hidden_states)
         if layers.is_probed:
-            layers.measure(layer, name, own, hidden_states)
-        return own(hidden_states, *arguments, **named)
+            layers.measure(part, hidden_states)
+        return part.own(hidden_states, *arguments, **named)
 
-    part.recurrent_layers = layers  # type: ignore[assignment]
-    part.forward = forward
+    module.recurrent_layers = layers  # type: ignore[assignment]
+    module.forward = forward
 
 
 def _bound_time_steps(part: Any) -> None:

@@ -190,6 +190,11 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     measured = measure_layers(module, request.device, longest_context(text))
     if measured.states and share.ranks > 1:
         raise UnsupportedModel("the states of its recurrent layers are not divided among ranks")
+    if measured.states and section.compile == "on":
+        raise ConfigurationError(
+            f"compile: on is refused for model type {request.config.model_type!r}, whose recurrent layers are not "
+            "compiled; it must be auto or off"
+        )
     vocabulary_size = int(text.vocab_size)
     model = LoadedModel(
         module=module,

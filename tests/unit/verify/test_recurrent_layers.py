@@ -249,6 +249,8 @@ def test_settings_that_such_a_model_cannot_have_are_refused_by_name(short: Model
         build_engine(chosen.target, method=create(chosen.draft, chosen.target))
     with pytest.raises(ConfigurationError, match=r"target\.tensor_parallel: 2 is refused for model type 'lfm2'"):
         load_model(chosen.target, tensor_parallel=2)
+    with pytest.raises(ConfigurationError, match=r"compile: on is refused for model type 'lfm2'"):
+        load_model(chosen.target.model_copy(update={"compile": "on"}))
 
 
 def test_room_for_fewer_states_than_sequences_that_run_is_refused() -> None:
