@@ -41,7 +41,7 @@ class Connection:
         self.metadata = access.metadata()
         """The metadata that every call must have."""
         self._channel: grpc.aio.Channel | None = None
-        self._closing: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def channel(self) -> grpc.aio.Channel:
         """Return the channel; open it if necessary. Raises `unavailable` if the address cannot be resolved."""
@@ -60,6 +60,10 @@ class Connection:
                 )
         return self._channel
 
+    def is_open(self, channel: grpc.aio.Channel) -> bool:
+        """Whether the next call uses this channel: its server was not lost, and `close` was not called."""
+        return channel is self._channel
+
     def failed(self, error: grpc.aio.AioRpcError) -> PilotfishError:
         """Return the error to raise for a failed call. If the server was lost, the next call opens another channel.
 
@@ -71,8 +75,8 @@ class Connection:
             channel, self._channel = self._channel, None
             if channel is not None:
                 closing = asyncio.create_task(channel.close(_LONGEST_CALL_SECONDS), name="close channel")
-                self._closing[closing] = channel
-                closing.add_done_callback(self._closing.pop)
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
         _drop_frames(error)
         return from_rpc_error(error, self._unavailable)
 
@@ -83,12 +87,12 @@ class Connection:
         return answer
 
     async def close(self) -> None:
-        """Close all channels, and end the calls on them. The next call opens another."""
+        """Close the channel, and end the calls on it. The next call opens another.
+
+        Channels of lost servers are closed after their last calls, which end by themselves.
+        """
         channel, self._channel = self._channel, None
-        channels = [*self._closing.values(), *([] if channel is None else [channel])]
-        for closing in self._closing:
-            closing.cancel()
-        for channel in channels:
+        if channel is not None:
             await channel.close()
 
 

@@ -144,6 +144,8 @@ class _Stream:
         except PilotfishError as error:
             self._lose(error)
         finally:
+            if not self.is_lost:
+                self._lose(NotReady("the connection was closed"))
             self._stream.cancel()
             self._stream = None  # errors hold this object for a while, and the call would hold its connection
 

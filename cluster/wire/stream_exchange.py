@@ -41,7 +41,10 @@ class StreamExchange:
             raise
         if answer is grpc.aio.EOF:
             raise _failure(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
-        self._idle.append((channel, stream))
+        if self._connection.is_open(channel):
+            self._idle.append((channel, stream))
+        else:
+            stream.cancel()
         return answer
 
     def close(self) -> None:

@@ -114,6 +114,23 @@ async def test_a_channel_of_a_lost_server_is_closed_after_its_last_call(
 
 
 @pytest.mark.usefixtures("_no_collector")
+async def test_the_channel_of_a_lost_server_is_closed_after_its_last_call_when_its_client_was_closed_before(
+    scripted: ScriptedServer, target: GrpcTarget
+) -> None:
+    scripted.target.hold.clear()
+    running = asyncio.create_task(target.step(BATCH))
+    await scripted.target.requested.wait()
+    scripted.target.failure = TargetUnavailable("the worker has gone")
+    with pytest.raises(TargetUnavailable):
+        await target.open(OPENS)
+    await target.close()
+    scripted.target.failure = None
+    scripted.target.hold.set()
+    assert await running == RESULT
+    await _until_connections(scripted.port, 0)
+
+
+@pytest.mark.usefixtures("_no_collector")
 async def test_kept_errors_of_a_refused_stream_keep_no_connection(scripted: ScriptedServer) -> None:
     async def nowhere() -> str:
         raise ConnectionError("no process serves")

@@ -123,6 +123,19 @@ async def test_every_call_receives_its_own_responses_in_order() -> None:
     assert answers == [list(range(n)) for n in counts]
 
 
+async def test_a_stream_that_is_cancelled_ends_its_calls_and_the_next_one_opens_another() -> None:
+    async with served() as it:
+        waiting = asyncio.create_task(read_all(it.client, request("together", 1)))
+        while it.service.waiting < 1:  # noqa: ASYNC110 - the service has no event for it
+            await asyncio.sleep(0.01)
+        channel = await it.client._connection.channel()
+        it.client._connection._channel = None
+        await channel.close()
+        with pytest.raises(NotReady, match="closed"):
+            await waiting
+        assert await read_all(it.client, request("r", 2)) == [0, 1]
+
+
 async def test_events_of_several_calls_at_once_share_a_message() -> None:
     async with served() as it:
         calls = [asyncio.create_task(read_all(it.client, request("together", 1))) for _ in range(5)]
