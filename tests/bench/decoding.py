@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import statistics
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,16 @@ class Decoding:
             self._tokens[verdict.sequence_id].extend(verdict.tokens)
         return seconds
 
+    def median_step(self, prompts: Sequence[Sequence[int]], tokens: int, *, warm: int, timed: int) -> float:
+        """Median seconds of `timed` steps with `tokens` tokens of each prompt's sequence, after `warm` other ones."""
+        for index, prompt in enumerate(prompts):
+            self.add(f"s{index}", prompt)
+        for _ in range(warm):
+            self.step(tokens)
+        seconds = statistics.median(self.step(tokens) for _ in range(timed))
+        self.clear()
+        return seconds
+
     def verify(self, name: str, drafted: Sequence[int]) -> None:
         """Verify a chain of drafted tokens for one sequence, in a step of its own."""
         tokens = self._tokens[SequenceId(name)]
@@ -111,6 +122,11 @@ class Decoding:
             if verdict.fault is not None:
                 raise RuntimeError(f"{verdict.sequence_id}: {verdict.fault}")
         return result.verdicts, watch.seconds
+
+
+def alike(prompt: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Prompts that differ in their last token."""
+    return [(*prompt[:-1], prompt[-1] + index) for index in range(count)]
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import statistics
 import tempfile
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import AutoConfig
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
-from tests.bench.decoding import Decoding
+from tests.bench.decoding import Decoding, alike
 from tests.bench.options import Options
 from tests.bench.random_model import Shape
 from tests.bench.report import heading, ratios, spread, table, write
@@ -131,17 +130,10 @@ def _run_rank(
             distributed.barrier()
             torch.set_num_threads((os.cpu_count() or 1) if form in ALONE else threads)
             for batch in batches if form in engines else ():
-                times[form, batch].append(_median_step(Decoding(engines[form], 64), prompt, batch))
+                rows = Decoding(engines[form], 64)
+                seconds = rows.median_step(alike(prompt, batch), 1, warm=WARM_STEPS, timed=TIMED_STEPS)
+                times[form, batch].append(seconds)
     distributed.barrier()
     if rank == 0:
         answers.put(times)
     leave_group()
-
-
-def _median_step(decoding: Decoding, prompt: tuple[int, ...], batch: int) -> float:
-    """Median seconds of a step with `batch` rows of one token."""
-    for index in range(batch):
-        decoding.add(f"s{index}", (*prompt[:-1], prompt[-1] + index))
-    spent = [decoding.step() for _ in range(WARM_STEPS + TIMED_STEPS)][WARM_STEPS:]
-    decoding.clear()
-    return statistics.median(spent)

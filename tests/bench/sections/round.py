@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -115,13 +114,9 @@ async def _rounds(server: ServeCommand, options: Options, shape: Shape) -> tuple
 def _alone(engine: Decoding, options: Options, shape: Shape) -> float:
     """Median milliseconds of a step of the engine, with about as many stored tokens as in the cluster."""
     batch, drafted = shape
-    for index in range(batch):
-        engine.add(f"s{index}", options.long_prompt(PROMPT, index))
-    for _ in range(WARM_STEPS):
-        engine.step(1 + drafted)
-    seconds = statistics.median(engine.step(1 + drafted) for _ in range(2 if options.quick else TIMED_STEPS))
-    engine.clear()
-    return 1e3 * seconds
+    prompts = [options.long_prompt(PROMPT, index) for index in range(batch)]
+    steps = 2 if options.quick else TIMED_STEPS
+    return 1e3 * engine.median_step(prompts, 1 + drafted, warm=WARM_STEPS, timed=steps)
 
 
 def _name(shape: Shape) -> str:

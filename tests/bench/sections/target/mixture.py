@@ -18,7 +18,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.verification import StepSample
 from cluster.speculation.goodput import DraftForecast, size_trees
 from cluster.speculation.latency import LatencyModel
-from tests.bench.decoding import Decoding, decoding
+from tests.bench.decoding import decoding
 from tests.bench.options import Options
 from tests.bench.report import heading, ratios, spread, table, write
 
@@ -70,7 +70,8 @@ def _measured(options: Options, dtype: str, verified: tuple[int, ...]) -> Times:
             for _ in range(options.repeats):
                 for tokens in verified:
                     for name, engine in (("mixture", mixture), ("dense", dense)):
-                        times.setdefault((name, tokens), []).append(_median(engine, tokens, steps))
+                        seconds = engine.median_step([CONTEXT], tokens, warm=WARM_STEPS, timed=steps)
+                        times.setdefault((name, tokens), []).append(seconds)
     return times
 
 
@@ -79,16 +80,6 @@ def _section(options: Options, dtype: str, config: PreTrainedConfig, directory: 
     config.save_pretrained(directory)
     changes = {"path": str(directory), "load_format": "dummy", "dtype": dtype, "device": "cpu"}
     return options.configuration().target.model_copy(update=changes | {"compile": "off", "native": "off"})
-
-
-def _median(engine: Decoding, tokens: int, steps: int) -> float:
-    """Median seconds of a step that verifies `tokens` tokens of one sequence."""
-    engine.add("s", CONTEXT)
-    for _ in range(WARM_STEPS):
-        engine.step(tokens)
-    seconds = statistics.median(engine.step(tokens) for _ in range(steps))
-    engine.clear()
-    return seconds
 
 
 def _report(dtype: str, times: Times, verified: tuple[int, ...]) -> None:

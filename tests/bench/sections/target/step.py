@@ -6,7 +6,6 @@ The bandwidth is measured beside each variant in every repetition, so that both 
 from __future__ import annotations
 
 import os
-import statistics
 from contextlib import ExitStack
 
 import torch
@@ -15,7 +14,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import PilotfishError
 from deploy.bench.measuring.roofs import ReadBandwidth
-from tests.bench.decoding import Decoding, decoding
+from tests.bench.decoding import Decoding, alike, decoding
 from tests.bench.machine import weight_bytes
 from tests.bench.options import Options
 from tests.bench.report import Stopwatch, heading, ratios, spread, table, write
@@ -58,8 +57,10 @@ def run(options: Options) -> None:
         for repeat in range(options.repeats):
             for name, engine in engines.items():
                 bandwidths[name].append(bandwidth.measure())
-                for shape in SHAPES:
-                    times[name, shape].append(_median_step(engine, prompt, shape, 2 if options.quick else TIMED_STEPS))
+                for batch, queries in SHAPES:
+                    steps = 2 if options.quick else TIMED_STEPS
+                    seconds = engine.median_step(alike(prompt, batch), queries, warm=WARM_STEPS, timed=steps)
+                    times[name, (batch, queries)].append(seconds)
             write(f"repetition {repeat + 1}: {', '.join(_glance(times, name) for name in engines)}")
     _report({name: sections[name] for name in engines}, times, bandwidths, len(prompt))
 
@@ -76,18 +77,6 @@ def _load(stack: ExitStack, configuration: Configuration, sections: dict[str, Ta
         else:
             write(f"{name}: loaded in {watch.seconds:.1f} s")
     return engines
-
-
-def _median_step(engine: Decoding, prompt: tuple[int, ...], shape: tuple[int, int], steps: int) -> float:
-    """Median seconds of a step with `prompt` and a few more tokens stored for each sequence."""
-    batch, queries = shape
-    for index in range(batch):
-        engine.add(f"s{index}", (*prompt[:-1], prompt[-1] + index))
-    for _ in range(WARM_STEPS):
-        engine.step(queries)
-    seconds = statistics.median(engine.step(queries) for _ in range(steps))
-    engine.clear()
-    return seconds
 
 
 def _glance(times: Times, name: str) -> str:

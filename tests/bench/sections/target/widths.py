@@ -7,7 +7,6 @@ peak of the processor's vectors. Kernels and modules run in turn, so that both s
 from __future__ import annotations
 
 import os
-import statistics
 from contextlib import ExitStack
 
 import torch
@@ -16,7 +15,7 @@ from transformers import AutoConfig
 from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.roofs import ReadBandwidth
-from tests.bench.decoding import Decoding, decoding
+from tests.bench.decoding import alike, decoding
 from tests.bench.machine import weight_bytes
 from tests.bench.options import Options
 from tests.bench.product_peak import product_peak
@@ -79,7 +78,8 @@ def _measure(
             reads.append(bandwidth.measure())
             for count, queries in steps:
                 for native, engine in engines.items():
-                    seconds = _decode(engine, context, count, queries)
+                    rows = alike(context, count)
+                    seconds = engine.median_step(rows, queries, warm=WARM_STEPS, timed=TIMED_STEPS)
                     times.setdefault((name, native, _decoded(count, queries)), []).append(seconds)
             for length in prompts:
                 for native, engine in engines.items():
@@ -87,17 +87,6 @@ def _measure(
                     engine.clear()
                     times.setdefault((name, native, _prompt(length)), []).append(seconds)
     return reads, times
-
-
-def _decode(engine: Decoding, context: tuple[int, ...], count: int, queries: int) -> float:
-    """Median seconds of a step of `queries` tokens for each of `count` sequences."""
-    for index in range(count):
-        engine.add(f"s{index}", (*context[:-1], context[-1] + index))
-    for _ in range(WARM_STEPS):
-        engine.step(queries)
-    seconds = statistics.median(engine.step(queries) for _ in range(TIMED_STEPS))
-    engine.clear()
-    return seconds
 
 
 def _decoded(count: int, queries: int) -> str:
