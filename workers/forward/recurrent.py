@@ -217,27 +217,26 @@ class _Products:
 def _computed_at_once(module: nn.Module, projections: _Projections, hidden: torch.Tensor) -> Iterator[_Products]:
     """Inside, these layers return what was computed for all tokens: it does not depend on the states between them."""
     products = _Products()
-    replaced: list[nn.Module] = []
 
     def part_of(values: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda _: values[:, products.index : products.index + 1]
 
-    found = [
-        (child := getattr(module, name), child(hidden if factor == 1 else hidden * factor))
-        for name, factor in projections.inputs
-    ]
+    replaced: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+    for name, factor in projections.inputs:
+        child = getattr(module, name)
+        replaced[child] = part_of(child(hidden if factor == 1 else hidden * factor))
+    if projections.output is not None:
+        replaced[getattr(module, projections.output)] = lambda values: values
+    before = {child: vars(child).get("forward") for child in replaced}
     try:
-        for child, values in found:
-            replaced.append(child)
-            child.forward = part_of(values)
-        if projections.output is not None:
-            child = getattr(module, projections.output)
-            replaced.append(child)
-            child.forward = lambda values: values
+        for child, forward in replaced.items():
+            child.forward = forward
         yield products
     finally:
-        for child in replaced:
-            vars(child).pop("forward", None)
+        for child, own in before.items():
+            del child.forward
+            if own is not None:
+                child.forward = own
 
 
 def _copied(state: LayerState) -> LayerState:

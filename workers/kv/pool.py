@@ -48,7 +48,8 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
         if needed >= budget:
             raise ConfigurationError(
                 f"target.kv.sequences: the recurrent states of {_sequences(section)} sequences take {needed} bytes and "
-                f"the pool may take {budget} bytes; fewer sequences or a larger pool are needed"
+                f"the pool may take {budget} bytes; lower scheduler.max_sequences, or raise target.kv.pool_bytes or "
+                "target.kv.memory_fraction"
             )
         budget -= needed
     size = block_bytes(group_layers(spec, section, truncatable), spec.dtype, stored_type(section))

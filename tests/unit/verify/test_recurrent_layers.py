@@ -7,7 +7,7 @@ were computed.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -29,6 +29,7 @@ from tests.support.models.hybrids import KINDS, OTHERS, save_hybrid
 from tests.support.models.model_cases import ModelCase
 from tests.support.slow import slow_but
 from workers.draft.registry import create
+from workers.forward.recurrent import cache_name
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.groups import group_layers
@@ -121,7 +122,8 @@ class Steps:
 
     def __init__(self, case: ModelCase) -> None:
         _, self.pool = case.engine_and_pool(200)
-        self.runner = ModelRunner(case.model(), self.pool, taps=(0, 2, 4))
+        self.model = case.model()
+        self.runner = ModelRunner(self.model, self.pool, taps=(0, 2, 4))
 
     def run(
         self, table: BlockTable, tokens: Sequence[int], tree: TokenTree = EMPTY_TREE, path: Sequence[int] = ()
@@ -158,6 +160,26 @@ def test_a_state_has_the_same_bits_however_its_tokens_were_computed(case: ModelC
     steps.run(chain, [7], TokenTree.chain([8, 9]))  # rejected completely
     for found, wanted in zip(steps.parts(chain), steps.parts(single), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_linear_layers_around_the_state_read_their_weights_once_a_step(case: ModelCase) -> None:
+    steps = Steps(case)
+    module = next(part for part in steps.model.module.modules() if cache_name(part) is not None)
+    widths: dict[str, list[int]] = {}
+
+    def count(name: str, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def counted(values: torch.Tensor) -> torch.Tensor:
+            widths.setdefault(name, []).append(values.shape[1])
+            return product(values)
+
+        return counted
+
+    for name, child in module.named_children():
+        if "proj" in name and name not in ("x_proj", "dt_proj"):  # Mamba-1's come after the convolution
+            child.forward = count(name, child.forward)
+    steps.run(steps.pool.new_table(), PROMPT, TokenTree.chain([1, 2, 3]))
+    assert widths
+    assert all(found == [len(PROMPT) + 3] for found in widths.values()), widths
 
 
 def test_hidden_states_are_those_of_the_dense_pass(case: ModelCase) -> None:
