@@ -160,7 +160,7 @@ async def test_preempted_sequences_are_computed_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_beams_are_those_of_transformers(save: Save) -> None:
+async def test_beams_and_several_answers_are_those_of_transformers(save: Save) -> None:
     case, prompt = save("lfm2"), [50, *PHRASE]
     target = {"path": str(case.directory), "device": "cpu", "compile": "off"}
     values = {
@@ -180,7 +180,17 @@ async def test_beams_are_those_of_transformers(save: Save) -> None:
         client = GenerationClient(fixed_address(cluster.grpc_address))
         async for response in client.generate(message, SECONDS):
             found[response.index] += response.delta.token_ids
+        several = generation_pb2.GenerateRequest(
+            token_ids=common_pb2.TokenIds(ids=prompt),
+            sampling=common_pb2.SamplingParameters(temperature=0.0),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=12, ignore_eos=True),
+            n=2,
+        )
+        forked: dict[int, list[int]] = {0: [], 1: []}
+        async for response in client.generate(several, SECONDS):
+            forked[response.index] += response.delta.token_ids
         await client.close()
+    assert forked[0] == forked[1] == case.reference(prompt, 12)
     model: Any = AutoModelForCausalLM.from_pretrained(case.directory, dtype=torch.float32)
     expected = model.generate(
         torch.tensor([prompt]),

@@ -44,7 +44,7 @@ COUNT = 30
 NEIGHBOR = tuple(range(10, 23))
 
 
-@pytest.fixture(scope="module", params=slow_but(KINDS[:2], (*KINDS, *OTHERS)))
+@pytest.fixture(scope="module", params=slow_but(KINDS[:1], (*KINDS, *OTHERS)))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelCase:
     return save_hybrid(tmp_path_factory.mktemp(request.param), request.param)
 
