@@ -16,7 +16,8 @@ STORED_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The number that the largest one of a head becomes."""
 BOUND = 3e38
-"""Larger numbers and infinities are stored as this one: times their scale, they stay finite."""
+"""Larger numbers and infinities are stored as this one, or as the largest that their type has: times their scale, they
+stay finite."""
 LEAST = 1e-30
 """A head whose numbers are all smaller has the scale of this one, so no scale is zero."""
 _VECTOR = 16
@@ -50,7 +51,8 @@ def quantize(fresh: torch.Tensor, stored: torch.dtype) -> tuple[torch.Tensor, to
 
     NaN becomes 0. The largest number of a head becomes the largest that the type has.
     """
-    finite = fresh.float().nan_to_num(0.0, BOUND, -BOUND).clamp(-BOUND, BOUND)
+    bound = min(BOUND, torch.finfo(fresh.dtype).max)
+    finite = fresh.float().nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
     scales = finite.abs().amax(-1).clamp_min(LEAST) * (1 / LARGEST[stored])
     numbers = finite / scales[..., None]
     return (numbers.round() if stored is torch.int8 else numbers).to(stored), scales
