@@ -21,6 +21,7 @@ from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.backends.triton import TritonBackend
 from workers.forward.graph_buffers import GraphBuffers, GraphSize
 from workers.forward.layout import RowShape
+from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore
@@ -41,16 +42,25 @@ class Shape:
     size: int
 
 
-def setting_of(shape: Shape, dtype: torch.dtype, blocks: int = POOL, soft_cap: float | None = None) -> AttentionSetting:
-    """Layers with each window over one pool of random numbers."""
+def setting_of(
+    shape: Shape,
+    dtype: torch.dtype,
+    blocks: int = POOL,
+    soft_cap: float | None = None,
+    stored: torch.dtype | None = None,
+) -> AttentionSetting:
+    """Layers with each window over one pool of random numbers, in 8 bits if `stored` says so."""
     layer = LayerShape(shape.kv_heads, shape.dim, heads_per_kv=shape.heads // shape.kv_heads, soft_cap=soft_cap)
     placements = tuple(LayerPlacement(0, 0, window) for window in WINDOWS)
-    store = KvStore(KvCacheGroups(KvLayout(shape.size), placements, (layer,)), [], [])
-    generator = torch.Generator().manual_seed(0)
-    for part in (store.keys, store.values):
-        part.append(
-            torch.randn((blocks + 1, shape.size, shape.kv_heads, shape.dim), generator=generator).to(DEVICE, dtype)
-        )
+    groups, generator = KvCacheGroups(KvLayout(shape.size), placements, (layer,)), torch.Generator().manual_seed(0)
+    numbers = blocks + 1, shape.size, shape.kv_heads, shape.dim
+    keys, values = (torch.randn(numbers, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    if stored is None:
+        store = KvStore(groups, [keys], [values])
+    else:
+        empty = torch.zeros((*numbers[:2], record_bytes(layer)), dtype=torch.uint8, device=DEVICE)
+        store = KvStore(groups, [empty], [empty.clone()], stored)
+        store.write(0, torch.arange(numbers[0] * shape.size, device=DEVICE), keys.flatten(0, 1), values.flatten(0, 1))
     return AttentionSetting(store, (layer,) * len(WINDOWS), blocks, dtype, DEVICE)
 
 
@@ -71,7 +81,7 @@ def poison(setting: AttentionSetting, rows: Sequence[RowShape]) -> None:
     for stored in (*setting.store.keys, *setting.store.values):
         for block in range(len(stored)):
             used = 0 if block not in held else max(0, min(size, ends[BlockId(block)] - held[BlockId(block)]))
-            stored[block, used:] = float("nan")
+            stored[block, used:] = float("nan") if stored.dtype.is_floating_point else 0xFF  # so that scales are NaN
 
 
 def attended(backend: object, rows: Sequence[RowShape], queries: torch.Tensor) -> list[torch.Tensor]:
@@ -110,10 +120,30 @@ def test_every_kind_of_row_equals_the_reference(shape: Shape) -> None:
         torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=CLOSE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv", STORED_TYPES)
+@pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(6, 3, 20, 32)])
+def test_keys_and_values_in_8_bits_equal_the_reference(shape: Shape, kv: str) -> None:
+    setting = setting_of(shape, torch.float32, stored=STORED_TYPES[kv])
+    rows = rows_of(MIXED, shape.size)
+    queries = queries_of(rows, shape, torch.float32)
+    expected = attended(SdpaBackend(setting), rows, queries)
+    poison(setting, rows)
+    for ours, theirs in zip(attended(TritonBackend(setting), rows, queries), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2 * CLOSE, rtol=2 * CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.bfloat16, torch.int8),
+        (torch.float16, torch.float8_e4m3fn),
+    ],
+)
+def test_half_precision_is_close(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     shape = Shape(8, 2, 64, 16)
-    setting, rows = setting_of(shape, dtype), rows_of(MIXED, 16)
+    setting, rows = setting_of(shape, dtype, stored=stored), rows_of(MIXED, 16)
     queries = queries_of(rows, shape, dtype)
     expected = attended(SdpaBackend(setting), rows, queries)
     for ours, theirs in zip(attended(TritonBackend(setting), rows, queries), expected, strict=True):
@@ -121,14 +151,16 @@ def test_half_precision_is_close(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", [StepKind.RAGGED, StepKind.PADDED])
-@pytest.mark.parametrize("layer", [
-    LayerShape(2, 32, heads_per_kv=4),
-    LayerShape(2, 32, heads_per_kv=4, soft_cap=5.0),
-    LayerShape(2, 32, heads_per_kv=4, has_learned_sinks=True),
+@pytest.mark.parametrize(("layer", "stored"), [
+    (LayerShape(2, 32, heads_per_kv=4), None),
+    (LayerShape(2, 32, heads_per_kv=4, soft_cap=5.0), None),
+    (LayerShape(2, 32, heads_per_kv=4, has_learned_sinks=True), None),
+    (LayerShape(2, 32, heads_per_kv=4), torch.int8),
+    (LayerShape(2, 32, heads_per_kv=4), torch.float8_e4m3fn),
 ])  # fmt: skip
-def test_the_trial_of_the_choice_passes(kind: StepKind, layer: LayerShape) -> None:
+def test_the_trial_of_the_choice_passes(kind: StepKind, stored: torch.dtype | None, layer: LayerShape) -> None:
     plugins = {plugin.name: plugin for plugin in all_backends()}
-    setting = choice._trial_setting(setting_of(Shape(8, 2, 32, 16), torch.float32), layer)
+    setting = choice._trial_setting(setting_of(Shape(8, 2, 32, 16), torch.float32, stored=stored), layer)
     assert choice._agrees(plugins["triton"], plugins["sdpa"], setting, kind)
 
 
@@ -172,9 +204,10 @@ def test_a_row_has_the_same_bits_in_a_cuda_graph(size: GraphSize) -> None:
         assert torch.equal(backend.attend(layer, padded, plan, None)[: len(queries)], right)
 
 
+@pytest.mark.parametrize("kv", [None, *STORED_TYPES.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(6, 3, 80, 32)])
-def test_what_is_stored_has_the_bits_of_the_reference(shape: Shape, dtype: torch.dtype) -> None:
+def test_what_is_stored_has_the_bits_of_the_reference(shape: Shape, dtype: torch.dtype, kv: torch.dtype | None) -> None:
     rows = rows_of([(37, 1, TREE), (16, 3, EMPTY_TREE)], shape.size)
     tokens = sum(row.width for row in rows)
     # As a projection of keys and values together returns them: heads lie apart.
@@ -182,9 +215,10 @@ def test_what_is_stored_has_the_bits_of_the_reference(shape: Shape, dtype: torch
         DEVICE, dtype
     )
     both[0, :, 0, :4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0], device=DEVICE)
+    both[1:, 0] *= torch.logspace(-9, 3, tokens - 1, device=DEVICE)[:, None, None]
     stored = []
     for backend_type in (SdpaBackend, TritonBackend):
-        setting = setting_of(shape, dtype)
+        setting = setting_of(shape, dtype, stored=kv)
         backend = backend_type(setting)
         backend.write(0, both[:, 0], both[:, 1], backend.plan(rows))  # type: ignore[arg-type]
         stored.append((*setting.store.keys, *setting.store.values))
@@ -201,11 +235,11 @@ def test_trees_of_more_than_one_word() -> None:
         torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=CLOSE)
 
 
-@pytest.mark.parametrize("stored", [95, 1018])
-def test_a_draft_changes_no_bit(stored: int) -> None:
+@pytest.mark.parametrize(("stored", "kv"), [(95, None), (1018, None), (1018, torch.int8)])
+def test_a_draft_changes_no_bit(stored: int, kv: torch.dtype | None) -> None:
     """A token has the same bits as a node of a chain and in a step of its own, under each window, where splits end."""
     shape = Shape(2, 1, 16, 16)
-    setting = setting_of(shape, torch.float32, blocks=80)
+    setting = setting_of(shape, torch.float32, blocks=80, stored=kv)
     backend, chain = TritonBackend(setting), 12
     held = [[BlockId(block) for block in range(-(-(stored + 1 + chain) // 16))]]
     drafted = RowShape(held, stored, 1, TokenTree.chain(range(chain)))
@@ -217,9 +251,10 @@ def test_a_draft_changes_no_bit(stored: int) -> None:
             assert torch.equal(alone[0], beside[node])
 
 
-def test_neighbours_change_no_bit() -> None:
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_neighbours_change_no_bit(kv: torch.dtype | None) -> None:
     shape = Shape(4, 2, 32, 64)  # POOL blocks of 64: a long row has several splits
-    setting = setting_of(shape, torch.float32)
+    setting = setting_of(shape, torch.float32, stored=kv)
     shapes = [(37, 1, TREE), (1500, 1, EMPTY_TREE), (0, 66, EMPTY_TREE), (700, 1, TokenTree.chain(range(5)))]
     rows = rows_of(shapes, 64)
     queries = queries_of(rows, shape, torch.float32)

@@ -22,16 +22,21 @@ MOST_SPILLED = 320
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (8, 128), (4, 80), (2, 256)])
 @pytest.mark.parametrize("is_wide", [False, True])
-@pytest.mark.parametrize(("kind", "extra"), [("bf16", False), ("bf16", True), ("fp16", False)])
+@pytest.mark.parametrize(
+    ("kind", "extra", "stored"),
+    [("bf16", False, 0), ("bf16", True, 0), ("fp16", False, 0), ("bf16", False, 1), ("bf16", False, 2)],
+)
 def test_attention_multiplies_on_tensor_cores_without_spills(
-    capability: int, group: int, dim: int, is_wide: bool, kind: str, extra: bool
+    capability: int, group: int, dim: int, is_wide: bool, kind: str, extra: bool, stored: int
 ) -> None:
     from workers.forward.triton.attention import attend_tiles, launch_of
     from workers.forward.triton.tiles import SPLIT_KEYS, wide_tile
 
     tile = wide_tile(group, dim) if is_wide else 4
-    launch = launch_of(tile, group, dim, is_wide=is_wide, capability=capability)
+    launch = launch_of(tile, group, dim, is_wide=is_wide, capability=capability, kind=stored)
     pointers = dict.fromkeys(("queries", "keys", "values", "output"), f"*{kind}")
+    if stored:
+        pointers |= dict.fromkeys(("keys", "values"), "*i8")
     pointers |= dict.fromkeys(("sums", "stats"), "*fp32") | {"arrivals": "*i32", "sink_logits": f"*{kind}"}
     pointers |= dict.fromkeys(("items", "tokens", "lasts", "positions"), "*i32") | {"words": "*i64"}
     pointers |= dict.fromkeys(("starts", "blocks", "order", "counts"), "*i32") | {"scale": "fp32", "soft_cap": "fp32"}
@@ -46,13 +51,14 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
         "key_slot",
         "key_head",
     )
-    numbers += ("value_slot", "value_head", "output_token", "output_head")
+    numbers += ("value_slot", "value_head", "output_token", "output_head", "scale_slot")
+    pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     width = triton.next_power_of_2(dim)
     constants = {
         "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": group, "TILE": max(tile, 16 // group),
         "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": launch.keys,
         "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
-        "EXACT": False,
+        "EXACT": False, "KIND": stored,
     }  # fmt: skip
     found = assembled(
         attend_tiles,
@@ -62,9 +68,9 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
         warps=launch.warps,
         stages=launch.stages,
         most_registers=launch.registers,
-        aligned=[*list(pointers)[:8], *numbers[5:]],
+        aligned=[*list(pointers)[:8], *numbers[5:13]],
     )
-    assert found.spilled_bytes <= (MOST_SPILLED if launch.registers else 0), found
+    assert found.spilled_bytes <= (MOST_SPILLED if launch.registers and not stored else 0), found
     assert found.registers <= (launch.registers or MOST_REGISTERS)
     assert found.shared_bytes <= MOST_SHARED
     assert found.tensor_products > 0
@@ -85,6 +91,20 @@ def test_keys_and_values_are_stored_without_spills(capability: int, heads: int, 
         "MOST": 3.3895313892515355e38,
     }
     found = assembled(store_tokens, pointers | dict.fromkeys(numbers, "i32"), constants, capability)
+    assert found.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (32, 80)])
+@pytest.mark.parametrize("stored", [1, 2])
+def test_keys_and_values_are_quantized_without_spills(capability: int, heads: int, dim: int, stored: int) -> None:
+    from workers.forward.triton.kv_write import quantize_tokens
+
+    pointers = dict.fromkeys(("keys", "values"), "*bf16") | dict.fromkeys(("stored_keys", "stored_values"), "*i8")
+    pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32") | {"slots": "*i64"}
+    numbers = ("key_token", "key_head", "value_token", "value_head", "slot_stride", "head_stride", "scale_stride")
+    constants = {"HEADS": heads, "DIM": dim, "HEAD_TILE": heads, "WIDTH": triton.next_power_of_2(dim), "KIND": stored}
+    found = assembled(quantize_tokens, pointers | dict.fromkeys(numbers, "i32"), constants, capability)
     assert found.spilled_bytes == 0
 
 
@@ -111,19 +131,22 @@ def test_gates_are_computed_without_spills(capability: int) -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (64, 8, 128), (14, 2, 64)])
 @pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("stored", [0, 1, 2])
 def test_heads_are_rotated_and_stored_without_spills(
-    capability: int, heads: int, kv_heads: int, dim: int, norms: bool
+    capability: int, heads: int, kv_heads: int, dim: int, norms: bool, stored: int
 ) -> None:
     from workers.forward.triton.rotary import rotary_warps, rotate_token
 
     names = ("queries", "keys", "values", "cosines", "sines", "query_weight", "key_weight", "output")
-    arguments = dict.fromkeys((*names, "stored_keys", "stored_values"), "*bf16") | {"slots": "*i64", "epsilon": "fp32"}
+    arguments = dict.fromkeys(names, "*bf16") | {"slots": "*i64", "epsilon": "fp32"}
+    arguments |= dict.fromkeys(("stored_keys", "stored_values"), "*i8" if stored else "*bf16")
+    arguments |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     numbers = ("query_token", "key_token", "value_token", "cosine_token", "sine_token")
-    numbers += ("key_slot", "key_slot_head", "value_slot", "value_slot_head")
+    numbers += ("key_slot", "key_slot_head", "value_slot", "value_slot_head", "scale_slot")
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TURNED": dim, "WIDTH": dim,
         "HEAD_TILE": triton.next_power_of_2(heads), "KV_TILE": kv_heads, "HAS_NORMS": norms,
-        "MOST": 3.3895313892515355e38,
+        "MOST": 3.3895313892515355e38, "KIND": stored,
     }  # fmt: skip
     found = assembled(
         rotate_token, arguments | dict.fromkeys(numbers, "i32"), constants, capability, warps=rotary_warps(heads, dim)

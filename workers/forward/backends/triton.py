@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,8 +29,12 @@ from workers.forward.layout import RowShape, blocks_read, slots_of
 from workers.forward.padded_step import PaddedStep, RowPadding, WindowBlocks
 from workers.forward.projections import Projections
 from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, wide_tile
+from workers.kv.eight_bits import STORED_TYPES
 from workers.kv.groups import AttentionWindow
 from workers.transfer import IntegerArray, to_device_together
+
+if TYPE_CHECKING:
+    from workers.forward.triton.eight_bits import StoredLayer
 
 WORD = 64
 """Bits of a word, and most tokens of a row that has small tiles."""
@@ -43,6 +48,7 @@ CAPABILITIES = Capabilities(
     ),
     devices=frozenset({"cuda"}),
     kv_types=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    stored_types=frozenset(STORED_TYPES.values()),
     head_sizes=range(16, 257),
     most_heads_per_kv=32,
     block_sizes=frozenset(1 << exponent for exponent in range(4, 9)),
@@ -69,10 +75,11 @@ class TritonBackend(AttentionBackend[TritonStep]):
 
     def __init__(self, setting: AttentionSetting) -> None:
         try:
-            from workers.forward.triton import attention, kv_write, rotary
+            from workers.forward.triton import attention, eight_bits, kv_write, rotary
         except ImportError as error:
             raise BackendUnavailable(f"the package triton is not installed: {error}") from error
         self._attention, self._kv_write, self._rotary = attention, kv_write, rotary
+        self._layer_of = eight_bits.layer_of
         self._store = setting.store
         self._device = setting.device
         self._caps = [shape.soft_cap for shape in setting.layers]
@@ -156,12 +163,16 @@ class TritonBackend(AttentionBackend[TritonStep]):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:
         """Store keys and values at the step's slots, in one launch."""
         slots = metadata.slots[self._store.kv_groups.placements[layer].table]
-        self._kv_write.write_kv(_with_whole_heads(keys), _with_whole_heads(values), slots, self._store.of(layer))
+        self._kv_write.write_kv(_with_whole_heads(keys), _with_whole_heads(values), slots, self._stored(layer))
 
     def write_rotated(self, layer: int, fresh: Projections, metadata: TritonStep) -> torch.Tensor:
         """Rotate queries and keys, and store keys and values, in one launch."""
         slots = metadata.slots[self._store.kv_groups.placements[layer].table]
-        return self._rotary.rotate_and_write(fresh, slots, self._store.of(layer))
+        return self._rotary.rotate_and_write(fresh, slots, self._stored(layer))
+
+    def _stored(self, layer: int) -> StoredLayer:
+        scales = None if self._store.stored is None else self._store.scales_of(layer)
+        return self._layer_of(self._store.of(layer), scales)
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: TritonStep, scaling: float | None) -> torch.Tensor:
         """Attend to the blocks of each row: one launch for narrow rows, one for wide ones."""
@@ -184,10 +195,11 @@ class TritonBackend(AttentionBackend[TritonStep]):
         placement = self._store.kv_groups.placements[layer]
         queries = _with_whole_heads(queries)
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        stored = self._stored(layer)
         for plan in metadata.queries[placement.window]:
             self._attention.paged_attention(
                 queries,
-                self._store.of(layer),
+                stored,
                 plan,
                 metadata.blocks[placement.table, placement.window],
                 output,

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.forward.triton.eight_bits import AS_IT_IS, StoredLayer, scaled, widened
 from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries
 
 _KEY_NUMBERS, _MOST_KEYS = 8192, 64
@@ -25,6 +26,8 @@ _KEY_NUMBERS, _MOST_KEYS = 8192, 64
 _MOST_REGISTERS = 128
 """Registers of a thread for narrow tiles. Four programs then run on a multiprocessor instead of two, and more loads are
 in flight, though some tens of bytes of each thread move to memory."""
+_MOST_REGISTERS_WIDENING = 168
+"""The same where keys and values have 8 bits: three programs."""
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
@@ -46,10 +49,11 @@ class Launch:
     """Most registers of a thread. `None` is the compiler's choice."""
 
 
-def launch_of(tile: int, group: int, dim: int, *, is_wide: bool, capability: int) -> Launch:
+def launch_of(tile: int, group: int, dim: int, *, is_wide: bool, capability: int, kind: int = AS_IT_IS) -> Launch:
     """The launch for tiles of so many queries, whose heads share a KV head in groups, with heads of `dim` numbers.
 
-    `capability` is the device's, 90 for Hopper. Before it, products keep their operands in registers.
+    `kind` is how keys and values are stored (`StoredLayer`): widening 8 bits takes registers. `capability` is the
+    device's, 90 for Hopper. Before it, products keep their operands in registers.
     """
     width: int = triton.next_power_of_2(dim)
     # Padded heads take more registers: they have half as many keys.
@@ -57,6 +61,8 @@ def launch_of(tile: int, group: int, dim: int, *, is_wide: bool, capability: int
     if is_wide:
         return Launch(keys if capability >= _HOPPER else min(keys, 32), 4 if dim > 64 else 8, 3, None)
     is_large = tile * triton.next_power_of_2(group) >= 64 or dim > 128
+    if kind != AS_IT_IS:
+        return Launch(max(16, keys // 2), 8 if is_large else 4, 3, _MOST_REGISTERS_WIDENING)
     return Launch(keys, 8 if is_large else 4, 3, _MOST_REGISTERS)
 
 
@@ -71,7 +77,7 @@ def _capability(device: torch.device) -> int:
 
 def paged_attention(
     queries: torch.Tensor,
-    stored: tuple[torch.Tensor, torch.Tensor],
+    stored: StoredLayer,
     plan: Queries,
     read: Blocks,
     output: torch.Tensor,
@@ -84,12 +90,11 @@ def paged_attention(
 ) -> None:
     """Write the attention of the plan's queries, of `queries` `[tokens, heads, dim]`, into `output` of that shape.
 
-    Tokens that are padding are not written. `stored` are keys and values, `[blocks, block size, KV heads, dim]` each,
-    with contiguous heads. What a row stores up to its last token is finite, also where no query sees it. `window` 0 is
-    none. `soft_cap` bounds the products by tanh (Gemma 2, section 2). `learned_sinks` `[heads]` are logits of a key
-    without a value (gpt-oss).
+    Tokens that are padding are not written. What a row stores up to its last token is finite, also where no query sees
+    it. `window` 0 is none. `soft_cap` bounds the products by tanh (Gemma 2, section 2). `learned_sinks` `[heads]` are
+    logits of a key without a value (gpt-oss).
     """
-    keys, values = stored
+    keys, values = stored.keys, stored.values
     heads, dim = queries.shape[1:]
     kv_heads, size = keys.shape[2], keys.shape[1]
     group = heads // kv_heads
@@ -98,20 +103,22 @@ def paged_attention(
     shape = (plan.splits, len(plan.tokens), heads)
     sums = torch.empty((1,) if plan.is_wide else (*shape, width), dtype=torch.float32, device=queries.device)
     stats = torch.empty((1,) if plan.is_wide else (2, *shape), dtype=torch.float32, device=queries.device)
-    launch = launch_of(plan.tile, group, dim, is_wide=plan.is_wide, capability=_capability(queries.device))
+    launch = launch_of(
+        plan.tile, group, dim, is_wide=plan.is_wide, capability=_capability(queries.device), kind=stored.kind
+    )
     in_turn = 1 if plan.is_wide else min(plan.splits, max(_LEAST_IN_TURN, _PROGRAMS // max(1, tiles)))
     attend_tiles[(len(plan.items), kv_heads, in_turn)](
         queries, keys, values, output, sums, stats, plan.arrivals, stats if learned_sinks is None else learned_sinks,
         plan.items, plan.tokens, plan.last, plan.positions, plan.words, plan.starts,
-        read.blocks, read.order, read.counts,
+        read.blocks, read.order, read.counts, stored.key_scales, stored.value_scales,
         scale, soft_cap or 0.0, window, sinks, len(plan.tokens), read.blocks.shape[1], plan.splits,
         queries.stride(0), queries.stride(1), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
-        output.stride(0), output.stride(1),
+        output.stride(0), output.stride(1), stored.scale_slot,
         HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
         TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
         WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=launch.keys,
         SPLIT=SPLIT_KEYS, IS_SPLIT=not plan.is_wide,
-        HAS_CAP=soft_cap is not None, HAS_SINKS=learned_sinks is not None,
+        HAS_CAP=soft_cap is not None, HAS_SINKS=learned_sinks is not None, KIND=stored.kind,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
         EXACT=queries.dtype == torch.float32 or not queries.is_cuda,  # the interpreter has no products of bfloat16
     )  # fmt: skip
@@ -121,12 +128,13 @@ def paged_attention(
 @triton.jit(do_not_specialize=["window", "sinks", "query_count", "most_blocks", "splits"])
 def attend_tiles(
     queries, keys, values, output, sums, stats, arrivals, sink_logits,
-    items, tokens, lasts, positions, words, starts, blocks, order, counts,
+    items, tokens, lasts, positions, words, starts, blocks, order, counts, key_scales, value_scales,
     scale, soft_cap, window, sinks, query_count, most_blocks, splits,
-    query_token, query_head, key_slot, key_head, value_slot, value_head, output_token, output_head,
+    query_token, query_head, key_slot, key_head, value_slot, value_head, output_token, output_head, scale_slot,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr,
     WORDS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
     SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, EXACT: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, one KV head and some splits of the keys: an online softmax over the row's blocks in each."""
     item, kv_head = tl.program_id(0), tl.program_id(1)
@@ -173,7 +181,8 @@ def attend_tiles(
             slot = tl.load(blocks + block, mask=is_read, other=0).to(tl.int64) * SIZE + key % SIZE
             is_loaded = is_read[:, None] & is_dim[None, :]
             key_tile = load_rows(keys + kv_head * key_head, slot * key_slot, dims, is_loaded)
-            products = product(query_tile, tl.trans(key_tile), EXACT) * scale
+            products = product(query_tile, tl.trans(widened(key_tile, KIND, query_tile.dtype)), EXACT) * scale
+            products = scaled(products, key_scales + kv_head, slot * scale_slot, is_read, KIND)
             if HAS_CAP:
                 products = soft_cap * tanh(products / soft_cap)
             word = first_word
@@ -183,7 +192,8 @@ def attend_tiles(
             weights, shrink, most = weighed(tl.where(sees, products, float("-inf")), most)
             total = total * shrink + tl.sum(weights, axis=1)
             value_tile = load_rows(values + kv_head * value_head, slot * value_slot, dims, is_loaded)
-            result = result * shrink[:, None] + product(weights, value_tile, EXACT)
+            weights = scaled(weights, value_scales + kv_head, slot * scale_slot, is_read, KIND)
+            result = result * shrink[:, None] + product(weights, widened(value_tile, KIND, query_tile.dtype), EXACT)
         if split_count == 1:
             result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
             tl.store(output_place, result.to(output.dtype.element_ty), mask=is_written)
@@ -248,7 +258,7 @@ def with_gap(number, before, left_out):
 @triton.jit
 def load_rows(stored, rows, dims, is_loaded):
     """The numbers at `dims` of each row, 0 where they are not loaded."""
-    return tl.load(stored + rows[:, None] + dims[None, :], mask=is_loaded, other=0.0)
+    return tl.load(stored + rows[:, None] + dims[None, :], mask=is_loaded, other=0)
 
 
 @triton.jit

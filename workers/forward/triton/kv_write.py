@@ -10,16 +10,22 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.forward.triton.eight_bits import AS_IT_IS, StoredLayer, store_heads
 
-def write_kv(
-    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, stored: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    """Store `keys` and `values` `[tokens, heads, dim]` with contiguous heads at `slots`, int64 `[tokens]`.
 
-    `stored` are keys and values, `[blocks, block size, heads, dim]` each, with contiguous heads.
-    """
+def write_kv(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, stored: StoredLayer) -> None:
+    """Store `keys` and `values` `[tokens, heads, dim]` with contiguous heads at `slots`, int64 `[tokens]`."""
     tokens, heads, dim = keys.shape
-    stored_keys, stored_values = stored
+    stored_keys, stored_values = stored.keys, stored.values
+    if stored.kind != AS_IT_IS:
+        quantize_tokens[(tokens, 2)](
+            keys, values, stored_keys, stored_values, stored.key_scales, stored.value_scales, slots,
+            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+            stored_keys.stride(1), stored_keys.stride(2), stored.scale_slot,
+            HEADS=heads, DIM=dim, HEAD_TILE=triton.next_power_of_2(heads), WIDTH=triton.next_power_of_2(dim),
+            KIND=stored.kind,
+        )  # fmt: skip
+        return
     store_tokens[(tokens,)](
         keys, values, stored_keys, stored_values, slots,
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
@@ -45,6 +51,32 @@ def store_tokens(
     value = tl.load(values + token * value_token + head * value_head + dim, mask=is_number, other=0.0)
     tl.store(stored_keys + slot * key_slot + head * key_slot_head + dim, finite(key, MOST), mask=is_number)
     tl.store(stored_values + slot * value_slot + head * value_slot_head + dim, finite(value, MOST), mask=is_number)
+
+
+@triton.jit
+def quantize_tokens(
+    keys, values, stored_keys, stored_values, key_scales, value_scales, slots,
+    key_token, key_head, value_token, value_head, slot_stride, head_stride, scale_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Quantize and store the key of one token, or its value."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    head, dim = tl.arange(0, HEAD_TILE)[:, None], tl.arange(0, WIDTH)[None, :]
+    is_head = head < HEADS
+    is_number = is_head & (dim < DIM)
+    if tl.program_id(1) == 0:
+        key = tl.load(keys + token * key_token + head * key_head + dim, mask=is_number, other=0.0)
+        store_heads(
+            key, is_number, head, dim, is_head, stored_keys, key_scales, slot, slot_stride, head_stride, scale_stride,
+            KIND,
+        )  # fmt: skip
+    else:
+        value = tl.load(values + token * value_token + head * value_head + dim, mask=is_number, other=0.0)
+        store_heads(
+            value, is_number, head, dim, is_head, stored_values, value_scales, slot, slot_stride, head_stride,
+            scale_stride, KIND,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -11,20 +11,16 @@ import triton
 import triton.language as tl
 
 from workers.forward.projections import Projections
+from workers.forward.triton.eight_bits import StoredLayer, store_heads
 from workers.forward.triton.kv_write import finite
 
 _WARP_NUMBERS = 1024
 """Numbers of the queries of a token that one warp holds."""
 
 
-def rotate_and_write(
-    fresh: Projections, slots: torch.Tensor, stored: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    """Store keys and values at `slots`, int64 `[tokens]`. Returns the rotated queries `[tokens, heads, dim]`.
-
-    `stored` are keys and values, `[blocks, block size, KV heads, dim]` each, with contiguous heads.
-    """
-    keys, values = stored
+def rotate_and_write(fresh: Projections, slots: torch.Tensor, stored: StoredLayer) -> torch.Tensor:
+    """Store keys and values at `slots`, int64 `[tokens]`. Returns the rotated queries `[tokens, heads, dim]`."""
+    keys, values = stored.keys, stored.values
     tokens, dim = len(fresh.queries), fresh.dim
     heads, kv_heads = fresh.queries.shape[1] // dim, keys.shape[2]
     output = torch.empty((tokens, heads, dim), dtype=fresh.queries.dtype, device=fresh.queries.device)
@@ -32,13 +28,14 @@ def rotate_and_write(
     query_weight, key_weight = (fresh.cosines,) * 2 if norms is None else (norms.queries, norms.keys)
     rotate_token[(tokens,)](
         fresh.queries, fresh.keys, fresh.values, fresh.cosines, fresh.sines, query_weight, key_weight,
-        output, keys, values, slots, 0.0 if norms is None else norms.epsilon,
+        output, keys, values, stored.key_scales, stored.value_scales, slots, 0.0 if norms is None else norms.epsilon,
         fresh.queries.stride(0), fresh.keys.stride(0), fresh.values.stride(0),
         fresh.cosines.stride(0), fresh.sines.stride(0),
-        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
+        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), stored.scale_slot,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, TURNED=fresh.cosines.shape[1],
         WIDTH=triton.next_power_of_2(dim), HEAD_TILE=triton.next_power_of_2(heads),
-        KV_TILE=triton.next_power_of_2(kv_heads), HAS_NORMS=norms is not None, MOST=torch.finfo(keys.dtype).max,
+        KV_TILE=triton.next_power_of_2(kv_heads), HAS_NORMS=norms is not None,
+        MOST=torch.finfo(fresh.keys.dtype).max, KIND=stored.kind,
         num_warps=rotary_warps(heads, dim),
     )  # fmt: skip
     return output
@@ -53,11 +50,12 @@ def rotary_warps(heads: int, dim: int) -> int:
 @triton.jit
 def rotate_token(
     queries, keys, values, cosines, sines, query_weight, key_weight,
-    output, stored_keys, stored_values, slots, epsilon,
+    output, stored_keys, stored_values, key_scales, value_scales, slots, epsilon,
     query_token, key_token, value_token, cosine_token, sine_token,
-    key_slot, key_slot_head, value_slot, value_slot_head,
+    key_slot, key_slot_head, value_slot, value_slot_head, scale_slot,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr,
     HEAD_TILE: tl.constexpr, KV_TILE: tl.constexpr, HAS_NORMS: tl.constexpr, MOST: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Rotate the queries and the key of one token, and store its key and its value."""
     token = tl.program_id(0).to(tl.int64)
@@ -75,9 +73,20 @@ def rotate_token(
     )
     is_number = (kv_head < KV_HEADS) & (dim < DIM)
     value = tl.load(values + token * value_token + kv_head * DIM + dim, mask=is_number, other=0.0)
-    tl.store(stored_keys + slot * key_slot + kv_head * key_slot_head + dim, finite(key, MOST), mask=is_number)
-    value_place = stored_values + slot * value_slot + kv_head * value_slot_head + dim
-    tl.store(value_place, finite(value, MOST), mask=is_number)
+    if KIND == 0:
+        tl.store(stored_keys + slot * key_slot + kv_head * key_slot_head + dim, finite(key, MOST), mask=is_number)
+        value_place = stored_values + slot * value_slot + kv_head * value_slot_head + dim
+        tl.store(value_place, finite(value, MOST), mask=is_number)
+    else:
+        is_head = kv_head < KV_HEADS
+        store_heads(
+            key, is_number, kv_head, dim, is_head, stored_keys, key_scales, slot, key_slot, key_slot_head, scale_slot,
+            KIND,
+        )  # fmt: skip
+        store_heads(
+            value, is_number, kv_head, dim, is_head, stored_values, value_scales, slot, value_slot, value_slot_head,
+            scale_slot, KIND,
+        )  # fmt: skip
 
 
 @triton.jit
