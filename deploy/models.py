@@ -43,7 +43,8 @@ def with_served_name(configuration: Configuration) -> Configuration:
 
 def resolve_models(configuration: Configuration, cache_directory: Path, report: ReportProgress) -> Models:
     """Find, fetch or convert the configured models. Raises `ModelLoadError` with a remedy."""
-    configuration = configuration.model_copy(update={"draft": with_module_directories(configuration.draft, report)})
+    found = with_module_directories(configuration.draft, report)
+    configuration = with_moved_fusion(configuration, configuration.draft, found)
     target = _resolve(configuration.target, cache_directory, report)
     draft = None
     if configuration.draft.weights is not None:
@@ -101,6 +102,20 @@ def with_module_directories(draft: DraftSection, report: ReportProgress = lambda
             raise ModelLoadError(f"draft.{method}.path: {section.path!r} holds no drafting module; {_known_drafts()}")
         draft = draft.with_module(method, path=str(directory.resolve()))
     return draft
+
+
+def with_moved_fusion(configuration: Configuration, before: DraftSection, after: DraftSection) -> Configuration:
+    """The configuration with the section `after`. The draft of `target.evidence.fusion` moves as its module does.
+
+    `before` has the same modules, with the path that `target.evidence.fusion` has now.
+    """
+    evidence = configuration.target.evidence
+    for method, section in before.modules.items():
+        if evidence.fusion == section.path:
+            evidence = evidence.model_copy(update={"fusion": after.modules[method].path})
+            break
+    target = configuration.target.model_copy(update={"evidence": evidence})
+    return configuration.model_copy(update={"target": target, "draft": after})
 
 
 def _known_drafts() -> str:

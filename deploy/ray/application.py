@@ -19,7 +19,7 @@ from cluster.core.config.sections import Configuration
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.wire.peer_access import PeerAccess
 from deploy.implied_settings import with_implied_settings
-from deploy.models import with_module_directories, with_served_name
+from deploy.models import with_module_directories, with_moved_fusion, with_served_name
 from deploy.placement import Placement, RolePlacement, plan, strategy
 from deploy.ray.autoscaling import number_of_replicas
 from deploy.ray.deployments import DraftReplica, IngressReplica, TargetReplica
@@ -114,7 +114,8 @@ def _on_devices(configuration: Configuration, placement: Placement) -> Configura
     draft = implied.draft.with_weights(device=placement.draft.device)
     for method, section in named.modules.items():
         draft = draft.with_module(method, path=section.path)
-    return implied.model_copy(update={"target": target, "draft": draft})
+    implied = implied.model_copy(update={"target": target})
+    return with_moved_fusion(implied, found.draft, draft)
 
 
 def _bind_targets(

@@ -47,6 +47,7 @@ def build_engine(
         raise ConfigurationError(
             f"target.kv.dtype: {section.kv.dtype} is refused; it must be auto for an encoder-decoder model"
         )
+    fuse = None if rank else _fusion(section, model.device)  # before the pool takes the memory that is left
     blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()
     if section.tensor_parallel > 1:
@@ -59,7 +60,7 @@ def build_engine(
         rule=rule,
         method=method,
         evidence=section.evidence,
-        fuse=None if rank else _fusion(section, model.device),
+        fuse=fuse,
         attention=attention,
         fingerprint=fingerprint(section, model, attention),
         directory=Path(section.path),

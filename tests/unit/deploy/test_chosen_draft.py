@@ -10,6 +10,8 @@ import pytest
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from deploy.chosen_draft import from_speculative_config
 from deploy.models import resolve_models
+from deploy.placement import Resources, plan
+from deploy.ray import application
 from deploy.settings import load_settings
 from tests.support.models import drafting_modules, public_drafts, tiny
 from tests.support.models.public_drafts import DRAFTED, LLAMA
@@ -35,6 +37,22 @@ def test_the_format_of_a_draft_chooses_the_method(config: str, target: Path, eag
     assert draft.modules["eagle"].path == str(eagle3)
     resolved = resolve_models(settings.configuration, tmp_path, lambda _: None).configuration
     assert resolved.draft.modules["eagle"].path == str(eagle3)
+
+
+def test_the_draft_whose_matrix_the_target_applies_is_found_on_each_node(
+    target: Path, eagle3: Path, tmp_path: Path
+) -> None:
+    """It has the name of the draft, which is another directory on each node."""
+    name = tmp_path / "name"
+    name.symlink_to(eagle3)
+    assignments = [f"target.path={target}", f"draft.path={name}", "draft.placement=drafter"]
+    configuration = load_settings("cpu", assignments, {}).configuration
+
+    sent = application._on_devices(configuration, plan(configuration, [Resources(2.0, 0, 1 << 34)]))
+    assert sent.target.evidence.fusion == sent.draft.modules["eagle"].path == str(name)
+
+    found = resolve_models(sent, tmp_path, lambda _: None).configuration
+    assert found.target.evidence.fusion == found.draft.modules["eagle"].path == str(eagle3)
 
 
 def test_a_draft_of_pilotfish_and_a_whole_model_choose_their_methods(target: Path, tmp_path: Path) -> None:
