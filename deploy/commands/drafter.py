@@ -13,7 +13,7 @@ import typer
 from cluster.core.errors import ConfigurationError
 from cluster.wire.address import join_host_port
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.network.cluster_token import has_token
+from deploy.network.cluster_token import is_token_given
 from deploy.settings import Settings, load_settings
 from deploy.terminal import notices
 from workers.draft.registry import check_standalone, create, described
@@ -48,12 +48,10 @@ def drafter(
     """
     settings = load_settings(config, assignments or (), below=CHAINS)
     check_standalone(settings.configuration.draft)
-    if settings.configuration.cluster.tls is None and not has_token(
-        os.environ, settings.configuration.cluster.token_file
-    ):
+    if not is_token_given(os.environ, settings.configuration.cluster.token_file):
         raise ConfigurationError(
             "PILOTFISH_CLUSTER_TOKEN: needed the token that callers present, found none; set it here and where the "
-            "engine runs, or set cluster.token_file or cluster.tls"
+            "engine runs, or set cluster.token_file"
         )
     asyncio.run(_serve(settings, host, port))
 

@@ -19,10 +19,12 @@ def draw_token() -> ClusterToken:
     return ClusterToken(secrets.token_hex(_RANDOM_BYTES))
 
 
-def has_token(environment: Mapping[str, str], file: str | None) -> bool:
-    """Whether `find_token` finds a token of the environment or a file, so that it draws none."""
-    names = ("PILOTFISH_CLUSTER_TOKEN", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    return file is not None or any(environment.get(name) for name in names)
+def is_token_given(environment: Mapping[str, str], file: str | None) -> bool:
+    """Whether `find_token` returns a token that processes of other systems can be given as well.
+
+    They cannot know one that is derived from Ray's, or drawn.
+    """
+    return file is not None or bool(environment.get("PILOTFISH_CLUSTER_TOKEN"))
 
 
 def find_token(environment: Mapping[str, str], file: str | None) -> ClusterToken:

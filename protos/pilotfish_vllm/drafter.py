@@ -94,13 +94,16 @@ class RemoteDrafter:
         if self._clock() < self._paused_until:
             return None
         settings, seconds = self._settings, self._settings.timeout_seconds
+        begun = self._clock()
         try:
             if not self._is_checked:
                 self._check(seconds)
             request = draft_pb2.DraftServiceProposeRequest(rows=rows, client=self.client)
             if self._exchange is None:
                 self._exchange = Exchange(lambda requests: self._stub.Propose(requests, metadata=settings.metadata))
-            proposals: Sequence[common_pb2.Proposal] = self._exchange.ask(request, seconds).proposals
+            proposals: Sequence[common_pb2.Proposal] = self._exchange.ask(
+                request, max(0.0, seconds - (self._clock() - begun))
+            ).proposals
         except (grpc.RpcError, StreamEnded, TimeoutError) as error:
             self._fail(_said(error))
             return None

@@ -102,6 +102,8 @@ class Proposer:
         left = MOST_NEW_TOKENS
         for index, one in known.items():
             left -= one.length - one.held
+            # A negative number takes the place of a token that vLLM knows as a vector alone, or not yet.
+            one.is_refused = one.is_refused or bool((one.tokens[one.held : one.length] < 0).any())
             if one.is_refused or len(asked) == MOST_ROWS or (left < 0 and asked):
                 continue
             most = min(self._count, self._longest - one.length)

@@ -75,9 +75,12 @@ def _token(file: Any, environment: Mapping[str, str]) -> str | None:
     if file is None:
         return environment.get(TOKEN_VARIABLE, "").strip() or None
     try:
-        return Path(file).expanduser().read_text("ascii").strip()
+        token = Path(file).expanduser().read_text("ascii").strip()
     except (OSError, TypeError, UnicodeDecodeError) as error:
         raise RefusedSettings(f"{SECTION}.token_file: needed a readable ASCII file, found {file!r}: {error}") from None
+    if not token.isprintable() or not token:
+        raise RefusedSettings(f"{SECTION}.token_file: needed one line with the token in {file!r}")
+    return token
 
 
 def _tls(value: Any) -> Tls | None:

@@ -18,6 +18,7 @@ from cluster.wire.peer_access import TOKEN_KEY
 from deploy.commands.drafter import drafter
 from deploy.network.cluster_token import draw_token
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
+from tests.support.certificates import make_certificate
 
 TOKEN = draw_token().text
 
@@ -80,8 +81,13 @@ def test_a_method_that_needs_more_than_tokens_is_refused_by_name(
     assert str(refused.value).endswith("; choose model, ngram or suffix")
 
 
-def test_a_token_or_certificates_are_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PILOTFISH_CLUSTER_TOKEN", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.parametrize("with_certificates", [False, True], ids=["plain", "certificates"])
+def test_a_token_that_callers_can_know_is_demanded(
+    with_certificates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PILOTFISH_CLUSTER_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the drafter's token would be derived from this one")
+    tls = make_certificate(tmp_path)
+    files = [f"cluster.tls.{name}={getattr(tls, name)}" for name in ("ca", "certificate", "key")]
     with pytest.raises(ConfigurationError, match="PILOTFISH_CLUSTER_TOKEN: needed the token that callers present"):
-        drafter("cpu", ["draft.method=ngram"], "127.0.0.1", 0)
+        drafter("cpu", ["draft.method=ngram", *(files if with_certificates else ())], "127.0.0.1", 0)

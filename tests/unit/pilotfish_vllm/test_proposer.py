@@ -245,6 +245,35 @@ def test_a_token_that_the_draft_model_does_not_know_costs_this_sequence_its_draf
         assert len(method.rows) == asked
 
 
+def test_a_negative_number_in_the_place_of_a_token_costs_this_sequence_its_drafts(served: Served) -> None:
+    tokens = np.array([[3, -1, 5, 7], [3, 4, 5, 6]], np.int32)
+    with proposing(Proposer(vllm_config(served.address, timeout_seconds=20.0))) as proposer:
+        drafts = proposer.propose([[7], [6]], np.array([4, 4]), tokens)
+    assert [len(draft) for draft in drafts] == [0, 4]
+
+
+def test_a_step_waits_no_longer_when_the_drafter_must_be_asked_what_it_is(
+    served: Served, method: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.arange(10, dtype=np.int32)[None]
+    with proposing(Proposer(vllm_config(served.address, timeout_seconds=0.6))) as proposer:
+        remote = proposer._drafter
+        assert remote is not None
+        check = remote._check
+
+        def slow(seconds: float) -> None:
+            time.sleep(0.5)
+            check(seconds)
+
+        monkeypatch.setattr(remote, "_check", slow)
+        remote._is_checked = False
+        method.gate.clear()
+        begun = time.monotonic()
+        assert proposer.propose([[3]], np.array([4]), tokens) == [[]]
+        assert time.monotonic() - begun < 0.9
+        method.gate.set()
+
+
 @pytest.mark.parametrize("count", [0, 65])
 def test_a_number_of_tokens_beyond_the_bound_is_refused(count: int) -> None:
     with pytest.raises(RefusedSettings, match=f"num_speculative_tokens: {count} is refused; it must be from 1 to 64"):

@@ -36,6 +36,13 @@ def test_certificates_have_the_name_of_a_clusters(tmp_path: Path) -> None:
     assert found is not None and found.server_name == "pilotfish"
 
 
+@pytest.mark.parametrize("text", ["", "\n", "two\nlines\n"])
+def test_a_token_file_has_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(RefusedSettings, match="token_file: needed one line with the token"):
+        read_settings({"token_file": str(tmp_path / "token")}, ADDRESS)
+
+
 @pytest.mark.parametrize(
     ("section", "said"),
     [
