@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from cluster.core.config.sections import Configuration
@@ -20,7 +18,7 @@ from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
 from tests.support.deadline import deadline
 from tests.support.models import tiny, tiny_tokenizer
-from tests.support.models.enumerable import BAR
+from tests.support.models.enumerable import BAR, chi_square
 from tests.support.models.sampling_reference import probabilities
 from workers.draft.model.drawing_drafter import DrawingDrafter
 from workers.draft.registry import create
@@ -140,18 +138,7 @@ def p_value(
             for token, probability in enumerate(probabilities(row, sampling, [*prompt, *answer], len(prompt)))
             if probability > 0
         }
-    seen = Counter(answers)
-    if not seen.keys() <= means.keys():
-        return 0.0
-    cells = [answer for answer, mean in means.items() if mean >= 5]
-    others = len(answers) - sum(means[answer] for answer in cells), len(answers) - sum(seen[answer] for answer in cells)
-    counts, expected = (
-        [*(seen[answer] for answer in cells), others[1]],
-        [*(means[answer] for answer in cells), others[0]],
-    )
-    if others[0] < 1e-3:
-        counts, expected = counts[:-1], expected[:-1]
-    return float(stats.chisquare(counts, expected, sum_check=False).pvalue)
+    return chi_square(answers, means)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ The next token depends on the last two tokens. The tests compare many sampled an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 import torch
@@ -53,14 +53,23 @@ def p_value(sampling: SamplingParameters, answers: Answers) -> float:
             probability *= probabilities(logits, sampling, tokens, len(PROMPT))[token]
             tokens.append(token)
         expected[answer] = probability * len(answers)
+    return chi_square(answers, expected)
+
+
+def chi_square(answers: Iterable[tuple[int, ...]], expected: Mapping[tuple[int, ...], float]) -> float:
+    """The probability of answers at least as far from their expected numbers; 0 for an impossible one.
+
+    Answers that are expected fewer than five times share a cell.
+    """
     seen = Counter(answers)
-    if any(expected[answer] == 0 for answer in seen):
+    if any(not expected.get(answer) for answer in seen):
         return 0.0
+    total = sum(seen.values())
     cells = [answer for answer, count in expected.items() if count >= 5]
     counts = [seen[answer] for answer in cells]
     means = [expected[answer] for answer in cells]
-    rest = len(answers) - sum(means)
-    if rest > 1e-6 * len(answers):  # rare answers share a cell
-        counts.append(len(answers) - sum(counts))
+    rest = total - sum(means)
+    if rest > 1e-6 * total:
+        counts.append(total - sum(counts))
         means.append(rest)
     return float(stats.chisquare(counts, means, sum_check=False).pvalue)
