@@ -1,9 +1,10 @@
 """`make interop`: other engines, each in an environment of its own, with what Pilotfish gives them.
 
-    python -m tests.interop [--model NAME] [--draft NAME] [--drafted 5] [--max-tokens 96]
+    python -m tests.interop [--only speculators,vllm] [--model NAME] [--draft NAME] [--drafted 5] [--max-tokens 96]
 
-vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a drafter that is killed
-halfway. Prints a table of all checks. Exits with 1 if one failed.
+The library `speculators` loads tiny drafts as training stores them (EAGLE-3, DSpark) and computes what Pilotfish
+computes, within 1e-5. vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a
+drafter that is killed halfway. Prints a table of all checks. Exits with 1 if one failed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from deploy.bench.report.tables import markdown_table
 from deploy.network.cluster_token import draw_token
 from deploy.settings import load_settings
 from tests.clients.environments import ROOT, ClientKind, install
+from tests.interop.speculators_drafts import Check, SpeculatorsDrafts
 from workers.model.model_files import resolve_model_directory
 from workers.serve.node import free_port
 
 HERE = Path(__file__).resolve().parent
+SPECULATORS = ClientKind("speculators", "speculators_drafts.py", uses_project=True, names_all=True)
 VLLM = ClientKind("vllm", "vllm_door.py", uses_project=True, wheels=("protos", "protos/pilotfish_vllm"), names_all=True)
 LOOPBACK = "127.0.0.1"
 LONGEST_SECONDS = 1200.0
@@ -103,13 +106,26 @@ def answer(python: Path, token: str, chosen: dict[str, Any], killed: subprocess.
     return found
 
 
-def check_vllm(options: argparse.Namespace) -> list[tuple[str, bool, str]]:
+def check_speculators(options: argparse.Namespace) -> list[Check]:
+    """The checks of `speculators`: what, whether it holds, and the largest differences."""
+    python = install(SPECULATORS, options.environments, HERE / "pins")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    environment.pop("PYTHONPATH", None)
+    with tempfile.TemporaryDirectory() as home:
+        drafts = SpeculatorsDrafts(Path(home))
+        for folder in drafts.folders:  # in one process, what a second head computes depends on the first
+            command = [str(python), str(HERE / "scripts" / SPECULATORS.script), str(folder)]
+            subprocess.run(command, cwd=home, env=environment, check=True, timeout=LONGEST_SECONDS)
+        return drafts.check()
+
+
+def check_vllm(options: argparse.Namespace) -> list[Check]:
     """The checks of vLLM: what, whether it holds, and the counts."""
     python, token = install(VLLM, options.environments, HERE / "pins"), draw_token().text
     directory = resolve_model_directory(options.model, load_settings().cache_directory)
     chosen = {"model": str(directory), "prompts": PROMPTS, "max_tokens": options.max_tokens, "drafted": 0, "door": {}}
     plain = answer(python, token, chosen)
-    rows: list[tuple[str, bool, str]] = []
+    rows: list[Check] = []
     for name in ("drafts of a drafter", "a drafter that is killed halfway"):
         with drafter(options.draft, token) as (process, address):
             drafted = chosen | {"drafted": options.drafted, "door": {"address": address}}
@@ -125,18 +141,26 @@ def check_vllm(options: argparse.Namespace) -> list[tuple[str, bool, str]]:
     return rows
 
 
+ENGINES = {"speculators": check_speculators, "vllm": check_vllm}
+
+
 def main() -> None:
     """Run the checks and print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.interop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", default=",".join(ENGINES), help="names with commas between them")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="the target, as in target.path")
     parser.add_argument("--draft", default="smollm2-135m-draft", help="a draft model for it, as in draft.path")
     parser.add_argument("--drafted", type=int, default=5, help="tokens of a draft")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv" / "interop")
     options = parser.parse_args()
-    rows = check_vllm(options)
+    wanted = [name for name in options.only.split(",") if name]
+    unknown = ", ".join(sorted(set(wanted) - ENGINES.keys()))
+    if unknown:
+        parser.error(f"--only: unknown {unknown}; there are {', '.join(ENGINES)}")
+    rows = [row for name in wanted for row in ENGINES[name](options)]
     table = [[what, said if holds else f"FAILED: {said}"] for what, holds, said in rows]
     write(markdown_table(("check", "result"), table))
     sys.exit(0 if all(holds for _, holds, _ in rows) else 1)
