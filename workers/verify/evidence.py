@@ -22,6 +22,8 @@ Fuse = Callable[[torch.Tensor], torch.Tensor]
 """Maps hidden states `[tokens, taps, hidden]` to what is sent in their place, `[tokens, width]`."""
 MAX_SENT_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of hidden states that the verdicts of one step bring; the rows share them equally."""
+_MOST_FUSED = 1024
+"""Most tokens whose hidden states are fused at once, in float32, which takes twice the memory of those recorded."""
 
 
 def resolve_taps(taps: Sequence[Tap], layers: int) -> tuple[int, ...]:
@@ -136,7 +138,8 @@ class EvidenceCollector:
     def _hidden(self, index: int, row: VerifyRow, accepted: Accepted) -> HiddenStates:
         if self._fuse is not None and self._fused is None and (hidden := self._runner.hidden) is not None:
             taps = hidden.view(len(hidden), len(self._section.taps), -1)
-            self._fused = self._fuse(taps).bfloat16().cpu()
+            parts = (taps[first : first + _MOST_FUSED] for first in range(0, len(taps), _MOST_FUSED))
+            self._fused = torch.cat([self._fuse(part).bfloat16() for part in parts]).cpu()
         states = self._runner.hidden_of(index, accepted.nodes, self._fused)  # [pending + accepted, width] bfloat16
         data = states.cpu().contiguous().view(torch.uint8).numpy()
         return HiddenStates(row.start_len, states.shape[1], data.data.cast("B"))

@@ -21,6 +21,7 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling.acceptance import Accepted
+from workers.verify import evidence
 from workers.verify.decider import LocalDecider
 from workers.verify.evidence import EvidenceCollector
 
@@ -75,8 +76,9 @@ def collector(
 
 
 def test_features_are_sent_in_place_of_the_hidden_states_that_they_are_made_of(
-    model: LoadedModel, pool: KvPool
+    model: LoadedModel, pool: KvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(evidence, "_MOST_FUSED", 7)
     runner, tree = ModelRunner(model, pool, (1, 2)), TokenTree((3, 4, 5), (-1, -1, 1))
     section = EvidenceSection(taps=(1, 2), is_sent=True)
     passes: list[int] = []
@@ -93,21 +95,21 @@ def test_features_are_sent_in_place_of_the_hidden_states_that_they_are_made_of(
         pool.reserve(forward.table, forward.end)
     for _ in range(2):
         logits = runner.forward(forwards, PassOptions(with_taps=True))
-        for index, one in enumerate(rows):
+        for index, verified in enumerate(rows):
             sent = [
-                collected.collect(index, one, Accepted(nodes=(1, 2), tokens=(4, 5, 6)), (4, 6, 5, 6), logits)
+                collected.collect(index, verified, Accepted(nodes=(1, 2), tokens=(4, 5, 6)), (4, 6, 5, 6), logits)
                 for collected in (plain, fused)
             ]
-            states, features = (_values(evidence) for evidence in sent)
+            states, features = (_values(one) for one in sent)
             assert torch.equal(features, states.view(len(states), 2, -1).float().mean(dim=1).bfloat16())
             assert (len(states), 2 * features.shape[1]) == (len(TOKENS) + 2, states.shape[1])
         fused.complete({})
-    assert passes == [12, 12]  # once a pass, for all rows
+    assert passes == [7, 5, 7, 5]  # once a pass, for all rows, and few tokens at once
 
 
-def _values(evidence: Evidence | None) -> torch.Tensor:
-    assert evidence is not None and evidence.hidden is not None
-    return torch.frombuffer(bytearray(evidence.hidden.data), dtype=torch.bfloat16).view(-1, evidence.hidden.width)
+def _values(found: Evidence | None) -> torch.Tensor:
+    assert found is not None and found.hidden is not None
+    return torch.frombuffer(bytearray(found.hidden.data), dtype=torch.bfloat16).view(-1, found.hidden.width)
 
 
 def test_hidden_states_are_recorded_for_rows_with_a_budget_only(runner: ModelRunner) -> None:
