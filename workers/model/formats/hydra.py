@@ -43,9 +43,9 @@ class HydraFormat:
         checkpoint.allow(_OFFSET, 0)
         blocks = [found.groups() for name in checkpoint.sizes if (found := _BLOCK.fullmatch(name))]
         head = checkpoint.sizes.get("hydra_lm_head.0.weight")
-        if not blocks or head is None:
-            checkpoint.fail(f"its weights lack {_FIRST if not blocks else 'hydra_lm_head.0.weight'}")
-        depths, deep = (1 + max(int(numbers[part]) for numbers in blocks) for part in (0, 1))
+        if not blocks or head is None or len(head) != 2:
+            checkpoint.fail(f"its weights lack {_FIRST if not blocks else 'the matrix hydra_lm_head.0.weight'}")
+        depths, deep = (len({numbers[part] for numbers in blocks}) for part in (0, 1))
         rows, size = head
         shape = HydraShape(size, depths, deep, rows)
         checkpoint.check_tensors({_stored(name): wanted for name, wanted in shape.tensors().items()})

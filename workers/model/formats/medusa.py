@@ -65,7 +65,7 @@ class MedusaFormat:
             checkpoint.refuse(_SHARED, f"it must be false unless {_COMMON_HEAD} is the only output head")
         blocks = [name.split(".") for name in names if _OWN_BLOCK.fullmatch(name)]
         size = sizes[names["0.0.weight"]][0]
-        depths, deep = (1 + max(int(name[part]) for name in blocks) for part in (0, 1))
+        depths, deep = (len({name[part] for name in blocks}) for part in (0, 1))
         rows = sizes[names["0.head.weight"]][0] if "0.head.weight" in names else 0
         shape = MedusaShape(size, depths, deep, 0 if is_shared else rows, has_bias="0.0.bias" in names)
         tokens = sizes[names[_MAP]][0] if _MAP in names else None

@@ -127,3 +127,25 @@ def test_tensors_in_excess(tmp_path: Path) -> None:
     public_drafts.write(tmp_path, HYDRA, public_drafts.hydra() | strange)
     with pytest.raises(ModelLoadError, match="prefix_embeding_layer"):
         read_draft(tmp_path)
+
+
+def test_a_head_with_a_number_beyond_all_others(tmp_path: Path) -> None:
+    far = {"hydra_mlp.1000000000.0.linear.weight": torch.ones(1, 1)}
+    public_drafts.write(tmp_path, HYDRA, public_drafts.hydra() | far)
+    with pytest.raises(ModelLoadError, match=r"hydra_mlp\.1000000000\.0\.linear"):
+        read_draft(tmp_path)
+
+
+def test_an_output_head_that_is_no_matrix(tmp_path: Path) -> None:
+    public_drafts.write(tmp_path, HYDRA, public_drafts.hydra() | {"hydra_lm_head.0.weight": torch.ones(4)})
+    with pytest.raises(ModelLoadError, match=r"lack the matrix hydra_lm_head\.0\.weight"):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_small_weights_rank_nearly_the_same_tokens(weights: Any, target: Path, tmp_path: Path) -> None:
+    draft = public_drafts.write(tmp_path, HYDRA, public_drafts.hydra())
+    settings = ModuleSettings(path=str(draft), weights=weights)
+    loaded = load_served_module(settings, TargetSection(path=str(target), device="cpu"), "heads", (PublicModule,))
+    exact, small = ranked(served(draft, target), 3)[0], ranked(HydraHeads(loaded.module, loaded), 3)[0]
+    assert len(set(exact.tokens[0]) & set(small.tokens[0])) >= 2
