@@ -18,6 +18,8 @@ from workers.model.stored.sizes import stored_bytes
 from workers.model.weight_counts import count_weights
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WITHOUT_KV = {"conv", "linear_attention", "mamba", "mlp", "moe"}
+"""Names that configurations give to layers that store no keys and values."""
 
 
 def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Cost:
@@ -47,7 +49,7 @@ def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Co
 
 
 def kv_layers(directory: Path, section: TargetSection) -> tuple[KvLayer, ...]:
-    """The keys and values of each decoder layer, from the model's `config.json`.
+    """The keys and values of each decoder layer that attends, from the model's `config.json`.
 
     The sources of an encoder-decoder model, which cross-attention reads, count as its prompts.
     """
@@ -62,7 +64,11 @@ def kv_layers(directory: Path, section: TargetSection) -> tuple[KvLayer, ...]:
     sliding = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if sliding else "full_attention"] * layers
     own = None if section.kv.window is None else section.kv.window + section.kv.sinks
-    return tuple(KvLayer(token_bytes, sliding if kind == "sliding_attention" else own) for kind in kinds)
+    return tuple(
+        KvLayer(token_bytes, sliding if kind == "sliding_attention" else own)
+        for kind in kinds
+        if kind not in _WITHOUT_KV
+    )
 
 
 def _first(config: Any, *names: str) -> int:

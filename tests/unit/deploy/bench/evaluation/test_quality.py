@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cluster.core.config.target_section import TargetSection
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, ResourceUse
 from deploy.bench.evaluation.evaluation import Evaluation
 from deploy.bench.evaluation.quality import Scoreboard
@@ -16,9 +18,11 @@ from deploy.bench.evaluation.tasks.arithmetic import score_arithmetic
 from deploy.bench.evaluation.tasks.task import Example, Task
 from deploy.bench.evaluation.token_costs import token_costs
 from deploy.bench.measuring.competitors import Skipped
+from deploy.bench.measuring.costs import kv_layers
 from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry, Exactness, KvLayer
 from deploy.bench.measuring.roofs import Roofs
 from tests.unit.deploy.bench.race.test_report import MACHINE
+from tests.zoo.configs import tiny_config
 
 CELL = Cell("sums", 1, 0.0)
 EXAMPLES = (Example("1+1?", "", ("#### 2",)), Example("2+1?", "", ("#### 3",)))
@@ -148,6 +152,13 @@ def test_a_window_bounds_what_a_layer_reads_and_beams_multiply() -> None:
     # four beams: the second and third steps read 5 and 6 tokens, although all tokens arrive at the end
     beams = one_pass(replace(answer("is 2", 3), steps=3))
     assert token_costs(replace(COST, kv_layers=(KvLayer(4),), sequences=4), [beams]).kv_bytes == 4 * 4 * (5 + 6) / 3
+
+
+@pytest.mark.parametrize(("family", "attend"), [("qwen3_next", 1), ("lfm2", 2), ("falcon_h1", 4), ("nemotron_h", 1)])
+def test_layers_that_do_not_attend_have_no_keys_and_values_to_read(family: str, attend: int, tmp_path: Path) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    section = TargetSection(path=str(tmp_path), dtype="float32")
+    assert len(kv_layers(tmp_path, section)) == attend
 
 
 def test_unknown_costs_stay_unknown() -> None:
