@@ -49,8 +49,10 @@ def published(tensors: Tensors, target: Path, state: Tensor, path: Sequence[int]
     rows = torch.cat([final, *(stored["model.embed_tokens.weight"][token] for token in path)])
     for block in range(2):
         parts = {name: tensors.get(f"hydra_mlp.{depth}.{block}.{name}.weight") for name in ("linear", "res_connection")}
-        biases = {name: tensors.get(f"hydra_mlp.{depth}.{block}.{name}.bias") for name in parts}
-        linear, residual = (rows if weight is None else weight @ rows + biases[name] for name, weight in parts.items())
+        linear, residual = (
+            rows if weight is None else weight @ rows + tensors[f"hydra_mlp.{depth}.{block}.{name}.bias"]
+            for name, weight in parts.items()
+        )
         rows = residual + linear * torch.sigmoid(linear)
     return tensors[f"hydra_lm_head.{depth}.weight"] @ rows + tensors[f"hydra_lm_head.{depth}.bias"]
 
