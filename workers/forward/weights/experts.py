@@ -14,8 +14,9 @@ from workers.forward.weights.base import Storage
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 """What makes the second product's input `[rows, inner]` from the first product `[rows, outputs]`."""
-_VECTOR = 16
-"""Numbers of float32 that torch's operators compute together. Those that are left over may have other bits."""
+_VECTOR = 32
+"""Numbers of float32 that torch's operators compute together, two vectors of AVX-512. Those that are left over may have
+other bits."""
 _GRAIN = 32768
 """Most numbers that torch's operators do not divide among threads."""
 
