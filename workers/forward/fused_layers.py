@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workers.forward.activations import RowwiseActivation
 from workers.forward.expert_choice import ExpertChoice
 from workers.forward.layer_lists import decoder_layers, decoder_list
 from workers.forward.linear import FastLinear, MergedLinear
@@ -373,6 +374,7 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 def _is_silu(function: object) -> bool:
+    function = function.function if isinstance(function, RowwiseActivation) else function
     return isinstance(function, nn.SiLU) or type(function).__name__ == "SiLUActivation"
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from workers.forward.activations import replace_activations
 from workers.forward.experts import fast_experts, is_mixture
 from workers.forward.layer_lists import plan_name
 from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
@@ -30,13 +31,15 @@ _How = tuple[str, str | None, torch.dtype]
 def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", directory: str | None = None) -> None:
     """Replace every linear layer and all experts by their fastest form; under tensor parallelism, by this rank's shard.
 
-    A layer that is sharded neither by columns nor by rows stays as `transformers` made it. `directory` keeps the
-    compiled CPU kernels. Raises `NoGpuProduct` with the layer's name for a matrix that a GPU would widen in memory.
+    A layer that is sharded neither by columns nor by rows stays as `transformers` made it. On CPU, activation functions
+    are replaced, too: no row changes a bit of another one. `directory` keeps the compiled CPU kernels. Raises
+    `NoGpuProduct` with the layer's name for a matrix that a GPU would widen in memory.
     """
     plan: dict[str, str] = model.tp_plan or {}
     types = (one.dtype for one in model.parameters() if one.is_floating_point())
     how = quantization, directory, next(types, torch.get_default_dtype())
     _replace_experts(model, how)
+    replace_activations(model)  # after the experts, whose function is a part of their kernels
     # The list holds only parents: a reference to a linear layer would keep its old weights in memory.
     parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
     for path, parent in parents:
