@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
 from workers.kv.prefix_cache import PrefixIndex, block_key, next_key
-from workers.kv.states import SequenceStates
+
+if TYPE_CHECKING:
+    from workers.kv.states import SequenceStates
 
 OUT_OF_WINDOW = BlockId(-1)
 """Entry of a block table whose block was freed because it left the attention window."""
 OFFLOADED = BlockId(-2)
 """Entry of a prefix whose block is not in the pool but in host memory or on disk."""
+
+
+def _no_states() -> SequenceStates:
+    from workers.kv.states import SequenceStates  # imports torch, and drafting methods without tensors use tables
+
+    return SequenceStates()
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +36,7 @@ class BlockTable:
     tokens: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     """The key of each full block of `tokens`; empty without a prefix cache."""
-    states: SequenceStates = field(default_factory=SequenceStates)
+    states: SequenceStates = field(default_factory=_no_states)
     """The states of recurrent layers; empty without any."""
 
     @property
