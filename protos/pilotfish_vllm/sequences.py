@@ -1,4 +1,4 @@
-"""Which sequence a row of vLLM's batch belongs to.
+"""Finds the sequence that a row of vLLM's batch belongs to.
 
 vLLM tells a proposer the tokens of each row, but no request: rows move when others end, and a row may have another
 request at the next step. A sequence is known again by its tokens. Two rows with the same tokens may be exchanged, for
@@ -57,7 +57,7 @@ class Sequences:
 
     def __init__(self) -> None:
         self._at: dict[int, Sequence] = {}
-        """Those of the last call, by the index of their row."""
+        """The sequences of the last call, by the index of their row."""
         self._absent: list[Sequence] = []
         self._named = 0
 

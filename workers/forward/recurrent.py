@@ -188,7 +188,7 @@ class _Recurrent:
     cache: str
     """The name of the argument with its state."""
     own: Callable[..., Any]
-    """Its own forward pass."""
+    """The forward pass of the module itself."""
 
 
 def _find_projections(

@@ -32,7 +32,7 @@ class StatePart:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -41,7 +41,7 @@ class StateShape:
     """The state of one recurrent or convolutional layer."""
 
     layer: int
-    """Its number in the model."""
+    """Number of the layer in the model."""
     parts: tuple[StatePart, ...]
 
     @property

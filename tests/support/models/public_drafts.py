@@ -209,7 +209,7 @@ def spark(
 
 
 GROUP, WIDTH_OF_KERNELS, RANKED = 8, 3, 6
-"""Of DFlash2 drafters: the channels of a group, the slots of a kernel, the candidates of a slot."""
+"""Channels of a group, slots of a kernel and candidates of a slot in the DFlash2 drafters here."""
 DFLASH2_KEYS: dict[str, Any] = {
     "conv_kernel_size": WIDTH_OF_KERNELS,
     "conv_group_size": GROUP,

@@ -42,7 +42,7 @@ def test_the_format_of_a_draft_chooses_the_method(config: str, target: Path, eag
 def test_the_draft_whose_matrix_the_target_applies_is_found_on_each_node(
     target: Path, eagle3: Path, tmp_path: Path
 ) -> None:
-    """It has the name of the draft, which is another directory on each node."""
+    """The fusion has the name of the draft, which is another directory on each node."""
     name = tmp_path / "name"
     name.symlink_to(eagle3)
     assignments = [f"target.path={target}", f"draft.path={name}", "draft.placement=drafter"]

@@ -23,7 +23,7 @@ LAYERS, PROMPT, LENGTH, ROWS = 6, 5, 14, 24
 
 @pytest.fixture(scope="package")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With large weights, so that the target's distributions are not nearly uniform."""
+    """A model with large weights, so that the target's distributions are not nearly uniform."""
     config = tiny.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True, initializer_range=0.15)
     return tiny.save(tmp_path_factory.mktemp("target"), config)
 

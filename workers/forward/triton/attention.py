@@ -27,7 +27,7 @@ _MOST_REGISTERS = 128
 """Registers of a thread for narrow tiles. Four programs then run on a multiprocessor instead of two, and more loads are
 in flight, though some tens of bytes of each thread move to memory."""
 _MOST_REGISTERS_WIDENING = 168
-"""The same where keys and values have 8 bits: three programs."""
+"""Most registers of a thread where keys and values have 8 bits: three programs fit beside each other."""
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than

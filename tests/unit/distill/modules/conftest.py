@@ -17,7 +17,7 @@ from workers.distill.target_model import load_target
 
 PROMPT, LENGTH, ROWS = 5, 14, 24
 _CONFIG = tiny.llama(num_hidden_layers=3, tie_word_embeddings=True, initializer_range=0.15)
-"""With large weights, so that the target's distributions are not nearly uniform."""
+"""A model with large weights, so that the target's distributions are not nearly uniform."""
 
 
 @pytest.fixture(scope="session")
