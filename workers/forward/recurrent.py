@@ -89,7 +89,7 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Which parts of a state are convolutional, and which are recurrent: the numbers that the module gives them."""
+    """The convolutional and the recurrent parts of a layer's state, by the numbers that the module gives them."""
 
     convolution: tuple[int, ...]
     recurrent: tuple[int, ...]
@@ -194,7 +194,7 @@ class _Recurrent:
 def _find_projections(
     module: nn.Module, token: torch.Tensor, calls: Sequence[tuple[str, torch.Tensor, torch.Tensor]], result: Any
 ) -> _Projections:
-    """Which linear layers read just the module's inputs, and which one makes its output. Each is called once."""
+    """The linear layers that read the inputs of a module alone, and the one that makes its output, each called once."""
     once = [call for call in calls if [name for name, _, _ in calls].count(call[0]) == 1]
     factors = (1.0, float(getattr(module, "ssm_in_multiplier", 1.0)))  # Falcon-H1 scales the inputs
     inputs = [

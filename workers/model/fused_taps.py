@@ -1,4 +1,4 @@
-"""Which drafts fuse the taps of a position to one feature before anything else. Needs no torch."""
+"""Tells whether a draft first fuses the taps of a position to one feature, and its width. Needs no torch."""
 
 from __future__ import annotations
 
