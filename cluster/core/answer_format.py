@@ -33,6 +33,7 @@ class Literal:
     """A text around the fields of a call. White space before, in and after it is read in any amount, also none."""
 
     text: str
+    """The text. `*` stands for a few characters when it is read, and is left out of what a grammar demands."""
     is_optional: bool = False
     """Whether calls without it are read."""
     is_written: bool = True
@@ -63,7 +64,12 @@ class Tags:
     value_end: str
     json_key_end: str = ""
     """`key_end` before a value that is no text, where it differs."""
+    strips: bool = False
+    """Whether no white space around a value is part of it. Else one line break before and one after it are none."""
 
+
+OWN_FORMAT = "response_template"
+"""The name of formats that a checkpoint describes itself. They have no row here, so their parts are sent."""
 
 OBJECT = '{"name": NAME, "arguments": ARGUMENTS}'
 
@@ -93,6 +99,8 @@ class CallFormat:
     quote: str = ""
     ids: str = "[a-zA-Z0-9]{9}"
     """A regular expression for the ids that a grammar demands."""
+    spaces: str = ""
+    """A regular expression for the white space that a grammar allows beside each literal."""
     history_ids: str = ""
     """Ids of calls in a conversation as the chat template demands them: `alphanumeric`, or a text with NAME and NUMBER.
     Empty: any."""
@@ -106,7 +114,8 @@ class CallFormat:
     def markers(self) -> Iterator[str]:
         """All literals, of which some may be special tokens."""
         yield from filter(None, self.section)
-        yield from (literal_of(part).text for form in self.patterns for part in form if not isinstance(part, Field))
+        texts = (literal_of(part).text for form in self.patterns for part in form if not isinstance(part, Field))
+        yield from (marker for text in texts for marker in text.split("*") if marker)
         if self.tags is not None:
             yield from filter(None, (self.tags.key, self.tags.key_end, self.tags.value, self.tags.value_end))
         if self.quote:

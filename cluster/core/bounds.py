@@ -50,9 +50,14 @@ MAX_BAD_TEXTS = 256
 """Most texts that a request forbids."""
 MAX_BAD_TEXT_CHARS = 256
 MAX_BAD_WORD_TOKENS = 64
+"""Most tokens of a forbidden sequence."""
 MAX_THINK_MARKER = 64
 """Most tokens that begin or end what a model thinks."""
-"""Most tokens of a forbidden sequence."""
+MAX_FORMAT_PARTS = 32
+"""Most parts of a call, and most markers of an answer, in a format that a checkpoint describes itself."""
+MAX_FORMAT_TEXT_BYTES = 256
+"""Longest text in such a format."""
+MAX_FORMAT_OBJECT_BYTES = 1024
 MAX_NO_REPEAT_NGRAM = 1024
 """Longest token sequences that may be forbidden to repeat."""
 MAX_GRAMMAR_BYTES = 128 * 1024

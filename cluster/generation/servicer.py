@@ -10,10 +10,12 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from cluster.core.answer_format import OWN_FORMAT
 from cluster.core.draft_origin import OriginCounts
 from cluster.core.request import FinishReason, TokenLogprobs
 from cluster.generation.events import Delta, Event, Finished, ServedModel, Started, VerifiedDraft
 from cluster.generation.service import GenerationService
+from cluster.wire.codec.answer_format import encode_call_format, encode_reasoning_format
 from cluster.wire.origin_counts import encode_origins
 from cluster.wire.request_values import traceparent_of
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -113,6 +115,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _encode_started(self, event: Started) -> generation_pb2.GenerationStarted:
         form = event.answer_format
+        calls, reasoning = form.calls, form.reasoning
         return generation_pb2.GenerationStarted(
             request_id=event.request_id,
             model=event.model,
@@ -121,8 +124,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt_token_ids=event.prompt,
             prompt_token_bytes=[self._service.token_bytes(token) for token in event.prompt],
             prompt_logprobs=[self._encode_logprobs(entry) for entry in event.prompt_logprobs],
-            tool_format="" if form.calls is None else form.calls.name,
-            reasoning_format="" if form.reasoning is None else form.reasoning.name,
+            tool_format="" if calls is None else calls.name,
+            reasoning_format="" if reasoning is None else reasoning.name,
+            own_call_format=encode_call_format(calls) if calls is not None and calls.name == OWN_FORMAT else None,
+            own_reasoning_format=encode_reasoning_format(reasoning)
+            if reasoning is not None and reasoning.name == OWN_FORMAT
+            else None,
             reasons=form.reasons,
             begins_in_reasoning=form.begins_in_reasoning,
             queue_seconds=event.queue_seconds,

@@ -68,10 +68,11 @@ class TargetSection(ModelSection, PluginHost):
     aliases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=64)] = ()
     """Further names that clients may send for the model. Its answers have the first name."""
     tool_parser: str = "auto"
-    """How the model writes calls of tools, by vLLM's name of the parser; `auto` sees it in the chat template."""
+    """How the model writes calls of tools, by vLLM's name of the parser; `auto` reads it from the tokenizer's own
+    `response_template`, else sees it in the chat template."""
     reasoning_parser: str = "auto"
-    """How the model writes what it thinks, by vLLM's name of the parser; `auto` sees it in the chat template, `none`:
-    what it thinks is content."""
+    """How the model writes what it thinks, by vLLM's name of the parser; `auto`: as with `tool_parser`, `none`: what it
+    thinks is content."""
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of targets. Each has its own coordinator and ranks, and answers a part of the requests."""
     autoscaling: AutoscalingSection = AutoscalingSection()

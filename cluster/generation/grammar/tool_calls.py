@@ -88,8 +88,8 @@ class _CallRules:
             opening, between, closing = form.list
             entry = self._any_of([listed(function) for function in functions])
             entries = self._repeated(entry, between, most)
-            calls = self._joined(self._written(opening), entries, self._written(closing))
-            call = self._joined(*(self._part(part, calls) for part in form.call))
+            calls = self._spaced(self._written(opening), entries, self._written(closing))
+            call = self._spaced(*(self._part(part, calls) for part in form.call))
         elif form.between is None:
             call = self._any_of([self._call(function) for function in functions])
         else:
@@ -98,14 +98,21 @@ class _CallRules:
         return "\n".join([f"start: {self._joined(opening, call, closing)}", *self._lines])
 
     def _call(self, function: dict[str, Any]) -> str:
-        return self._rule(self._joined(*(self._part(part, self._fielded(part, function)) for part in self._form.call)))
+        written: list[str] = []
+        for before, part in zip(("", *self._form.call), self._form.call, strict=False):
+            rule = self._part(part, self._fielded(part, function))
+            is_tight = any(one in (Field.NAME, Field.ID) for one in (before, part)) and not (
+                isinstance(before, Field) and isinstance(part, Field)
+            )
+            written += [rule] if is_tight or not written or not rule else [self._space, rule]
+        return self._rule(self._joined(*written))
 
     def _part(self, part: str | Literal | Field, fields: str) -> str:
         """Return a part of a call: a literal, or the rule of its fields. Other fields are empty."""
         if isinstance(part, Field):
             return fields
         literal = literal_of(part)
-        return self._written(literal.text) if literal.is_written else ""
+        return self._written(literal.text.replace("*", "")) if literal.is_written else ""
 
     def _fielded(self, part: str | Literal | Field, function: dict[str, Any]) -> str:
         match part:
@@ -163,13 +170,14 @@ class _CallRules:
             key_end = tags.key_end if is_text or not tags.json_key_end else tags.json_key_end
             before = self._joined(self._written(tags.key), lark_text(key), self._written(key_end + tags.value))
             choices = _choices(_resolved(schema, parameters))
-            if choices is not None:
-                value = f"({' | '.join(map(lark_text, choices))}) {self._written(tags.value_end)}"
-            elif is_text:
-                value = self._text(tags.value_end)
+            if choices is None and is_text:
+                rule = self._joined(before, self._text(tags.value_end))
             else:
-                value = f"{self._json(schema, parameters)} {self._written(tags.value_end)}"
-            arguments.append((self._rule(f"{before} {value}"), is_required))
+                value = (
+                    self._json(schema, parameters) if choices is None else f"({' | '.join(map(lark_text, choices))})"
+                )
+                rule = self._spaced(before, value, self._written(tags.value_end))
+            arguments.append((self._rule(self._joined(rule, self._space)), is_required))
         return self._sequence(arguments, "")
 
     def _braces(self, schema: object, root: dict[str, Any], depth: int) -> str:
@@ -237,7 +245,17 @@ class _CallRules:
         return rules[0] if len(rules) == 1 else self._rule(" | ".join(rules))
 
     def _repeated(self, rule: str, between: str, most: int) -> str:
-        return f"{rule} ({self._joined(self._written(between), rule)}){{0,{most - 1}}}" if most > 1 else rule
+        if most == 1:
+            return rule
+        return f"{rule} ({self._joined(self._space, self._spaced(self._written(between), rule))}){{0,{most - 1}}}"
+
+    @property
+    def _space(self) -> str:
+        return f"/{self._form.spaces}/" if self._form.spaces else ""
+
+    def _spaced(self, *parts: str) -> str:
+        """Join parts with the white space that the format leaves free."""
+        return (f" {self._space} " if self._space else " ").join(filter(None, parts))
 
     def _joined(self, *parts: str) -> str:
         return " ".join(filter(None, parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,11 @@ from cluster.core.token_bytes import METASPACE, PieceToBytes, reader
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions
 from cluster.generation.text.marian_vocabulary import MarianVocabulary, is_marian
+from cluster.generation.text.response_template import NONE_OWN, Inexpressible, OwnFormats, own_formats
 from cluster.generation.text.text_executor import TextExecutor
 from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
+
+log = logging.getLogger(__name__)
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -31,18 +35,28 @@ class Parsers:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
 
-    def calls(self, template: ChatTemplate | None) -> CallFormat:
-        """Return how calls of tools are written: as the setting says, else as the chat template shows."""
+    def calls(self, template: ChatTemplate | None, own: OwnFormats = NONE_OWN) -> CallFormat:
+        """Return how calls of tools are written: as the setting says, else as the model describes or shows it.
+
+        A description of its own, `own`, counts before what the chat template shows.
+        """
         seen = call_format_of("") if template is None else template.call_format
+        if self.tool_parser == "auto" and own.calls is not None:
+            return own.calls
         if self.tool_parser in ("auto", seen.name, *seen.names):
             return seen
         return call_format(self.tool_parser) or seen
 
-    def reasoning(self, template: ChatTemplate | None) -> ReasoningFormat | None:
-        """Return how reasoning is written: as the setting says, else as the chat template shows."""
+    def reasoning(self, template: ChatTemplate | None, own: OwnFormats = NONE_OWN) -> ReasoningFormat | None:
+        """Return how reasoning is written: as the setting says, else as the model describes or shows it, see `calls`.
+
+        A description that knows no reasoning says nothing about it.
+        """
         if self.reasoning_parser != "auto":
             return reasoning_format(self.reasoning_parser)
-        return None if template is None else template.reasoning_format
+        seen = None if template is None else template.reasoning_format
+        is_seen = seen is not None and seen.reasons
+        return own.reasoning if own.reasoning is not None and (own.reasoning.reasons or not is_seen) else seen
 
 
 BY_TEMPLATE = Parsers()
@@ -63,6 +77,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...] = (),
         file: Path | None = None,
         parsers: Parsers = BY_TEMPLATE,
+        own_formats: OwnFormats = NONE_OWN,
     ) -> None:
         self.file = file
         """The `tokenizer.json` that was read. Grammars need it."""
@@ -75,8 +90,8 @@ class Tokenizer:
         self._template = template
         self._tool_template = tool_template or template
         """The template of conversations with tools."""
-        self.call_format = parsers.calls(self._tool_template)
-        self.reasoning_format = parsers.reasoning(template)
+        self.call_format = parsers.calls(self._tool_template, own_formats)
+        self.reasoning_format = parsers.reasoning(template, own_formats)
         self.eos_token_ids = eos_token_ids
         self.texts = TextExecutor()
         """Threads for work on texts of more than a few tokens."""
@@ -113,6 +128,7 @@ class Tokenizer:
             eos_token_ids=_eos_token_ids(directory, vocabulary, special_tokens),
             file=file if file.is_file() else None,
             parsers=parsers,
+            own_formats=_own_formats(directory, settings),
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -275,6 +291,17 @@ def _template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str,
         named = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict))
         found |= {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
     return found | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+
+
+def _own_formats(directory: Path, settings: Mapping[str, Any]) -> OwnFormats:
+    """Return the formats of a `response_template`. What no row describes is reported, and left to the chat template."""
+    if settings.get("response_template") is None:
+        return NONE_OWN
+    try:
+        return own_formats(settings["response_template"])
+    except Inexpressible as reason:
+        log.warning("%s: its response_template is not used, its chat template is: %s", directory.name, reason)
+        return NONE_OWN
 
 
 def _eos_token_ids(directory: Path, vocabulary: Vocabulary, special_tokens: Mapping[str, str]) -> tuple[int, ...]:

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 from cluster.core.answer_format import AnswerFormat
 from cluster.core.answer_format_rows import call_format, reasoning_format
+from cluster.core.errors import InvalidRequest, NotReady
 from cluster.ingress.openai.fields.tools import required_tool
 from cluster.ingress.openai.parsing.answer_parser import ALL_CALLS, AnswerParser
 from cluster.ingress.openai.parsing.call_reader import CallOptions
 from cluster.ingress.openai.parsing.parts import Json
 from cluster.ingress.openai.requests import ChatRequest
+from cluster.wire.codec.answer_format import decode_call_format, decode_reasoning_format
 from pilotfish.v1 import common_pb2, generation_pb2
 
 
@@ -160,10 +162,8 @@ class ChatFormat:
         """Parse the answer if it may have reasoning or calls of tools."""
         if not started.tool_format and not started.reasoning_format:
             return
-        form = AnswerFormat(
-            call_format(started.tool_format), reasoning_format(started.reasoning_format), started.begins_in_reasoning
-        )
         prefix = f"call_{started.request_id[:32]}_{choice.index}_"
+        form = _answer_format(started)
         choice.parser = AnswerParser(prefix, form, self._calls, include_reasoning=self._include_reasoning)
 
     def logprobs(self, choice: Choice, delta: generation_pb2.GenerationDelta) -> list[Json]:  # noqa: ARG002
@@ -260,6 +260,19 @@ class CompletionFormat:
         """Return one list per field."""
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return {name: [entry[name] for entry in entries] for name in names}
+
+
+def _answer_format(started: generation_pb2.GenerationStarted) -> AnswerFormat:
+    """Return the formats that a coordinator names, or describes. Raises `NotReady` if its description is invalid."""
+    calls, reasoning = call_format(started.tool_format), reasoning_format(started.reasoning_format)
+    try:
+        if started.HasField("own_call_format"):
+            calls = decode_call_format(started.own_call_format)
+        if started.HasField("own_reasoning_format"):
+            reasoning = decode_reasoning_format(started.own_reasoning_format)
+    except InvalidRequest as error:
+        raise NotReady(f"the coordinator describes its answers wrongly: {error}") from None
+    return AnswerFormat(calls, reasoning, started.begins_in_reasoning)
 
 
 def _parameters(function: Json) -> Json:

@@ -48,6 +48,50 @@ EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
 """End when no running beam can ever score better than the worst finished answer."""
 Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
+class _CallField:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CallFieldEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CallField.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CALL_FIELD_UNSPECIFIED: _CallField.ValueType  # 0
+    """Never sent."""
+    CALL_FIELD_NAME: _CallField.ValueType  # 1
+    """The name of the tool."""
+    CALL_FIELD_ID: _CallField.ValueType  # 2
+    """The id that the model gives to the call."""
+    CALL_FIELD_ARGUMENTS: _CallField.ValueType  # 3
+    """The arguments as a JSON object."""
+    CALL_FIELD_CALL: _CallField.ValueType  # 4
+    """A JSON object with name and arguments."""
+    CALL_FIELD_LIST: _CallField.ValueType  # 5
+    """A JSON list of such objects."""
+    CALL_FIELD_TAGS: _CallField.ValueType  # 6
+    """Each argument between tags."""
+    CALL_FIELD_BRACES: _CallField.ValueType  # 7
+    """Arguments as {key:value,…} whose texts stand between CallFormat.quote."""
+
+class CallField(_CallField, metaclass=_CallFieldEnumTypeWrapper):
+    """A part of a call of a tool that is not the same in each call."""
+
+CALL_FIELD_UNSPECIFIED: CallField.ValueType  # 0
+"""Never sent."""
+CALL_FIELD_NAME: CallField.ValueType  # 1
+"""The name of the tool."""
+CALL_FIELD_ID: CallField.ValueType  # 2
+"""The id that the model gives to the call."""
+CALL_FIELD_ARGUMENTS: CallField.ValueType  # 3
+"""The arguments as a JSON object."""
+CALL_FIELD_CALL: CallField.ValueType  # 4
+"""A JSON object with name and arguments."""
+CALL_FIELD_LIST: CallField.ValueType  # 5
+"""A JSON list of such objects."""
+CALL_FIELD_TAGS: CallField.ValueType  # 6
+"""Each argument between tags."""
+CALL_FIELD_BRACES: CallField.ValueType  # 7
+"""Arguments as {key:value,…} whose texts stand between CallFormat.quote."""
+Global___CallField: _TypeAlias = CallField  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -724,6 +768,8 @@ class GenerationStarted(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     REASONING_FORMAT_FIELD_NUMBER: _builtins.int
+    OWN_CALL_FORMAT_FIELD_NUMBER: _builtins.int
+    OWN_REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id of the request."""
     model: _builtins.str
@@ -735,7 +781,9 @@ class GenerationStarted(_message.Message):
     coordinator: _builtins.str
     """The coordinator that the ingress chose. Unset by a coordinator itself."""
     tool_format: _builtins.str
-    """How the model writes calls of tools: a name of the setting target.tool_parser. Unset if no tools were offered."""
+    """How the model writes calls of tools: a name of the setting target.tool_parser, or response_template, which
+    own_call_format describes. Unset if no tools were offered.
+    """
     reasons: _builtins.bool
     """True if the model writes what it thinks, between the markers of reasoning_format."""
     begins_in_reasoning: _builtins.bool
@@ -745,7 +793,9 @@ class GenerationStarted(_message.Message):
     fingerprint: _builtins.str
     """A name of what the answer depends on beside the request: weights, number format, kernels, ranks, lossy settings."""
     reasoning_format: _builtins.str
-    """How the model writes what it thinks: a name of the setting target.reasoning_parser. Unset for plain text."""
+    """How the model writes what it thinks: a name of the setting target.reasoning_parser, or response_template, which
+    own_reasoning_format describes. Unset for plain text.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens of the prompt, if requested."""
@@ -757,6 +807,14 @@ class GenerationStarted(_message.Message):
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """Log-probabilities of the prompt's tokens after the first, if requested."""
+
+    @_builtins.property
+    def own_call_format(self) -> Global___CallFormat:
+        """How the model writes calls of tools, as its own response_template says."""
+
+    @_builtins.property
+    def own_reasoning_format(self) -> Global___ReasoningFormat:
+        """How the model writes what it thinks, as its own response_template says."""
 
     def __init__(
         self,
@@ -775,16 +833,173 @@ class GenerationStarted(_message.Message):
         queue_seconds: _builtins.float | None = ...,
         fingerprint: _builtins.str = ...,
         reasoning_format: _builtins.str = ...,
+        own_call_format: Global___CallFormat | None = ...,
+        own_reasoning_format: Global___ReasoningFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_own_call_format", b"_own_call_format", "_own_reasoning_format", b"_own_reasoning_format", "_queue_seconds", b"_queue_seconds", "own_call_format", b"own_call_format", "own_reasoning_format", b"own_reasoning_format", "queue_seconds", b"queue_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "begins_in_reasoning", b"begins_in_reasoning", "coordinator", b"coordinator", "fingerprint", b"fingerprint", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_token_bytes", b"prompt_token_bytes", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "reasoning_format", b"reasoning_format", "reasons", b"reasons", "request_id", b"request_id", "seed", b"seed", "tool_format", b"tool_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_call_format", b"_own_call_format", "_own_reasoning_format", b"_own_reasoning_format", "_queue_seconds", b"_queue_seconds", "begins_in_reasoning", b"begins_in_reasoning", "coordinator", b"coordinator", "fingerprint", b"fingerprint", "model", b"model", "own_call_format", b"own_call_format", "own_reasoning_format", b"own_reasoning_format", "prompt_logprobs", b"prompt_logprobs", "prompt_token_bytes", b"prompt_token_bytes", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "reasoning_format", b"reasoning_format", "reasons", b"reasons", "request_id", b"request_id", "seed", b"seed", "tool_format", b"tool_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__own_call_format: _TypeAlias = _typing.Literal["own_call_format"]  # noqa: Y015
+    _WhichOneofArgType__own_call_format: _TypeAlias = _typing.Literal["_own_call_format", b"_own_call_format"]  # noqa: Y015
+    _WhichOneofReturnType__own_reasoning_format: _TypeAlias = _typing.Literal["own_reasoning_format"]  # noqa: Y015
+    _WhichOneofArgType__own_reasoning_format: _TypeAlias = _typing.Literal["_own_reasoning_format", b"_own_reasoning_format"]  # noqa: Y015
     _WhichOneofReturnType__queue_seconds: _TypeAlias = _typing.Literal["queue_seconds"]  # noqa: Y015
     _WhichOneofArgType__queue_seconds: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_call_format) -> _WhichOneofReturnType__own_call_format | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_reasoning_format) -> _WhichOneofReturnType__own_reasoning_format | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_seconds) -> _WhichOneofReturnType__queue_seconds | None: ...
 
 Global___GenerationStarted: _TypeAlias = GenerationStarted  # noqa: Y015
+
+@_typing.final
+class CallPart(_message.Message):
+    """A part of the text of a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LITERAL_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    IS_OPTIONAL_FIELD_NUMBER: _builtins.int
+    literal: _builtins.str
+    """A text that is the same in each call; * stands for a few characters. Bound: 1 to 256 bytes, not all white space."""
+    field: Global___CallField.ValueType
+    """A part that differs."""
+    is_optional: _builtins.bool
+    """True if calls without this literal are read."""
+    def __init__(
+        self,
+        *,
+        literal: _builtins.str = ...,
+        field: Global___CallField.ValueType = ...,
+        is_optional: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "literal", b"literal", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "is_optional", b"is_optional", "literal", b"literal", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["literal", "field"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___CallPart: _TypeAlias = CallPart  # noqa: Y015
+
+@_typing.final
+class ArgumentTags(_message.Message):
+    """What surrounds an argument and its name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    KEY_END_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    VALUE_END_FIELD_NUMBER: _builtins.int
+    STRIPS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Before the name. Bound: 1 to 256 bytes."""
+    key_end: _builtins.str
+    """After the name. Bound: 1 to 256 bytes."""
+    value: _builtins.str
+    """Before the value, if it differs from key_end. Bound: 256 bytes."""
+    value_end: _builtins.str
+    """After the value. Bound: 1 to 256 bytes."""
+    strips: _builtins.bool
+    """True if white space around a value is no part of it."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        key_end: _builtins.str = ...,
+        value: _builtins.str = ...,
+        value_end: _builtins.str = ...,
+        strips: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "key_end", b"key_end", "strips", b"strips", "value", b"value", "value_end", b"value_end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArgumentTags: _TypeAlias = ArgumentTags  # noqa: Y015
+
+@_typing.final
+class CallFormat(_message.Message):
+    """How a model writes calls of tools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    OBJECT_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    QUOTE_FIELD_NUMBER: _builtins.int
+    object: _builtins.str
+    """The JSON object that a call is, with NAME, ARGUMENTS and ID in place of these. Bound: 1024 bytes."""
+    quote: _builtins.str
+    """What surrounds texts, if parts contains CALL_FIELD_BRACES. Bound: 1 to 256 bytes."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallPart]:
+        """One call, or all calls in a list, in order. Bound: 2 to 32 parts, of which the first is a literal."""
+
+    @_builtins.property
+    def tags(self) -> Global___ArgumentTags:
+        """What surrounds arguments, if parts contains CALL_FIELD_TAGS."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___CallPart] | None = ...,
+        object: _builtins.str = ...,
+        tags: Global___ArgumentTags | None = ...,
+        quote: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tags", b"_tags", "tags", b"tags"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tags", b"_tags", "object", b"object", "parts", b"parts", "quote", b"quote", "tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tags: _TypeAlias = _typing.Literal["tags"]  # noqa: Y015
+    _WhichOneofArgType__tags: _TypeAlias = _typing.Literal["_tags", b"_tags"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tags) -> _WhichOneofReturnType__tags | None: ...
+
+Global___CallFormat: _TypeAlias = CallFormat  # noqa: Y015
+
+@_typing.final
+class ReasoningFormat(_message.Message):
+    """How a model writes what it thinks, and which markers its content has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENING_FIELD_NUMBER: _builtins.int
+    CLOSING_FIELD_NUMBER: _builtins.int
+    REPEATS_FIELD_NUMBER: _builtins.int
+    MARKERS_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    opening: _builtins.str
+    """What precedes reasoning; * stands for a few characters. Unset if the model does not reason. Bound: 256 bytes."""
+    closing: _builtins.str
+    """What follows it. Bound: 256 bytes."""
+    repeats: _builtins.bool
+    """True if reasoning is found anywhere in the answer, false if at its beginning alone."""
+    @_builtins.property
+    def markers_left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Markers that are left out of the content. Bound: 32 markers of 1 to 256 bytes."""
+
+    def __init__(
+        self,
+        *,
+        opening: _builtins.str = ...,
+        closing: _builtins.str = ...,
+        repeats: _builtins.bool = ...,
+        markers_left_out: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "markers_left_out", b"markers_left_out", "opening", b"opening", "repeats", b"repeats"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReasoningFormat: _TypeAlias = ReasoningFormat  # noqa: Y015
 
 @_typing.final
 class GenerationDelta(_message.Message):

@@ -61,6 +61,8 @@ class CallReader:
         self._options = options
         self._take = take
         self._names = sorted(options.tools, key=len, reverse=True)
+        self._name_keys = (*_NAME_KEYS, *re.findall(r'"(\w+)": NAME', form.object))
+        self._argument_keys = (*_ARGUMENT_KEYS, *re.findall(r'"(\w+)": ARGUMENTS', form.object))
         self._held: list[Part] = []
         """The parts of a call that is passed on when it is whole."""
         self.count = 0
@@ -226,7 +228,7 @@ class CallReader:
             first = yield from reader.ahead()
             if self._form.object.startswith("{NAME"):
                 found.name = key
-            is_arguments = key in _ARGUMENT_KEYS or found.name == key
+            is_arguments = key in self._argument_keys or found.name == key
             if first == "{" and key == "function":
                 reader.at += 1
                 depth += 1
@@ -249,7 +251,7 @@ class CallReader:
         value = yield from self._reader.json_value()
         if value is None:
             return False
-        if key in _NAME_KEYS and value.startswith('"'):
+        if key in self._name_keys and value.startswith('"'):
             found.name = _decoded(value) or ""
             return found.name in self._options.tools
         if is_arguments:
@@ -285,7 +287,7 @@ class CallReader:
             raise TypeError(f"{self._form.name}: a format with tags describes them")
         keys = Markers(filter(None, (tags.key_end.strip(), tags.json_key_end.strip())))
         ends = Markers((tags.value_end.strip(), "\n" + tags.value_end.strip()))
-        opening = "{"
+        opening, held = "{", " \t\r\n" if tags.strips else ""
         while (yield from reader.literal(tags.key)):
             key: list[str] = []
             marker = yield from reader.until(keys, key.append)
@@ -295,23 +297,27 @@ class CallReader:
             shown = values.as_json("".join(key))
             if tags.value and not (yield from reader.literal(tags.value)):
                 return False
-            if (yield from reader.character()) == "\n":
+            if tags.strips:
+                yield from reader.spaces()
+            elif (yield from reader.character()) == "\n":
                 reader.at += 1
             is_text = tags.json_key_end != "" and marker == tags.key_end.strip()
             if is_text or values.is_text(parameters, "".join(key)):
                 self._argument(f'{opening}{shown}: "')
-                end = yield from reader.until(ends, lambda part: self._argument(values.as_json(part)[1:-1]))
+                end = yield from reader.until(ends, lambda part: self._argument(values.as_json(part)[1:-1]), held)
                 if end is None:
                     return False
                 self._argument('"')
             else:
                 value: list[str] = []
-                end = yield from reader.until(ends, value.append)
+                end = yield from reader.until(ends, value.append, held)
                 if end is None:
                     return False
                 converted = values.from_text("".join(value), parameters, "".join(key))
                 self._argument(f"{opening}{shown}: {converted}")
-            reader.at += len(end)
+            if tags.strips:
+                yield from reader.spaces()
+            reader.at += len(end.lstrip()) if tags.strips else len(end)
             opening = ", "
         rest = reader.text[reader.at :].strip()
         if reader.is_final and not self.is_stopped and (not rest or self._is_beginning(rest)):
