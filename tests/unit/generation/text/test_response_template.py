@@ -28,8 +28,6 @@ from tests.unit.ingress.openai.test_call_parser import parsed, read, ways_to_spl
 TO = {"to": {"type": "string"}, "depth": {"type": "integer"}, "deep": {"type": "boolean"}}
 SCHEMAS: dict[str, Any] = {"swim": {"type": "object", "properties": TO}, "rest": {"type": "object", "properties": {}}}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
-    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
-]
 ARGUMENTS = {"to": 'reef "A" <b>', "depth": 3}
 SWIM = ("swim", ARGUMENTS)
 BODY = json.dumps(ARGUMENTS)
