@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from workers.forward.linear import FastLinear, PackedKernel, make_linear_kernel,
 from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.weights.base import LinearKernel
 from workers.forward.weights.choice import store
-from workers.forward.weights.plain import DenseKernel, OneDnnKernel, exact_widths, padded_rows
+from workers.forward.weights.plain import Cancelling, DenseKernel, OneDnnKernel, exact_widths, padded_rows
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +84,17 @@ class TestExactWidths:
     def product(x: torch.Tensor) -> torch.Tensor:
         return (x[:, :, None] * torch.linspace(-1, 1, IN * OUT).view(IN, OUT)).sum(1)
 
+    @staticmethod
+    def draw(rows: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(rows, IN, generator=generator)
+
     def test_numbers_of_rows_with_other_code_are_left_out(self) -> None:
         def product(x: torch.Tensor) -> torch.Tensor:  # as a library that adds backwards for one row, and for 41 to 60
             return (
                 self.product(x) if len(x) != 1 and not 40 < len(x) <= 60 else self.product(x).nextafter(x.new_ones(()))
             )
 
-        widths = exact_widths(product, IN, torch.float32)
+        widths = exact_widths(product, self.draw, torch.float32)
         assert widths[-1] == 64
         assert {2, 3, 8, 16, 40} <= {*widths}
         assert not {1, 48, 56} & {*widths}
@@ -98,7 +103,25 @@ class TestExactWidths:
         def product(x: torch.Tensor) -> torch.Tensor:
             return self.product(x) + (torch.arange(len(x)) == len(x) - 1)[:, None]
 
-        assert exact_widths(product, IN, torch.float32) == (1,)
+        assert exact_widths(product, self.draw, torch.float32) == (1,)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("outputs", "inputs"), [(OUT, IN), (3, 9)])
+    def test_rounding_hides_no_other_order_where_sums_cancel(
+        self, dtype: torch.dtype, outputs: int, inputs: int
+    ) -> None:
+        cancelling = Cancelling(inputs)
+        weight = cancelling.weight(outputs).to(dtype).float()
+
+        def product(x: torch.Tensor) -> torch.Tensor:  # adds backwards for five rows, and the last output for seven
+            terms = x.float()[:, None] * weight
+            ordered, backwards = (reduce(torch.add, each.unbind(2)).to(dtype) for each in (terms, terms.flip(2)))
+            ordered[:, -1:] = backwards[:, -1:] if len(x) == 7 else ordered[:, -1:]
+            return backwards if len(x) == 5 else ordered
+
+        widths = {*exact_widths(product, cancelling.rows, dtype, 1 << 10)}
+        assert {1, 2, 3, 4, 6, 8, 64} <= widths
+        assert not {5, 7} & widths
 
 
 def test_widths_are_padded_to_a_few_sizes_that_are_not_much_wider() -> None:

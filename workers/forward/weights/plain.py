@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ _KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
 _TILE_ROWS = 64
 _LEAST_COMPARED = 1 << 19
 """Least numbers of 16 bits that a trial compares: rounding hides most differences between two orders of addition."""
+_LEAST_CANCELLED = 1 << 12
+"""Least numbers of 16 bits that a trial compares where all sums cancel: what is left is the error of their order."""
+_MOST_CANCELLED = 1 << 22
+"""Most weights that a trial replaces with others, whose sums cancel."""
 _ALIGNMENT = 64  # bytes; other alignments of its input can make a library add in another order
 _PACKED_FOR_ROWS = 8  # oneDNN's layout for this width serves the others as well
 
@@ -82,8 +87,7 @@ class PlainStorage:
 
     def kernel(self, bias: torch.Tensor | None) -> LinearKernel:
         if self.weight.device.type == "cpu" and _can_pack(self.weight.dtype):
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), _PACKED_FOR_ROWS)
-            return OneDnnKernel(packed, bias)
+            return OneDnnKernel(_in_layout_of_onednn(self.weight), bias)
         return DenseKernel(self.weight, bias)
 
     def words(self) -> Words:
@@ -108,6 +112,11 @@ class DenseKernel:
         """Multiply all rows at once."""
         return nn.functional.linear(x, self.weight, self.bias)
 
+    def with_weight(self, weight: torch.Tensor) -> DenseKernel:
+        """A kernel of other weights `[out, in]` in the same layout, with a bias of zeros if there is one."""
+        like = torch.empty_strided(self.weight.shape, self.weight.stride(), dtype=self.weight.dtype)
+        return DenseKernel(like.copy_(weight), _zeros(self.bias))
+
 
 @dataclass(slots=True)
 class OneDnnKernel:
@@ -124,6 +133,19 @@ class OneDnnKernel:
         """Multiply all rows at once."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return product
+
+    def with_weight(self, weight: torch.Tensor) -> OneDnnKernel:
+        """A kernel of other weights `[out, in]` in the same layout, with a bias of zeros if there is one."""
+        return OneDnnKernel(_in_layout_of_onednn(weight.to(self.weight.dtype)), _zeros(self.bias))
+
+
+def _in_layout_of_onednn(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+    return packed
+
+
+def _zeros(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else torch.zeros_like(bias)
 
 
 class TiledWeight(torch.Tensor):
@@ -158,7 +180,7 @@ def _in_tiles(x: torch.Tensor, kernel: DenseKernel | OneDnnKernel) -> torch.Tens
     key = (weight.layout, weight.shape, strides, weight.dtype, kernel.bias is None, torch.get_num_threads())
     widths = _exact_widths.get(key)
     if widths is None:
-        widths = _exact_widths[key] = exact_widths(kernel.product, weight.shape[1], weight.dtype)
+        widths = _exact_widths[key] = _tried_widths(kernel)
     flat = x.reshape(-1, x.shape[-1])
     parts = [_padded_product(rows, kernel.product, widths) for rows in torch.split(flat, widths[-1])]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*x.shape[:-1], -1)
@@ -174,17 +196,67 @@ def _padded_product(
     return product(rows.contiguous() if rows.data_ptr() % _ALIGNMENT == 0 else rows.clone())
 
 
-def exact_widths(product: Callable[[torch.Tensor], torch.Tensor], inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+def _tried_widths(kernel: DenseKernel | OneDnnKernel) -> tuple[int, ...]:
+    """What `exact_widths` finds for `kernel`. Weights of 16 bits are replaced in the trial if they are few.
+
+    Their rows and sums would have to be many: one sum in ten thousand shows that it was added in another order.
+    """
+    weight, dtype = kernel.weight, kernel.weight.dtype
+    outputs, inputs = weight.shape
+    if dtype.itemsize > 2 or outputs * inputs > _MOST_CANCELLED:
+        return exact_widths(kernel.product, partial(_random, inputs), dtype)
+    cancelling = Cancelling(inputs)
+    product = kernel.with_weight(cancelling.weight(outputs)).product
+    return exact_widths(product, cancelling.rows, dtype, _LEAST_CANCELLED)
+
+
+def _random(inputs: int, rows: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, inputs, generator=generator)
+
+
+class Cancelling:
+    """Weights and rows whose products are sums of pairs that cancel, so that only the error of adding them is left.
+
+    The terms have magnitudes so far apart that nearly every addition rounds.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        self._inputs = inputs
+        self._partner = torch.randperm(inputs // 2, generator=torch.Generator().manual_seed(1))
+
+    def weight(self, outputs: int) -> torch.Tensor:
+        """Returns `[outputs, inputs]`."""
+        return self._paired(torch.randn(outputs, len(self._partner), generator=torch.Generator().manual_seed(2)), 1)
+
+    def rows(self, rows: int, generator: torch.Generator) -> torch.Tensor:
+        """Returns `[rows, inputs]`."""
+        shape = rows, len(self._partner)
+        scale = torch.exp2(torch.randint(0, 9, shape, generator=generator))
+        return self._paired(torch.randn(shape, generator=generator) * scale, -1)
+
+    def _paired(self, half: torch.Tensor, sign: int) -> torch.Tensor:
+        """`half` `[rows, inputs // 2]`, then the same in another order times `sign`, and zeros for an odd input."""
+        whole = torch.cat([half, sign * half[:, self._partner]], dim=1)
+        return nn.functional.pad(whole, (0, self._inputs - whole.shape[1]))
+
+
+def exact_widths(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    draw: Callable[[int, torch.Generator], torch.Tensor],
+    dtype: torch.dtype,
+    least: int = _LEAST_COMPARED,
+) -> tuple[int, ...]:
     """Find the numbers of rows, ascending, at which `product` gives each row the same bits, by a trial on random rows.
 
     They are those widths of `padded_rows` that agree with the widest tile. If the tile's own rows depend on where they
-    stand in it, rows are multiplied one at a time.
+    stand in it, rows are multiplied one at a time. `draw` returns as many rows `[rows, in]` as it is asked for, and at
+    `least` so many numbers of 16 bits are compared.
     """
     generator, shift = torch.Generator().manual_seed(0), _TILE_ROWS // 5
     tiles: list[tuple[torch.Tensor, torch.Tensor]] = []
-    least, compared = 1 if dtype.itemsize > 2 else _LEAST_COMPARED, 0
+    least, compared = 1 if dtype.itemsize > 2 else least, 0
     while compared < least:
-        tile = torch.randn(_TILE_ROWS, inputs, generator=generator).to(dtype)
+        tile = draw(_TILE_ROWS, generator).to(dtype)
         tiles.append((tile, product(tile)))
         if not torch.equal(product(tile.roll(shift, 0)).roll(-shift, 0), tiles[-1][1]):
             return (1,)
