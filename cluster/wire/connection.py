@@ -64,19 +64,20 @@ class Connection:
         """Whether the next call uses this channel: its server was not lost, and `close` was not called."""
         return channel is self._channel
 
-    def failed(self, error: grpc.aio.AioRpcError) -> PilotfishError:
-        """Return the error to raise for a failed call. If the server was lost, the next call opens another channel.
+    def failed(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> PilotfishError:
+        """Return the error to raise for a failed call on a channel.
 
-        A server that refuses the token is lost, too: another cluster may have its port now.
+        If the server was lost, the next call opens another channel. A server that refuses the token is lost, too:
+        another cluster may have its port now. A call that fails late, when its channel was replaced, loses nothing.
 
         The old channel is closed after the last call on it, because other calls may still run.
         """
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED):
-            channel, self._channel = self._channel, None
-            if channel is not None:
-                closing = asyncio.create_task(channel.close(_LONGEST_CALL_SECONDS), name="close channel")
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+        is_lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+        if is_lost and channel is self._channel:
+            self._channel = None
+            closing = asyncio.create_task(channel.close(_LONGEST_CALL_SECONDS), name="close channel")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         _drop_frames(error)
         return from_rpc_error(error, self._unavailable)
 

@@ -98,7 +98,7 @@ class _Stream:
 
     def __init__(self, channel: grpc.aio.Channel, connection: Any) -> None:
         self.is_lost = False
-        self._connection = connection
+        self._connection, self._channel = connection, channel
         self._calls: dict[int, _Call] = {}
         self._last = 0
         self._outbox: Outbox[coordinator_pb2.CoordinatorServiceGenerateRequest] = Outbox()
@@ -140,7 +140,7 @@ class _Stream:
                     self._apply(event)
             self._lose(NotReady("the coordinator is stopping"))
         except grpc.aio.AioRpcError as error:
-            self._lose(self._connection.failed(error))
+            self._lose(self._connection.failed(error, self._channel))
         except PilotfishError as error:
             self._lose(error)
         finally:

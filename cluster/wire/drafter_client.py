@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -31,16 +31,15 @@ class GrpcDrafter:
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """Ask for one proposal per row. Raises `DrafterUnavailable`, also after `timeout_seconds`."""
-        answer = await self._call(self._propose, encode_draft_rows(rows, self._lease.client), timeout_seconds)
+        answer = await self._call(self._propose.on, encode_draft_rows(rows, self._lease.client), timeout_seconds)
         try:
             return decode_proposals(answer)
         except InvalidRequest as error:
             raise DrafterUnavailable(f"the drafter's answer is invalid: {error}") from error
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        stub = draft_pb2_grpc.DraftServiceStub(await self._connection.channel())
         request = draft_pb2.DraftServiceReleaseRequest(sequence_ids=sequence_ids, client=self._lease.client)
-        await self._call(stub.Release, request, SHORT_CALL_SECONDS)
+        await self._call(lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Release, request, SHORT_CALL_SECONDS)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -48,13 +47,14 @@ class GrpcDrafter:
         self._propose.close()
         await self._connection.close()
 
-    async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
+    async def _call(self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout_seconds: float) -> Any:
+        channel = await self._connection.channel()
         self._lease.use()
         try:
-            answer = await method(request, timeout=timeout_seconds, metadata=self._connection.metadata)
+            answer = await method(channel)(request, timeout=timeout_seconds, metadata=self._connection.metadata)
             return self._connection.checked(answer)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DrafterUnavailable(f"no answer within {timeout_seconds} s") from error
             # The coordinator treats all faults of a drafter alike: it continues without drafts.
-            raise DrafterUnavailable(str(self._connection.failed(error))) from error
+            raise DrafterUnavailable(str(self._connection.failed(error, channel))) from error

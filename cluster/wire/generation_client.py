@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -26,51 +26,50 @@ class GenerationClient:
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of one request. Closing the iterator cancels the call."""
-        stub = await self._stub()
-        call = stub.Generate(request, timeout=timeout_seconds, metadata=self._connection.metadata)
+        channel = await self._connection.channel()
+        call = _stub(channel).Generate(request, timeout=timeout_seconds, metadata=self._connection.metadata)
         try:
             async for response in call:
                 yield self._connection.checked(response)
         except grpc.aio.AioRpcError as error:
-            raise self._connection.failed(error) from error
+            raise self._connection.failed(error, channel) from error
         finally:
             call.cancel()
 
     async def abort(self, request_id: str, client: str = "") -> bool:
         """Abort a request of the client with that name. Returns whether it was running."""
-        stub = await self._stub()
-        answer = await self._call(stub.Abort, generation_pb2.AbortRequest(request_id=request_id, client=client))
+        answer = await self._call(
+            lambda channel: _stub(channel).Abort, generation_pb2.AbortRequest(request_id=request_id, client=client)
+        )
         return bool(answer.aborted)
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
         """Convert text or a conversation to token ids."""
-        stub = await self._stub()
-        answer: generation_pb2.TokenizeResponse = await self._call(stub.Tokenize, request)
+        answer: generation_pb2.TokenizeResponse = await self._call(lambda channel: _stub(channel).Tokenize, request)
         return answer
 
     async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> generation_pb2.DetokenizeResponse:
         """Convert token ids to text."""
-        stub = await self._stub()
-        answer: generation_pb2.DetokenizeResponse = await self._call(stub.Detokenize, request)
+        answer: generation_pb2.DetokenizeResponse = await self._call(lambda channel: _stub(channel).Detokenize, request)
         return answer
 
     async def list_models(self) -> Sequence[generation_pb2.Model]:
         """Return the served models."""
-        stub = await self._stub()
-        answer = await self._call(stub.ListModels, generation_pb2.ListModelsRequest())
+        answer = await self._call(lambda channel: _stub(channel).ListModels, generation_pb2.ListModelsRequest())
         return tuple(answer.models)
 
     async def get_model(self, name: str) -> generation_pb2.Model:
         """Return one served model. Raises `UnknownModel`."""
-        stub = await self._stub()
-        answer = await self._call(stub.GetModel, generation_pb2.GetModelRequest(model=name))
+        answer = await self._call(lambda channel: _stub(channel).GetModel, generation_pb2.GetModelRequest(model=name))
         model: generation_pb2.Model = answer.model
         return model
 
     async def metrics(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus text format and its content type."""
-        stub = operations_pb2_grpc.OperationsServiceStub(await self._connection.channel())
-        answer = await self._call(stub.GetMetrics, operations_pb2.GetMetricsRequest())
+        answer = await self._call(
+            lambda channel: operations_pb2_grpc.OperationsServiceStub(channel).GetMetrics,
+            operations_pb2.GetMetricsRequest(),
+        )
         return bytes(answer.exposition), str(answer.content_type)
 
     async def is_ready(self) -> bool:
@@ -87,18 +86,24 @@ class GenerationClient:
 
     async def _is_serving(self, service: str) -> bool:
         try:
-            stub: Any = health_pb2_grpc.HealthStub(await self._connection.channel())
-            answer = await self._call(stub.Check, health_pb2.HealthCheckRequest(service=service))
+            answer = await self._call(_health_check, health_pb2.HealthCheckRequest(service=service))
         except PilotfishError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def _stub(self) -> Any:
-        return generation_pb2_grpc.GenerationServiceStub(await self._connection.channel())
-
-    async def _call(self, method: Any, request: Any) -> Any:
+    async def _call(self, method: Callable[[grpc.aio.Channel], Any], request: Any) -> Any:
+        channel = await self._connection.channel()
         try:
-            answer = await method(request, timeout=SHORT_CALL_SECONDS, metadata=self._connection.metadata)
+            answer = await method(channel)(request, timeout=SHORT_CALL_SECONDS, metadata=self._connection.metadata)
             return self._connection.checked(answer)
         except grpc.aio.AioRpcError as error:
-            raise self._connection.failed(error) from error
+            raise self._connection.failed(error, channel) from error
+
+
+def _stub(channel: grpc.aio.Channel) -> Any:
+    return generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+def _health_check(channel: grpc.aio.Channel) -> Any:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return stub.Check

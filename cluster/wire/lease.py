@@ -54,13 +54,16 @@ class Lease:
 
     async def _renew(self) -> None:
         try:
-            stub: Any = lease_pb2_grpc.LeaseServiceStub(await self._connection.channel())
+            channel = await self._connection.channel()
+        except PilotfishError as error:
+            log.debug("the lease is not renewed: %s", error)
+            return
+        stub: Any = lease_pb2_grpc.LeaseServiceStub(channel)
+        try:
             await stub.Renew(
                 lease_pb2.RenewRequest(client=self.client),
                 timeout=SHORT_CALL_SECONDS,
                 metadata=self._connection.metadata,
             )
         except grpc.aio.AioRpcError as error:
-            log.debug("the lease is not renewed: %s", self._connection.failed(error))
-        except PilotfishError as error:
-            log.debug("the lease is not renewed: %s", error)
+            log.debug("the lease is not renewed: %s", self._connection.failed(error, channel))

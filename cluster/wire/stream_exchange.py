@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from cluster.wire.peer_access import Metadata
 
 
 class StreamExchange:
-    """A streaming method with the interface of a unary one.
+    """A streaming method, and on each channel a method with the interface of a unary one.
 
     A stream is reused by later calls, which saves the time to open one. A new stream is opened if all are in use. A
     stream that failed or was cancelled is not reused.
@@ -25,9 +26,17 @@ class StreamExchange:
         self._method = method
         self._idle: list[tuple[grpc.aio.Channel, Any]] = []
 
-    async def __call__(self, request: Any, timeout: float, metadata: Metadata) -> Any:  # noqa: ASYNC109 - gRPC's names
-        """Send a request and return the response. Raises `AioRpcError`, as a unary method does."""
-        channel = await self._connection.channel()
+    def on(self, channel: grpc.aio.Channel) -> Callable[..., Awaitable[Any]]:
+        """Return the method on a channel. It sends a request, returns the response, and raises `AioRpcError`."""
+        return partial(self._exchange, channel)
+
+    async def _exchange(
+        self,
+        channel: grpc.aio.Channel,
+        request: Any,
+        timeout: float,  # noqa: ASYNC109 - gRPC's names
+        metadata: Metadata,
+    ) -> Any:
         stream = self._take(channel) or self._method(channel)(metadata=metadata)
         try:
             async with asyncio.timeout(timeout):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -35,37 +35,39 @@ class GrpcTarget:
     ) -> None:
         self._connection = Connection(resolve, TargetUnavailable, access=access)
         self._lease = Lease(self._connection, lease_seconds)
-        self._step = StreamExchange(self._connection, lambda channel: target_pb2_grpc.TargetServiceStub(channel).Step)
+        self._step = StreamExchange(self._connection, lambda channel: _stub(channel).Step)
         self._step_timeout_seconds = step_timeout_seconds
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        stub = await self._stub()
-        answer = await self._call(stub.Open, encode_open_rows(rows, self._lease.client), self._step_timeout_seconds)
+        answer = await self._call(
+            lambda channel: _stub(channel).Open, encode_open_rows(rows, self._lease.client), self._step_timeout_seconds
+        )
         try:
             return decode_open_result(answer)
         except InvalidRequest as error:
             raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
 
     async def step(self, batch: StepBatch) -> StepResult:
-        answer = await self._call(self._step, encode_step_batch(batch, self._lease.client), self._step_timeout_seconds)
+        answer = await self._call(
+            self._step.on, encode_step_batch(batch, self._lease.client), self._step_timeout_seconds
+        )
         try:
             return decode_step_result(answer)
         except InvalidRequest as error:
             raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        stub = await self._stub()
         request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids, client=self._lease.client)
-        await self._call(stub.Release, request, self._step_timeout_seconds)
+        await self._call(lambda channel: _stub(channel).Release, request, self._step_timeout_seconds)
 
     async def release_all(self) -> None:
-        stub = await self._stub()
         request = target_pb2.TargetServiceReleaseRequest(all=True, client=self._lease.client)
-        await self._call(stub.Release, request, self._step_timeout_seconds)
+        await self._call(lambda channel: _stub(channel).Release, request, self._step_timeout_seconds)
 
     async def info(self) -> TargetInfo:
-        stub = await self._stub()
-        answer = await self._call(stub.GetInfo, target_pb2.TargetServiceGetInfoRequest(), SHORT_CALL_SECONDS)
+        answer = await self._call(
+            lambda channel: _stub(channel).GetInfo, target_pb2.TargetServiceGetInfoRequest(), SHORT_CALL_SECONDS
+        )
         try:
             return decode_target_info(answer)
         except InvalidRequest as error:
@@ -77,15 +79,17 @@ class GrpcTarget:
         self._step.close()
         await self._connection.close()
 
-    async def _stub(self) -> Any:
-        return target_pb2_grpc.TargetServiceStub(await self._connection.channel())
-
-    async def _call(self, method: Any, request: Any, timeout_seconds: float) -> Any:
+    async def _call(self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout_seconds: float) -> Any:
+        channel = await self._connection.channel()
         self._lease.use()
         try:
-            answer = await method(request, timeout=timeout_seconds, metadata=self._connection.metadata)
+            answer = await method(channel)(request, timeout=timeout_seconds, metadata=self._connection.metadata)
             return self._connection.checked(answer)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TargetUnavailable(f"no answer within {timeout_seconds} s") from error
-            raise self._connection.failed(error) from error
+            raise self._connection.failed(error, channel) from error
+
+
+def _stub(channel: grpc.aio.Channel) -> Any:
+    return target_pb2_grpc.TargetServiceStub(channel)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +78,16 @@ def _content(output: Any) -> bytes:
     return os.pread(output.fileno(), 1 << 20, 0)  # the process that writes has the same position in the file
 
 
-def answer(python: Path, token: str, chosen: dict[str, Any], killed: subprocess.Popen[bytes] | None = None) -> Any:
+def answer(
+    python: Path,
+    token: str,
+    chosen: dict[str, Any],
+    killed: subprocess.Popen[bytes] | None = None,
+    longest_seconds: float = LONGEST_SECONDS,
+) -> Any:
     """The answers of vLLM and its counts. `killed` ends when half of the prompts are answered.
 
-    Raises `RuntimeError` if vLLM fails.
+    Raises `RuntimeError` if vLLM fails, or does not end within `longest_seconds`. Its processes are then killed.
     """
     environment = {
         **os.environ,
@@ -92,17 +100,35 @@ def answer(python: Path, token: str, chosen: dict[str, Any], killed: subprocess.
     environment.pop("PYTHONPATH", None)
     command = [str(python), str(HERE / "scripts" / VLLM.script), json.dumps(chosen)]
     with tempfile.TemporaryDirectory() as home:
-        process = subprocess.Popen(command, cwd=home, env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=home, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        bound = threading.Timer(longest_seconds, _end, (process,))
+        bound.start()
         found = None
-        for line in process.stdout or ():
-            if line == "half\n" and killed is not None:
-                killed.kill()
-            if line.startswith('{"tokens"'):
-                found = json.loads(line)
-        process.wait(LONGEST_SECONDS)
+        try:
+            for line in process.stdout or ():
+                if line == "half\n" and killed is not None:
+                    killed.kill()
+                if line.startswith('{"tokens"'):
+                    found = json.loads(line)
+            process.wait()
+        finally:
+            bound.cancel()
+            _end(process)
     if found is None:
-        raise RuntimeError(f"vLLM ended with {process.returncode} and without answers")
+        raise RuntimeError(
+            f"vLLM ended with {process.returncode} and without answers; it had {longest_seconds:g} s for them"
+        )
     return found
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a process that still runs, and those that it has started in its session."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def check_speculators(options: argparse.Namespace) -> list[Check]:

@@ -113,6 +113,25 @@ async def test_a_channel_of_a_lost_server_is_closed_after_its_last_call(
     await _until_connections(scripted.port, 0)
 
 
+async def test_a_call_of_a_lost_server_that_fails_late_keeps_the_channel_to_its_successor(
+    scripted: ScriptedServer, target: GrpcTarget
+) -> None:
+    scripted.target.hold.clear()
+    late = asyncio.create_task(target.step(BATCH))
+    await scripted.target.requested.wait()
+    scripted.target.failure = TargetUnavailable("the worker has gone")
+    with pytest.raises(TargetUnavailable):
+        await target.open(OPENS)
+    await target.info()
+    resolved = scripted.resolved
+    scripted.target.hold.set()
+    with pytest.raises(TargetUnavailable):
+        await late
+    scripted.target.failure = None
+    assert await target.step(BATCH) == RESULT
+    assert scripted.resolved == resolved == 2
+
+
 @pytest.mark.usefixtures("_no_collector")
 async def test_the_channel_of_a_lost_server_is_closed_after_its_last_call_when_its_client_was_closed_before(
     scripted: ScriptedServer, target: GrpcTarget
