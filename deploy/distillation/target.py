@@ -38,7 +38,7 @@ _QUESTION_TOP_P = 0.95
 _SALT = "distill"
 """The cache salt of the answers that measure a module."""
 _MIN_SEQUENCES = 32
-"""Conversations in flight at once, unless the configuration allows more."""
+"""Conversations in flight at once, unless the configuration allows more, or has room for fewer recurrent states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class LocalTarget:
         """Append the target's answers that are not yet in `file`, until the quota is met. Raises `PilotfishError`."""
         scheduler = self.configuration.scheduler
         count = max(_MIN_SEQUENCES, scheduler.max_sequences)
+        if (states := self.configuration.target.kv.sequences) is not None:
+            count = max(min(count, states), scheduler.max_sequences)  # more are refused where the states are too few
         many = self.configuration.model_copy(
             update={"scheduler": scheduler.model_copy(update={"max_sequences": count})}
         )

@@ -10,9 +10,9 @@ the state are computed for all tokens at once: they read their weights once a st
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from math import expm1, inf, log
 from typing import Any
@@ -24,7 +24,8 @@ from cluster.core.tree import ROOT, TokenTree
 from workers.forward.attention import UnsupportedModel
 from workers.forward.linear import FastLinear, MergedLinear
 from workers.forward.weights.modules import StoredLinear
-from workers.kv.states import LayerState, SequenceStates, StatePart, StateShape, StateStore
+from workers.kv.prefix_states import LayerState, ModelState
+from workers.kv.states import SequenceStates, StatePart, StateShape, StateStore
 
 CACHE_NAMES = ("cache_params", "past_key_values")
 """How modules of `transformers` call the argument with their state."""
@@ -85,6 +86,8 @@ class StateRow:
     fresh: int
     tree: TokenTree
     states: SequenceStates
+    kept: Mapping[int, ModelState] = field(default_factory=dict)
+    """Where copies of the states inside its committed tokens go, by the number of tokens before each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,8 @@ class RecurrentLayers:
                 state = _copied(self.store.last(row.states, layer))
                 for index in range(first, first + row.fresh):
                     advance(index, state)
+                    if (kept := row.kept.get(index + 1 - first)) is not None:
+                        kept[layer] = _copied(state)
                 row.states.fresh[0][layer] = state
                 first += row.fresh
                 for node, parent in enumerate(row.tree.parents):

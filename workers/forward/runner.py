@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cluster.core.errors import KvPoolExhausted
-from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
+from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend
@@ -193,7 +193,10 @@ class ModelRunner:
             if len(row.table.states.fresh) != 1 + len(row.tree):
                 self._pool.states.claim(row.table.states, 1 + len(row.tree))
         self._recurrent.store = self._pool.states
-        self._recurrent.rows = tuple(StateRow(len(row.tokens), row.tree, row.table.states) for row in rows)
+        self._recurrent.rows = tuple(
+            StateRow(len(row.tokens), row.tree, row.table.states, self._pool.keep_states(row.table, len(row.tokens)))
+            for row in rows
+        )
         try:
             yield
         finally:
@@ -280,9 +283,11 @@ class ModelRunner:
         if any(node != depth for depth, node in enumerate(nodes)):
             with torch.inference_mode():
                 self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
-        if self._pool.states is not None:
-            self._pool.states.commit(row.table.states, nodes[-1] if nodes else ROOT)
-        self._pool.commit(row.table, (*row.tokens, *(row.tree.tokens[node] for node in nodes)))
+        tokens = (*row.tokens, *(row.tree.tokens[node] for node in nodes))
+        if self._pool.states is None:
+            self._pool.commit(row.table, tokens)
+        else:
+            self._pool.commit_states(row.table, tokens, nodes)
 
 
 def attention_setting(model: LoadedModel, pool: KvPool) -> AttentionSetting:

@@ -42,7 +42,8 @@ def discard(_key: bytes, _block: BlockId) -> None:
 class BlockAllocator:
     """A fixed number of blocks of `layout.block_size` tokens, with reference counts.
 
-    `on_evict(key, block)` is called before a cached block is reused; it must not raise.
+    `on_evict(key, block)` is called before a cached block is reused; it must not raise. With `has_state`,
+    sequences begin only behind full blocks for whose keys it is true.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class BlockAllocator:
         layout: KvLayout,
         prefix_cache: bool = True,
         on_evict: Callable[[bytes, BlockId], None] = discard,
+        has_state: Callable[[bytes], bool] | None = None,
     ) -> None:
         self.blocks_total = blocks_total
         self.layout = layout
@@ -61,6 +63,7 @@ class BlockAllocator:
         self._references = [0] * blocks_total
         self._index = PrefixIndex() if prefix_cache else None
         self._on_evict = on_evict
+        self._has_state = has_state
 
     @property
     def block_size(self) -> int:
@@ -183,7 +186,7 @@ class BlockAllocator:
         """
         max_tokens = len(tokens) if max_tokens is None else max_tokens
         query = PrefixQuery(root_key(salt), tokens, max_tokens, parent, [] if chain is None else chain)
-        return PrefixSearch(self.layout, self._index, is_offloaded).longest(query)
+        return PrefixSearch(self.layout, self._index, is_offloaded, self._has_state).longest(query)
 
     def adopt(self, prefix: Prefix) -> tuple[BlockTable, tuple[BlockLoad, ...]]:
         """Make a table that begins with `prefix`: share its blocks, and allocate blocks for its offloaded ones.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cluster.core.ids import BlockId
@@ -59,6 +59,8 @@ class Prefix:
     blocks: tuple[tuple[BlockId, ...], ...] = ()
     """The blocks of each table, as in `BlockTable.blocks`; an entry may also be `OFFLOADED`."""
     chain: tuple[bytes, ...] = ()
+    covered: int = 0
+    """Length up to which all blocks are stored. Beyond the prefix there is no state of recurrent layers."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -94,12 +96,18 @@ class PrefixSearch:
     """
 
     def __init__(
-        self, layout: KvLayout, index: PrefixIndex | None, is_offloaded: Callable[[bytes], bool] | None
+        self,
+        layout: KvLayout,
+        index: PrefixIndex | None,
+        is_offloaded: Callable[[bytes], bool] | None,
+        has_state: Callable[[bytes], bool] | None = None,
     ) -> None:
+        """`has_state(key)` says whether recurrent layers have a state after a full block; `None`: they need none."""
         self._size = layout.block_size
         self._groups: list[KvGroup] = [group for group in layout.groups for _ in range(group.tables)]
         self._index = index
         self._is_offloaded = is_offloaded
+        self._has_state = has_state
 
     def longest(self, query: PrefixQuery) -> Prefix:
         """The longest stored prefix, of at most `query.max_tokens` tokens."""
@@ -111,7 +119,7 @@ class PrefixSearch:
             chain.extend(parent.chain[len(chain) : shared_len // size])
         sources: list[list[BlockId]] = [[] for _ in self._groups]
         runs = [0] * len(self._groups)  # per table: how many consecutive blocks up to here are stored
-        best = 0
+        best, covered = 0, 0
         partial: list[BlockId] = []  # per table: the parent's last, partly filled block
         for index in range(-(-query.max_tokens // size)):
             if parent is not None and shared_len % size and index == shared_len // size:
@@ -135,11 +143,12 @@ class PrefixSearch:
             ):
                 break
             if self._covers(length, runs):
-                best = length
+                covered = length
+                best = length if self._has_state is None or self._has_state(chain[index]) else best
         if best % size:
             for found, end in zip(sources, partial, strict=True):
                 found[best // size :] = [end]
-        return self._prefix(query, best, sources, chain)
+        return replace(self._prefix(query, best, sources, chain), covered=max(best, covered))
 
     def _cached(self, chain: Sequence[bytes], index: int, table: int) -> BlockId:
         if self._index is None:

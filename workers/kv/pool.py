@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -15,13 +15,15 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout, KvOccupancy
+from cluster.core.tree import ROOT
 from workers.kv.allocator import BlockAllocator
 from workers.kv.block_table import BlockTable, Prefix
 from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
+from workers.kv.prefix_states import ModelState
 from workers.kv.spec import KvCacheSpec
-from workers.kv.states import STATES_PER_SEQUENCE, StateStore
+from workers.kv.states import STATES_PER_SEQUENCE, SequenceStates, StateStore
 from workers.kv.store import KvStore
 from workers.kv.tiers import Tiers, agreed_length
 from workers.ranks import least_of_all_ranks
@@ -30,6 +32,14 @@ from workers.transfer import to_device
 _MAX_BLOCKS = 1 << 22
 USUAL_SEQUENCES = 32
 """Sequences with recurrent states in a pool whose section states no number."""
+PREFIX_STATES_PER_SEQUENCE = 2
+"""States at the ends of cached blocks for each sequence, unless the section states a number: one after the last block
+of a running sequence, and one of an earlier prompt."""
+RECURRENT_DRAFT = (
+    "draft.model.path: a model with recurrent layers is refused, since a draft is cut to shorter lengths and "
+    "its earlier states are gone; it must have attention alone"
+)
+"""Why a draft model with recurrent layers is refused."""
 
 _Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
 """(max tokens, is_offloaded) → the longest stored prefix; see `BlockAllocator.find`."""
@@ -48,8 +58,8 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
         if needed >= budget:
             raise ConfigurationError(
                 f"target.kv.sequences: the recurrent states of {_sequences(section)} sequences take {needed} bytes and "
-                f"the pool may take {budget} bytes; lower scheduler.max_sequences, or raise target.kv.pool_bytes or "
-                "target.kv.memory_fraction"
+                f"the pool may take {budget} bytes; lower scheduler.max_sequences or target.kv.prefix_states, or raise "
+                "target.kv.pool_bytes or target.kv.memory_fraction"
             )
         budget -= needed
     size = block_bytes(group_layers(spec, section, truncatable), spec.dtype, stored_type(section))
@@ -78,7 +88,8 @@ def block_bytes(kv_groups: KvCacheGroups, dtype: torch.dtype, stored: torch.dtyp
 
 def state_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
     """Most bytes that the states of recurrent layers take on this rank; 0 without such layers."""
-    return sum(shape.size for shape in spec.states) * STATES_PER_SEQUENCE * _sequences(section)
+    count = STATES_PER_SEQUENCE * _sequences(section) + _prefix_states(section)
+    return sum(shape.size for shape in spec.states) * count
 
 
 def _sequences(section: PoolSection) -> int:
@@ -86,21 +97,27 @@ def _sequences(section: PoolSection) -> int:
     return (section.sequences if isinstance(section, KvSection) else None) or USUAL_SEQUENCES
 
 
+def _prefix_states(section: PoolSection) -> int:
+    """States at the ends of cached blocks that the pool has room for."""
+    if not isinstance(section, KvSection) or not section.prefix_cache:
+        return 0
+    return section.prefix_states or PREFIX_STATES_PER_SEQUENCE * _sequences(section)
+
+
 def _make_states(spec: KvCacheSpec, section: PoolSection, *, truncatable: bool) -> StateStore | None:
     """Room for the states of recurrent layers. Raises `ConfigurationError` for what such a model cannot have."""
     if not spec.states:
         return None
     if truncatable:
-        raise ConfigurationError(
-            "draft.model.path: a model with recurrent layers is refused, since a draft is cut to shorter lengths and "
-            "its earlier states are gone; it must have attention alone"
-        )
+        raise ConfigurationError(RECURRENT_DRAFT)
     if isinstance(section, KvSection) and (section.host_bytes or section.disk_directory):
         raise ConfigurationError(
             "target.kv.host_bytes and target.kv.disk_directory are refused for a model with recurrent layers, whose "
             "states are not stored with its blocks; they must be unset"
         )
-    return StateStore(spec.states, spec.device, STATES_PER_SEQUENCE * _sequences(section))
+    return StateStore(
+        spec.states, spec.device, STATES_PER_SEQUENCE * _sequences(section), prefixes=_prefix_states(section)
+    )
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -155,11 +172,13 @@ class KvPool:
         self.kv_groups = group_layers(spec, section, truncatable)
         blocks_total = blocks_that_fit(spec, section, truncatable) if blocks is None else blocks
         self.states = _make_states(spec, section, truncatable=truncatable)
-        """The states of recurrent layers; `None` without any. With them there is no prefix cache: a sequence cannot
-        begin behind blocks whose state is gone."""
-        is_cached = not truncatable and self.states is None
-        caching = section if isinstance(section, KvSection) and section.prefix_cache and is_cached else None
-        self._allocator = BlockAllocator(blocks_total, self.kv_groups.layout, caching is not None, self._save)
+        """The states of recurrent layers; `None` without any. With them, a sequence begins behind cached blocks only
+        where a state was kept."""
+        caching = section if isinstance(section, KvSection) and section.prefix_cache and not truncatable else None
+        has_state = None if self.states is None else self.states.prefixes.__contains__
+        self._allocator = BlockAllocator(
+            blocks_total, self.kv_groups.layout, caching is not None, self._save, has_state
+        )
         self._device = spec.device
         self._ranks = spec.tensor_parallel
 
@@ -228,7 +247,7 @@ class KvPool:
         parent and the prefix cache. Offloaded blocks are loaded if they fit and if loading is faster than computing.
         """
         if self.states is not None:
-            return self._continue(tokens, salt, parent)
+            return self._open_with_states(self.states, tokens, salt, parent)
         max_tokens = len(tokens) - 1
         chain: list[bytes] = []
 
@@ -243,17 +262,53 @@ class KvPool:
             kept = search(max_tokens)  # making room for blocks that were not loaded may have evicted others
         return self._allocator.adopt(kept)[0]
 
-    def _continue(self, tokens: Sequence[int], salt: str, parent: BlockTable | None) -> BlockTable:
-        """A table that goes on where the parent's state is, if it has all of the parent's tokens; else an empty one."""
+    def _open_with_states(
+        self, states: StateStore, tokens: Sequence[int], salt: str, parent: BlockTable | None
+    ) -> BlockTable:
+        """A table that begins where a state is: the parent's, if it has all of the parent's tokens, or a kept one.
+
+        If more blocks than that are stored, another sequence has had the same tokens: the state after them is kept.
+        """
         table = self.new_table(salt)
+        if states.free < 1:
+            return table
         is_longer = parent is not None and 0 < parent.stored_len < len(tokens) and parent.root == table.root
-        if self.states is None or parent is None or not is_longer or list(tokens[: parent.stored_len]) != parent.tokens:
+        if parent is not None and is_longer and list(tokens[: parent.stored_len]) == parent.tokens:
+            table = self._allocator.fork(parent, parent.stored_len)
+            states.share(parent.states, table.states)
             return table
-        if self.states.free < 1:
-            return table
-        table = self._allocator.fork(parent, parent.stored_len)
-        self.states.share(parent.states, table.states)
+        prefix = self._allocator.find(tokens, salt, max_tokens=len(tokens) - 1)
+        if len(prefix):
+            table = self._allocator.adopt(prefix)[0]
+            states.begin(table.states, prefix.chain[-1])
+        if prefix.covered > len(prefix):
+            table.states.marks.add(prefix.covered)
         return table
+
+    def mark_prompt(self, table: BlockTable, prompt_len: int) -> None:
+        """Let recurrent layers keep their state after the last full block that a repeated prompt can begin behind."""
+        if end := max(0, prompt_len - 1) // self.block_size * self.block_size:
+            table.states.marks.add(end)
+
+    def keep_states(self, table: BlockTable, tokens: int) -> Mapping[int, ModelState]:
+        """Where the step puts the states after block ends inside the row's next `tokens` tokens.
+
+        By the number of tokens of the row before it. They are kept for later sequences.
+        """
+        if self.states is None or not self.states.prefixes.capacity:
+            return {}
+        begin = table.stored_len
+        wanted = self._wanted_ends(table.states, begin, begin + tokens)
+        kept = self.states.keep(table.states, [length for length in wanted if length < begin + tokens])
+        return {length - begin: state for length, state in kept.items()}
+
+    def _wanted_ends(self, states: SequenceStates, begin: int, end: int) -> list[int]:
+        """The lengths in `(begin, end]` whose states are kept: marks, or the last block end beyond all of them."""
+        latest = end // self.block_size * self.block_size
+        wanted = {length for length in states.marks if begin < length <= end}
+        if latest > max({begin, *states.marks}):
+            wanted.add(latest)
+        return sorted(wanted)
 
     def fork(self, table: BlockTable, length: int) -> BlockTable:
         """A new table that begins with the first `length` stored tokens of `table`. Allocates no block.
@@ -300,6 +355,36 @@ class KvPool:
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Record that the next positions hold `tokens`, and free the blocks beyond them."""
         self._allocator.commit(table, tokens)
+
+    def commit_states(self, table: BlockTable, tokens: Sequence[int], nodes: Sequence[int]) -> None:
+        """Commit as `commit` does, with the state of recurrent layers after the last of `tokens`.
+
+        They are those of the step's row and of the accepted path `nodes` of its tree. States at block ends among them
+        enter the prefix cache. Raises `ValueError` if no step computed them.
+        """
+        if self.states is None:
+            raise ValueError("a model without recurrent layers has no states to commit")
+        states, begin, fresh = table.states, table.stored_len, len(tokens) - len(nodes)
+        found: dict[int, ModelState] = dict(states.kept)
+        after = {begin + fresh + depth: node + 1 for depth, node in enumerate((ROOT, *nodes))}
+        found |= {length: states.fresh[index] for length, index in after.items() if index < len(states.fresh)}
+        self.states.commit(states, nodes[-1] if nodes else ROOT)
+        self._allocator.commit(table, tokens)
+        if not self.states.prefixes.capacity:
+            return
+        for length in self._wanted_ends(states, begin, table.stored_len):
+            if length in found:
+                self._put_state(table, length, found[length])
+
+    def _put_state(self, table: BlockTable, length: int, state: ModelState) -> None:
+        """Keep the state after a full block of the table. Beyond all marks, it takes the place of the one before."""
+        if self.states is None:
+            return
+        key, prefixes = table.chain[length // self.block_size - 1], self.states.prefixes
+        if length > max(table.states.marks, default=0):
+            prefixes.forget(table.states.latest)
+            table.states.latest = key
+        prefixes.put(key, state)
 
     def truncate(self, table: BlockTable, length: int) -> None:
         """Free what lies beyond `length` tokens. Only a truncatable pool can go below `table.stored_len`."""

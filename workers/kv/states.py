@@ -3,11 +3,13 @@
 Such a layer keeps, instead of keys and values for every token, a few tensors of fixed size that each token changes. A
 sequence holds one committed state. A step computes further ones: the state after the row's committed tokens, and the
 state after every node of its draft tree. The verdict selects one of them, and the others are dropped, so a rejected
-draft never changes a committed state. All of them are counted, and the count is bounded before memory is spent.
+draft never changes a committed state. All of them are counted, and the count is bounded before memory is spent. States
+at the ends of cached blocks stay for later sequences (`workers.kv.prefix_states`), counted apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -15,12 +17,10 @@ import torch
 
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.tree import ROOT
+from workers.kv.prefix_states import LayerState, ModelState, PrefixStates
 
 STATES_PER_SEQUENCE = 3
 """States that a pool holds for each sequence: the committed one, the next one, and on average one node's."""
-
-LayerState = tuple[torch.Tensor, ...]
-"""The tensors of one layer's state, in the order of its `StateShape`. A stored one is never changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,24 @@ class StateShape:
 class SequenceStates:
     """The states of one sequence."""
 
-    committed: dict[int, LayerState] = field(default_factory=dict)
+    committed: ModelState = field(default_factory=dict)
     """By layer, after the stored tokens; empty before the first of them: every part is then zero."""
-    fresh: list[dict[int, LayerState]] = field(default_factory=list)
+    fresh: list[ModelState] = field(default_factory=list)
     """What the step computes: the state after the row's tokens, then after every node of its tree."""
+    marks: set[int] = field(default_factory=set)
+    """Lengths, at block ends, after which the state is kept for other sequences."""
+    kept: dict[int, ModelState] = field(default_factory=dict)
+    """What the step keeps inside the row's tokens, by the length of the sequence there."""
+    latest: bytes = b""
+    """The key of the last block end beyond the marks whose state was kept; the next one takes its place."""
 
 
 class StateStore:
     """The states of all sequences on this rank. It counts whole states, of all layers together."""
 
-    def __init__(self, shapes: tuple[StateShape, ...], device: torch.device, capacity: int) -> None:
-        """At most `capacity` states are held at a time."""
+    def __init__(self, shapes: tuple[StateShape, ...], device: torch.device, capacity: int, prefixes: int = 0) -> None:
+        """At most `capacity` states of sequences are held at a time, and `prefixes` at the ends of cached blocks."""
+        self.prefixes = PrefixStates(prefixes)
         self.shapes = {shape.layer: shape for shape in shapes}
         self.capacity = capacity
         self._device = device
@@ -105,6 +112,16 @@ class StateStore:
             self._zeros[layer] = tuple(torch.zeros(part.shape, dtype=part.dtype, device=self._device) for part in parts)
         return self._zeros[layer]
 
+    def keep(self, states: SequenceStates, lengths: Sequence[int]) -> Mapping[int, ModelState]:
+        """Where the sequence's next step puts the states after these lengths, inside its row's tokens.
+
+        Returns no place if there is no room for all of them.
+        """
+        self._drop_kept(states)
+        if lengths and self.prefixes.claim(len(lengths)):
+            states.kept = {length: {} for length in lengths}
+        return states.kept
+
     def commit(self, states: SequenceStates, node: int = ROOT) -> None:
         """Keep the state after this node of the step, or after the row's tokens, and drop the others.
 
@@ -120,6 +137,11 @@ class StateStore:
         """Drop what a step computed and no verdict selected."""
         self._held -= len(states.fresh)
         states.fresh = []
+        self._drop_kept(states)
+
+    def _drop_kept(self, states: SequenceStates) -> None:
+        self.prefixes.unclaim(len(states.kept))
+        states.kept = {}
 
     def release(self, states: SequenceStates) -> None:
         """Drop all states of a sequence. Releasing them again does nothing."""
@@ -132,9 +154,18 @@ class StateStore:
 
         Raises `KvPoolExhausted` if no state is free.
         """
-        if not source.committed:
-            return
+        if source.committed:
+            self._begin(states, source.committed)
+
+    def begin(self, states: SequenceStates, key: bytes) -> None:
+        """Let a new sequence begin with the state after the cached block with this key.
+
+        Raises `KvPoolExhausted` if no state is free, `KeyError` if none follows that block.
+        """
+        self._begin(states, self.prefixes.use(key))
+
+    def _begin(self, states: SequenceStates, committed: ModelState) -> None:
         if self.free < 1:
             raise KvPoolExhausted(f"none of {self.capacity} recurrent states is free")
-        states.committed = source.committed
+        states.committed = committed
         self._held += 1

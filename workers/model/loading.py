@@ -34,9 +34,11 @@ from workers.forward.fused_trial import fuse_on_gpu
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import AttentionProbe, measure_layers, run_probe
+from workers.forward.recurrent import cache_name
 from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.runner import WARM_UP_WIDTHS
 from workers.forward.weights.base import NoGpuProduct
+from workers.kv.pool import RECURRENT_DRAFT
 from workers.model.context import context_len, longest_context, stated_width
 from workers.model.devices import choose_device, may_be_native
 from workers.model.distilled import load_distilled_draft
@@ -120,6 +122,20 @@ def load_model(
             return _load_encoder_decoder(request, native=may_be_packed)
         except KernelMismatch:
             return _load_encoder_decoder(request, native=False)
+
+
+def check_truncatable(directory: Path) -> None:
+    """Refuse a draft model with recurrent layers by its configuration, before its weights are read.
+
+    Raises `ConfigurationError` for such a model, `ModelLoadError` for a directory without a configuration.
+    """
+    config = _load_config(directory)
+    if config.is_encoder_decoder:
+        return
+    with _refused_by_name(config), torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    if any(cache_name(part) is not None for part in module.modules()):
+        raise ConfigurationError(RECURRENT_DRAFT)
 
 
 def _check_states(config: PreTrainedConfig, ranks: int) -> None:

@@ -183,6 +183,7 @@ class TargetEngine:
             table = self._pool.open(row.tokens, salt, parent.table if parent is not None else None)
         else:
             table = self._pool.new_table(salt)  # stored KV has no logits
+        self._pool.mark_prompt(table, row.start.prompt_len)
         source = self._sources.share(row.start.source, row.start.cache_salt)
         self.release([row.sequence_id])
         self._sequences[row.sequence_id] = SequenceState(row.start, table, source=source)
@@ -237,7 +238,9 @@ class TargetEngine:
         if row.start is not None and row.start_len == 0:
             source = self._sources.share(row.start.source, row.start.cache_salt)
             self.release([row.sequence_id])
-            sequence = SequenceState(row.start, self._pool.new_table(sequence_salt(row.start)), source=source)
+            table = self._pool.new_table(sequence_salt(row.start))
+            self._pool.mark_prompt(table, row.start.prompt_len)
+            sequence = SequenceState(row.start, table, source=source)
             self._sequences[row.sequence_id] = sequence
         if sequence is None or row.start_len != len(sequence.tokens):
             stored = 0 if sequence is None else len(sequence.tokens)

@@ -30,6 +30,9 @@ class KvSection(PoolSection):
 
     sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Sequences of a model with recurrent layers whose states the pool holds; unset: `scheduler.max_sequences`."""
+    prefix_states: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """States of recurrent layers that the pool keeps at the ends of cached blocks, where sequences with the same prefix
+    begin; unset: two for each of `sequences`."""
 
     @model_validator(mode="after")
     def _check(self) -> KvSection:

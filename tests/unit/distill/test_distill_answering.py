@@ -15,7 +15,8 @@ from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.peer_access import OPEN
 from deploy.distillation import target as distillation_target
-from deploy.distillation.target import answer_all
+from deploy.distillation.target import LocalTarget, answer_all
+from deploy.implied_settings import with_implied_settings
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.models import tiny_tokenizer
 from workers.distill.answers import Answer, AnswerFile, read_answers
@@ -95,6 +96,34 @@ async def ask(
 
 def task(*turns: str, system: str | None = None, held_out: bool = False, line: int = 1) -> Task:
     return Task(Prompt("p", line, turns, system), 0, 0.7, 5, held_out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_once"),
+    [
+        ({}, 32),
+        ({"scheduler.max_sequences": 40}, 40),
+        ({"target.kv.sequences": 6}, 6),
+        ({"target.kv.sequences": 60}, 32),
+    ],
+)
+def test_no_more_conversations_run_than_there_is_room_for_states(
+    settings: dict[str, int],
+    at_once: int,
+    configuration: Configuration,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+
+    async def answer(configuration: Configuration, *_: object) -> None:
+        found.append(with_implied_settings(configuration).scheduler.max_sequences)
+
+    monkeypatch.setattr(distillation_target, "answer_all", answer)
+    chosen = load_configuration(configuration.model_dump(mode="json"), settings)
+    with AnswerFile(tmp_path / "a.jsonl") as file:
+        LocalTarget(chosen).answer([], file, Quota(1, FOREVER, 8, 2), lambda tokens: None)
+    assert found == [at_once]
 
 
 async def test_a_prompt_is_rendered_by_the_chat_template(

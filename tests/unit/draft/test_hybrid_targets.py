@@ -39,6 +39,8 @@ CASES = [
 
 Save = Callable[[str], ModelCase]
 Answer = tuple[list[int], int, int]
+REPEATED_TOKENS = 8 + 12
+"""Tokens in full blocks before the last token of the first two prompts."""
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +124,11 @@ async def answers(
         client = GenerationClient(fixed_address(cluster.grpc_address))
         try:
             alone = [await answer(client, message) for message in requests()[:2]]
+            before = await read_counts(client)
             together = list(await asyncio.gather(*(answer(client, message) for message in requests())))
             assert [tokens for tokens, _, _ in alone] == [tokens for tokens, _, _ in together[:2]]
+            name = "vllm:prefix_cache_hits_total"
+            assert (await read_counts(client))[name] - before[name] >= REPEATED_TOKENS
             if preempted is not None:
                 preempted.append((await read_counts(client))["vllm:num_preemptions_total"])
             return together

@@ -7,8 +7,10 @@ were computed.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ from workers.forward.recurrent import cache_name
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.groups import group_layers
-from workers.kv.pool import KvPool, block_bytes, blocks_that_fit, state_bytes
+from workers.kv.pool import PREFIX_STATES_PER_SEQUENCE, KvPool, block_bytes, blocks_that_fit, state_bytes
 from workers.kv.states import STATES_PER_SEQUENCE
 from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
@@ -200,8 +202,8 @@ def test_hidden_states_are_those_of_the_dense_pass(case: ModelCase) -> None:
         )
 
 
-def test_a_preempted_sequence_is_computed_again_from_its_first_token(short: ModelCase) -> None:
-    engine = short.engine()
+def test_without_a_prefix_cache_a_preempted_sequence_is_computed_again_from_its_first_token(short: ModelCase) -> None:
+    engine = short.engine(prefix_cache=False)
     plain = decode(engine, PROMPT, 20)
     text = [*PROMPT, *plain[:10]]
     verify(engine, first_row("a", text))
@@ -215,7 +217,7 @@ def test_a_child_goes_on_from_its_parents_state_only_where_the_parent_is(short: 
     verify(engine, first_row("parent", PROMPT))
     rows = [open_row("longer", (*PROMPT, 20), "parent"), open_row("shorter", PROMPT[:6], "parent")]
     rows += [open_row("other", (*PROMPT[:6], 1, 1, 1), "parent"), open_row("foreign", (*PROMPT, 20), "parent", "key")]
-    assert engine.open(rows).stored_lens == (len(PROMPT), 0, 0, 0)
+    assert engine.open(rows).stored_lens == (len(PROMPT), 4, 4, 0)  # a state was kept behind the first block
     found = verify(engine, VerifyRow(SequenceId("longer"), len(PROMPT) + 1, (20,)))
     assert found.tokens == verify(engine, first_row("fresh", (*PROMPT, 20))).tokens
     before = verify(engine, VerifyRow(SequenceId("parent"), len(PROMPT) + 1, (20,)))
@@ -257,7 +259,7 @@ def test_a_row_without_a_free_state_is_refused_and_the_others_are_not(short: Mod
     assert "target.kv.sequences" in verdicts[3].fault.message
 
 
-def test_settings_that_such_a_model_cannot_have_are_refused_by_name(short: ModelCase) -> None:
+def test_settings_that_such_a_model_cannot_have_are_refused_by_name(short: ModelCase, tmp_path: Path) -> None:
     model = short.model()
     with pytest.raises(ConfigurationError, match=r"target\.kv\.host_bytes"):
         KvPool(model.kv_spec, KvSection(host_bytes=1 << 20), 20)
@@ -265,6 +267,10 @@ def test_settings_that_such_a_model_cannot_have_are_refused_by_name(short: Model
         KvPool(model.kv_spec, KvSection(), 20, truncatable=True)
     with pytest.raises(ConfigurationError, match=r"target\.kv\.sequences: the recurrent states of 4096 sequences take"):
         blocks_that_fit(model.kv_spec, KvSection(pool_bytes=1 << 20, sequences=4096))
+    shutil.copytree(short.directory, tmp_path / "draft", ignore=shutil.ignore_patterns("*.safetensors"))
+    drafting = load_configuration({"draft": {"method": "model", "model": {"path": str(tmp_path / "draft")}}})
+    with pytest.raises(ConfigurationError, match=r"draft\.model\.path: a model with recurrent layers"):
+        create(drafting.draft, drafting.target)  # there are no weights to read
     target = {"path": str(short.directory), "device": "cpu", "kv": {"pool_bytes": 8 << 20}}
     chosen = load_configuration({"target": target, "draft": {"method": "early_exit"}})
     with pytest.raises(ConfigurationError, match=r"draft\.method: .* recurrent layers"):
@@ -287,4 +293,7 @@ def test_states_and_blocks_together_take_the_pools_bytes(short: ModelCase) -> No
     size = block_bytes(group_layers(spec, section), spec.dtype)
     taken = blocks_that_fit(spec, section) * size + state_bytes(spec, section)
     assert 0 <= (4 << 20) - taken < size
-    assert state_bytes(spec, section) == 100 * STATES_PER_SEQUENCE * sum(shape.size for shape in spec.states)
+    size = sum(shape.size for shape in spec.states)
+    assert state_bytes(spec, section) == 100 * (STATES_PER_SEQUENCE + PREFIX_STATES_PER_SEQUENCE) * size
+    assert state_bytes(spec, section.model_copy(update={"prefix_states": 7})) == (100 * STATES_PER_SEQUENCE + 7) * size
+    assert state_bytes(spec, section.model_copy(update={"prefix_cache": False})) == 100 * STATES_PER_SEQUENCE * size

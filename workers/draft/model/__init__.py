@@ -79,9 +79,10 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
     from workers.draft.model.token_drawer import TokenDrawer
     from workers.kv.pool import KvPool
     from workers.model.draft_card import is_distilled
-    from workers.model.loading import load_model
+    from workers.model.loading import check_truncatable, load_model
 
     settings = _resolved(settings)
+    check_truncatable(Path(settings.path))
     model = load_model(settings, target_directory=Path(target.path))
     target_vocabulary_size = check_vocabularies(model, Path(settings.path), target)
     pool = KvPool(model.kv_spec, settings.kv, truncatable=True)
