@@ -85,7 +85,7 @@ class PagedAttention:
             return _attend_shape(query, key, value).zero_()
         if self.step is None:
             raise RuntimeError("a paged model was called outside its runner")
-        layer = int(getattr(module, "kv_layer", module.layer_idx))  # type: ignore[arg-type]
+        layer = int(module.kv_layer)  # type: ignore[arg-type]
         reads_source = READS_SOURCE in vars(module)
         backend, metadata = self.step.backend, self.step.sources if reads_source else self.step.metadata
         width, padded = value.shape[3], max(key.shape[3], value.shape[3])
@@ -172,6 +172,8 @@ def bind(module: nn.Module) -> PagedAttention:
     for part in module.modules():
         if hasattr(part, "layer_idx"):
             part.paged_attention = paged  # type: ignore[assignment]
+            if not hasattr(part, "kv_layer"):  # a probe may have numbered it
+                part.kv_layer = part.layer_idx
             handle = next(_handles)
             _bound[handle] = part
             part.register_buffer("attention_handle", torch.tensor(handle), persistent=False)

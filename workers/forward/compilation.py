@@ -48,7 +48,7 @@ def count_layer_kinds(layers: list[nn.Module]) -> int:
             (name, key, value)
             for name, module in layer.named_modules()
             for key, value in sorted(vars(module).items())
-            if isinstance(value, bool | int | float | str) and key != "layer_idx"
+            if isinstance(value, bool | int | float | str) and key not in ("layer_idx", "kv_layer")
         )
         for layer in layers
     }

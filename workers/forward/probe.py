@@ -213,10 +213,9 @@ def _number_attention(module: nn.Module, probe: AttentionProbe, recurrent: set[i
             f"its layers {', '.join(map(str, lost))} have no attention, so their state would be lost between steps"
         )
     order = {layer: index for index, layer in enumerate(sorted(probe.layers))}
-    if any(layer != index for layer, index in order.items()):
-        for part in _layers(module):
-            if part.layer_idx in order:
-                part.kv_layer = order[part.layer_idx]  # type: ignore[assignment, index]
+    for part in _layers(module):
+        if part.layer_idx in order:
+            part.kv_layer = order[part.layer_idx]  # type: ignore[assignment, index]
 
 
 def _takes_cache(part: nn.Module) -> bool:
