@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.dataclass_options import check_at_least, flag, number_list, refuse
+from deploy.dataclass_options import check_at_least, flag, refuse
 from deploy.network.https_client import CacertOption, server_root
 
 
@@ -25,24 +25,10 @@ class ContestOptions:
     WITH_URL: ClassVar[tuple[str, ...]] = ("plain_url", "cacert")
     """Options that mean something only with `url`."""
 
-    out: Annotated[Path, typer.Option(help="Directory for the results in JSON and Markdown, and for the plots.")]
+    out: Annotated[Path, "Directory for the results in JSON and Markdown, and for the plots."]
     tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks to run, with commas between them. Unset: all")] = ""
-    batches: Annotated[
-        tuple[int, ...],
-        typer.Option(
-            parser=number_list("--batches", int),
-            metavar="NUMBERS",
-            help="Numbers of requests in flight, with commas between them.",
-        ),
-    ] = (1,)
-    temperatures: Annotated[
-        tuple[float, ...],
-        typer.Option(
-            parser=number_list("--temperatures", float),
-            metavar="NUMBERS",
-            help="Temperatures, with commas between them; 0 is greedy.",
-        ),
-    ] = (0.0,)
+    batches: Annotated[tuple[int, ...], "Numbers of requests in flight, with commas between them."] = (1,)
+    temperatures: Annotated[tuple[float, ...], "Temperatures, with commas between them; 0 is greedy."] = (0.0,)
     methods: Annotated[
         str,
         typer.Option(
@@ -60,21 +46,17 @@ class ContestOptions:
             "int8, prefix-cache, window, beams, long-context. May be repeated.",
         ),
     ] = ()
-    peers: Annotated[bool, typer.Option(help="Run the decoding methods of transformers on the same prompts.")] = True
+    peers: Annotated[bool, "Run the decoding methods of transformers on the same prompts."] = True
     peer_seconds: Annotated[
         int,
-        typer.Option(
-            help="Longest time of one method of transformers for one task, in seconds. A slower one is left out there, "
-            "with the reason. 0: two seconds for each token that may be asked, at least 600."
-        ),
+        "Longest time of one method of transformers for one task, in seconds. A slower one is left out there, "
+        "with the reason. 0: two seconds for each token that may be asked, at least 600.",
     ] = 0
-    repeats: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 1
+    repeats: Annotated[int, "Repetitions of each measurement."] = 1
     together: Annotated[
         int,
-        typer.Option(
-            help="Competitors that are held in memory at a time. They answer one after another, between two passes of "
-            "plain decoding that they share.",
-        ),
+        "Competitors that are held in memory at a time. They answer one after another, between two passes of "
+        "plain decoding that they share.",
     ] = 1
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="Measure this OpenAI-compatible server instead of own clusters.")
@@ -84,8 +66,8 @@ class ContestOptions:
     ] = None
     cacert: CacertOption = None
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name at --url and --plain-url.")] = None
-    devices: Annotated[int, typer.Option(help="Devices behind --url; --plain-url counts as one.")] = 1
-    seed: Annotated[int, typer.Option(help="Seed of the first prompt of a task; the next prompt's is one higher.")] = 0
+    devices: Annotated[int, "Devices behind --url; --plain-url counts as one."] = 1
+    seed: Annotated[int, "Seed of the first prompt of a task; the next prompt's is one higher."] = 0
 
     def __post_init__(self) -> None:
         check_at_least(self, dict.fromkeys(self.POSITIVE, 1) | {"peer_seconds": 0})

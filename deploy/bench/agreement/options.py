@@ -26,25 +26,18 @@ class AgreementOptions:
         str,
         typer.Option(metavar="SOURCE,TEXT", help="Fields of each line, for a target with an encoder."),
     ] = "fr,en"
-    draft: Annotated[
-        str,
-        typer.Option(help="The draft model: a directory, hub id or packaged name. Unset: the target's own."),
-    ] = ""
-    target: Annotated[
-        str, typer.Option(help="The target: a directory, hub id or packaged name. Unset: target.path of the settings.")
-    ] = ""
-    texts: Annotated[int, typer.Option(help="Texts of the file that are read.")] = 16
-    text_tokens: Annotated[int, typer.Option(help="First tokens of each text that are compared.")] = 256
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in each of the target's answers.")] = 64
-    temperature: Annotated[float, typer.Option(help="Temperature of the distributions for Σ min(p, q).")] = 1.0
+    draft: Annotated[str, "The draft model: a directory, hub id or packaged name. Unset: the target's own."] = ""
+    target: Annotated[str, "The target: a directory, hub id or packaged name. Unset: target.path of the settings."] = ""
+    texts: Annotated[int, "Texts of the file that are read."] = 16
+    text_tokens: Annotated[int, "First tokens of each text that are compared."] = 256
+    max_tokens: Annotated[int, "Maximum number of tokens in each of the target's answers."] = 64
+    temperature: Annotated[float, "Temperature of the distributions for Σ min(p, q)."] = 1.0
     measure: Annotated[
         bool,
-        typer.Option(
-            help="Also answer the texts as prompts, with and without the draft model, and compare the predicted with "
-            "the measured speed."
-        ),
+        "Also answer the texts as prompts, with and without the draft model, and compare the predicted with "
+        "the measured speed.",
     ] = True
-    out: Annotated[Path | None, typer.Option(help="Directory for agreement.json and agreement.md.")] = None
+    out: Annotated[Path | None, "Directory for agreement.json and agreement.md."] = None
 
     def __post_init__(self) -> None:
         check_at_least(self, {"texts": 1, "max_tokens": 1, "text_tokens": 1})

@@ -23,9 +23,7 @@ class EvaluationOptions(ContestOptions):
     POSITIVE: ClassVar[tuple[str, ...]] = (*ContestOptions.POSITIVE, "examples", "sentences_per_prompt")
     WITH_URL: ClassVar[tuple[str, ...]] = (*ContestOptions.WITH_URL, "server_pid", "send_prediction")
 
-    translation: Annotated[
-        Path | None, typer.Option(help="JSONL with one sentence in several languages per line, as in Multi30k.")
-    ] = None
+    translation: Annotated[Path | None, "JSONL with one sentence in several languages per line, as in Multi30k."] = None
     languages: Annotated[str, typer.Option(metavar="PAIR", help="Source and target of the translation.")] = "fr-en"
     translator: Annotated[
         str,
@@ -35,45 +33,32 @@ class EvaluationOptions(ContestOptions):
             "the directory `translation` of --out. Unset: target.path of the settings.",
         ),
     ] = ""
-    correction: Annotated[
-        Path | None, typer.Option(help="JSONL with `source` and `references` per line, as in JFLEG.")
-    ] = None
-    sentences_per_prompt: Annotated[int, typer.Option(help="Consecutive sentences of --correction in a prompt.")] = 1
+    correction: Annotated[Path | None, "JSONL with `source` and `references` per line, as in JFLEG."] = None
+    sentences_per_prompt: Annotated[int, "Consecutive sentences of --correction in a prompt."] = 1
     spec_bench: Annotated[
-        Path | None, typer.Option(help="Spec-Bench's JSONL: retrieval, summarization, mathematics, translation, qa.")
+        Path | None, "Spec-Bench's JSONL: retrieval, summarization, mathematics, translation, qa."
     ] = None
-    arithmetic: Annotated[
-        Path | None, typer.Option(help="JSONL with `question` and `answer` (`#### NUMBER`) per line, as in GSM8K.")
-    ] = None
-    code: Annotated[
-        Path | None,
-        typer.Option(help="JSONL with `prompt`, `entry_point` and `test` per line, as in HumanEval."),
-    ] = None
+    arithmetic: Annotated[Path | None, "JSONL with `question` and `answer` (`#### NUMBER`) per line, as in GSM8K."] = (
+        None
+    )
+    code: Annotated[Path | None, "JSONL with `prompt`, `entry_point` and `test` per line, as in HumanEval."] = None
     execute_code: Annotated[
         bool,
-        typer.Option(
-            help="Run the functions that the model writes for --code, each in a process with limits of time and "
-            "memory, which is no sandbox. Without this, --code is left out."
-        ),
+        "Run the functions that the model writes for --code, each in a process with limits of time and "
+        "memory, which is no sandbox. Without this, --code is left out.",
     ] = False
-    examples: Annotated[int, typer.Option(help="Prompts of each task.")] = 32
-    max_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens in one answer; 0 takes the bound of each task.")
-    ] = 0
+    examples: Annotated[int, "Prompts of each task."] = 32
+    max_tokens: Annotated[int, "Maximum number of tokens in one answer; 0 takes the bound of each task."] = 0
     form: Annotated[
         Literal["auto", "instruction", "source"],
-        typer.Option(
-            help="`instruction` asks in a sentence, `source` sends the source text alone; `auto` does that for "
-            "encoder-decoder models."
-        ),
+        "`instruction` asks in a sentence, `source` sends the source text alone; `auto` does that for "
+        "encoder-decoder models.",
     ] = "auto"
     server_pid: Annotated[
         tuple[int, ...],
         typer.Option(help="Process of the server at --url on this machine, measured with its children. Repeatable."),
     ] = ()
-    send_prediction: Annotated[
-        bool, typer.Option(help="Send the source text as `prediction` to --url, where a task copies it.")
-    ] = False
+    send_prediction: Annotated[bool, "Send the source text as `prediction` to --url, where a task copies it."] = False
 
     def __post_init__(self) -> None:
         ContestOptions.__post_init__(self)

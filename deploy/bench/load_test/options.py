@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.dataclass_options import check_at_least, number_list, refuse
+from deploy.dataclass_options import check_at_least, refuse
 from deploy.network.https_client import CacertOption, UrlOption, server_root
 
 _AT_LEAST_ONE = ("num_prompts", "max_tokens", "random_input_len")
@@ -41,45 +41,31 @@ class LoadOptions:
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="The served model. Unset: the first that the server lists.")
     ] = None
-    endpoint: Annotated[Endpoint, typer.Option(help="Chat completions or completions.")] = Endpoint.CHAT
+    endpoint: Annotated[Endpoint, "Chat completions or completions."] = Endpoint.CHAT
     prompts: Annotated[
         tuple[Path, ...],
-        typer.Option(
-            help="A JSONL file of prompts: Spec-Bench, HumanEval, GSM8K, Self-Instruct, chat messages or plain text. "
-            "May be repeated. Unset: random words."
-        ),
+        "A JSONL file of prompts: Spec-Bench, HumanEval, GSM8K, Self-Instruct, chat messages or plain text. "
+        "May be repeated. Unset: random words.",
     ] = ()
-    num_prompts: Annotated[
-        int, typer.Option(help="Requests of each measurement. A file with too few prompts begins anew.")
-    ] = 64
+    num_prompts: Annotated[int, "Requests of each measurement. A file with too few prompts begins anew."] = 64
     same_prompts: Annotated[
         bool,
         typer.Option("--same-prompts", help="Send the same prompts in each measurement, to measure the prefix cache."),
     ] = False
-    random_input_len: Annotated[int, typer.Option(help="Words of a random prompt.")] = 128
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in one answer.")] = 128
+    random_input_len: Annotated[int, "Words of a random prompt."] = 128
+    max_tokens: Annotated[int, "Maximum number of tokens in one answer."] = 128
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers have exactly --max-tokens tokens (vLLM, Pilotfish).")
     ] = False
-    temperature: Annotated[float, typer.Option(help="0 always takes the most probable token.")] = 0.0
+    temperature: Annotated[float, "0 always takes the most probable token."] = 0.0
     request_rate: Annotated[
-        tuple[float, ...],
-        typer.Option(
-            parser=number_list("--request-rate", float),
-            metavar="NUMBERS",
-            help="Requests per second, with commas between several measurements; inf sends all at once.",
-        ),
+        tuple[float, ...], "Requests per second, with commas between several measurements; inf sends all at once."
     ] = (math.inf,)
     burstiness: Annotated[
-        float, typer.Option(help="1: arrivals are a Poisson process; below, they come in bursts; above, more evenly.")
+        float, "1: arrivals are a Poisson process; below, they come in bursts; above, more evenly."
     ] = 1.0
     max_concurrency: Annotated[
-        tuple[int, ...],
-        typer.Option(
-            parser=number_list("--max-concurrency", int),
-            metavar="NUMBERS",
-            help="Most requests in flight, with commas between several measurements; 0 sets no bound.",
-        ),
+        tuple[int, ...], "Most requests in flight, with commas between several measurements; 0 sets no bound."
     ] = (0,)
     goodput: Annotated[
         tuple[str, ...],
@@ -88,11 +74,9 @@ class LoadOptions:
             help="Count the requests that keep these bounds in milliseconds: ttft, tpot, itl, e2el.",
         ),
     ] = ()
-    seed: Annotated[int, typer.Option(help="Seed of arrivals and random prompts; also of the first request.")] = 0
-    timeout: Annotated[float, typer.Option(help="Longest time of one request, in seconds.")] = 3600.0
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for serve.json, serve.md and serve.png. Unset: nothing is written.")
-    ] = None
+    seed: Annotated[int, "Seed of arrivals and random prompts; also of the first request."] = 0
+    timeout: Annotated[float, "Longest time of one request, in seconds."] = 3600.0
+    out: Annotated[Path | None, "Directory for serve.json, serve.md and serve.png. Unset: nothing is written."] = None
 
     def __post_init__(self) -> None:
         check_at_least(self, dict.fromkeys(_AT_LEAST_ONE, 1))

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import typer
-
 from cluster.core.errors import ConfigurationError
 from deploy.bench.contest_options import ContestOptions
 
@@ -20,13 +18,11 @@ class RaceOptions(ContestOptions):
 
     prompts: Annotated[
         tuple[Path, ...],
-        typer.Option(
-            help="A JSONL file of prompts: Spec-Bench, HumanEval, GSM8K, Self-Instruct, chat messages or plain text. "
-            "May be repeated."
-        ),
+        "A JSONL file of prompts: Spec-Bench, HumanEval, GSM8K, Self-Instruct, chat messages or plain text. "
+        "May be repeated.",
     ]
-    prompts_per_task: Annotated[int, typer.Option(help="Prompts of each task.")] = 8
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in one answer.")] = 128
+    prompts_per_task: Annotated[int, "Prompts of each task."] = 8
+    max_tokens: Annotated[int, "Maximum number of tokens in one answer."] = 128
 
     def __post_init__(self) -> None:
         ContestOptions.__post_init__(self)

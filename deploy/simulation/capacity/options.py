@@ -19,43 +19,37 @@ ROOFLINE = "roofline"
 class CapacityOptions:
     """A cluster, its machines and its load. Raises `ConfigurationError` for a value out of bounds."""
 
-    targets: Annotated[int, typer.Option(help="Number of target replicas.")] = 4
-    drafters: Annotated[int, typer.Option(help="Number of drafters; 0 decodes without drafts.")] = 4
-    target_gpus: Annotated[int, typer.Option(help="GPUs of one target.")] = 1
+    targets: Annotated[int, "Number of target replicas."] = 4
+    drafters: Annotated[int, "Number of drafters; 0 decodes without drafts."] = 4
+    target_gpus: Annotated[int, "GPUs of one target."] = 1
     arrivals: Annotated[
         float, typer.Option(metavar="RATE", help="Requests per second on the whole cluster, at random intervals.")
     ] = 8.0
-    in_flight: Annotated[
-        int, typer.Option(help="Keep this many requests in flight instead of random arrivals; 0: arrivals.")
-    ] = 0
+    in_flight: Annotated[int, "Keep this many requests in flight instead of random arrivals; 0: arrivals."] = 0
     lengths: Annotated[
         str,
         typer.Option(metavar="PROMPT:ANSWER[:SPREAD]", help="Mean lengths in tokens; standard deviation ÷ mean."),
     ] = "512:128:0.5"
-    acceptance: Annotated[float, typer.Option(help="Probability that a drafted token is right after right ones.")] = 0.7
-    max_nodes: Annotated[int, typer.Option(help="Most drafted tokens in a tree.")] = 8
-    network_delay: Annotated[float, typer.Option(help="Time of a message, in seconds.")] = 0.0002
+    acceptance: Annotated[float, "Probability that a drafted token is right after right ones."] = 0.7
+    max_nodes: Annotated[int, "Most drafted tokens in a tree."] = 8
+    network_delay: Annotated[float, "Time of a message, in seconds."] = 0.0002
     step_times: Annotated[
         str, typer.Option(metavar="FILE|roofline", help="A JSON file of measured times, or the roofline options.")
     ] = ROOFLINE
-    target_parameters: Annotated[float, typer.Option(help="Roofline: parameters of the target.")] = 8e9
-    draft_parameters: Annotated[float, typer.Option(help="Roofline: parameters of the draft model.")] = 3e8
-    bytes_per_parameter: Annotated[float, typer.Option(help="Roofline: bytes of a parameter.")] = 2.0
-    bandwidth: Annotated[float, typer.Option(help="Roofline: bytes per second that a GPU reads.")] = 3.35e12
-    flops: Annotated[float, typer.Option(help="Roofline: operations per second of a GPU.")] = 9.9e14
-    kv_bytes_per_token: Annotated[float, typer.Option(help="Roofline: bytes of keys and values of a token.")] = 131072.0
-    pass_seconds: Annotated[float, typer.Option(help="Roofline: constant time of a pass, in seconds.")] = 0.0005
-    kv_tokens: Annotated[int, typer.Option(help="Tokens whose keys and values a target stores.")] = 200_000
-    max_sequences: Annotated[int, typer.Option(help="Most sequences that a target computes at once.")] = 64
-    seconds: Annotated[float, typer.Option(help="Virtual time of the run, in seconds; the first fifth warms up.")] = (
-        20.0
-    )
-    sample: Annotated[
-        int, typer.Option(help="Simulate only this many targets with their share of the rest, and scale; 0: all.")
-    ] = 0
-    plain: Annotated[bool, typer.Option(help="Simulate plain decoding too, for comparison.")] = True
-    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0
-    out: Annotated[Path | None, typer.Option(help="Directory for capacity.json, capacity.md and capacity.png.")] = None
+    target_parameters: Annotated[float, "Roofline: parameters of the target."] = 8e9
+    draft_parameters: Annotated[float, "Roofline: parameters of the draft model."] = 3e8
+    bytes_per_parameter: Annotated[float, "Roofline: bytes of a parameter."] = 2.0
+    bandwidth: Annotated[float, "Roofline: bytes per second that a GPU reads."] = 3.35e12
+    flops: Annotated[float, "Roofline: operations per second of a GPU."] = 9.9e14
+    kv_bytes_per_token: Annotated[float, "Roofline: bytes of keys and values of a token."] = 131072.0
+    pass_seconds: Annotated[float, "Roofline: constant time of a pass, in seconds."] = 0.0005
+    kv_tokens: Annotated[int, "Tokens whose keys and values a target stores."] = 200_000
+    max_sequences: Annotated[int, "Most sequences that a target computes at once."] = 64
+    seconds: Annotated[float, "Virtual time of the run, in seconds; the first fifth warms up."] = 20.0
+    sample: Annotated[int, "Simulate only this many targets with their share of the rest, and scale; 0: all."] = 0
+    plain: Annotated[bool, "Simulate plain decoding too, for comparison."] = True
+    seed: Annotated[int, "Seed of arrivals and lengths."] = 0
+    out: Annotated[Path | None, "Directory for capacity.json, capacity.md and capacity.png."] = None
 
     def __post_init__(self) -> None:
         not_negative = ("drafters", "in_flight", "max_nodes", "network_delay", "sample", "pass_seconds", "seed")
