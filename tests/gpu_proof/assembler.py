@@ -22,6 +22,8 @@ class Assembled:
     """Whether some of these belong to groups of warps (wgmma, tcgen05)."""
     fused: int
     """Fused multiplications and additions of float32 numbers, apart from those inside of a division."""
+    sums: frozenset[str]
+    """How the numbers of each sum over float32 lie in the threads, which decides its order."""
 
 
 def assembled(
@@ -70,8 +72,21 @@ def assembled(
     fused = len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", text))
     is_asynchronous = re.search(r"\b(?:wgmma|tcgen05)\.mma", text) is not None
     return Assembled(
-        int(registers[1]), sum(map(int, spills)), compiled.metadata.shared, products, is_asynchronous, fused
+        int(registers[1]),
+        sum(map(int, spills)),
+        compiled.metadata.shared,
+        products,
+        is_asynchronous,
+        fused,
+        _sums(compiled.asm["ttgir"]),
     )
+
+
+def _sums(text: str) -> frozenset[str]:
+    """The layouts of what is summed in a program."""
+    layouts = dict(re.findall(r"(#\w+) = (#ttg\.\w+<.*>)", text))
+    found = re.findall(r'"tt\.reduce".*?\) : \(tensor<(\w+)xf32, (#\w+)>\)', text, re.DOTALL)
+    return frozenset(f"{size}: {layouts[name]}" for size, name in found)
 
 
 def ptxas(text: str) -> str:

@@ -112,12 +112,12 @@ def test_keys_and_values_are_quantized_without_spills(capability: int, heads: in
 @pytest.mark.parametrize("dim", [896, 4096, 8192])
 @pytest.mark.parametrize("adds", [False, True])
 def test_norms_are_computed_without_spills(capability: int, dim: int, adds: bool) -> None:
-    from workers.forward.triton.norm import norm_warps, normalize_rows
+    from workers.forward.triton.norm import NORM_WARPS, normalize_rows
 
     width = triton.next_power_of_2(dim)
     pointers = dict.fromkeys(("rows", "added", "weight", "sums", "output"), "*bf16") | {"epsilon": "fp32"}
     constants = {"DIM": dim, "WIDTH": width, "ADDS": adds}
-    assert assembled(normalize_rows, pointers, constants, capability, warps=norm_warps(width)).spilled_bytes == 0
+    assert assembled(normalize_rows, pointers, constants, capability, warps=NORM_WARPS).spilled_bytes == 0
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

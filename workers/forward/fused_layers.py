@@ -1,8 +1,9 @@
 """Decoder layers of known families, computed with few kernels on a GPU.
 
-A layer launches four products, the attention, one kernel that rotates and stores, one for SiLU · mul, and two that add
-to the residual stream and normalize it: the sum after a layer's feed-forward network is normalized in the same launch
-for the layer that follows. In a mixture the feed-forward network is the router's product, a kernel that chooses, and
+A layer launches four products, the attention, one kernel that rotates and stores, and one for SiLU · mul. Two of the
+products add to the residual stream and normalize it: the sum after a layer's feed-forward network is normalized for the
+layer that follows. Where ranks sum, for many rows and for quantized matrices, these two steps are a launch of their
+own. In a mixture the feed-forward network is the router's product, a kernel that chooses, and
 the experts. The modules stay what they are, so hooks on layers see the residual stream, and a layer of
 which parts are skipped runs as `transformers` wrote it.
 
@@ -12,6 +13,7 @@ module's own result on the device.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -22,8 +24,12 @@ from torch.nn import functional
 from workers.forward.activations import RowwiseActivation
 from workers.forward.expert_choice import ExpertChoice
 from workers.forward.layer_lists import decoder_layers, decoder_list
-from workers.forward.linear import FastLinear, MergedLinear
+from workers.forward.linear import FastLinear, MergedLinear, PlainProduct, plain_product
 from workers.forward.projections import HeadNorms, Projections, rms_norm
+from workers.forward.residual_product import MOST_ROWS, NoResidualProduct, residual_product
+from workers.ranks import sum_over_ranks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,20 @@ _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 
 
+class StreamProduct(Protocol):
+    """A product whose results are added to the residual stream (`workers.forward.residual_product`)."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[rows, in]` → `[rows, out]`."""
+        ...
+
+    def add_and_normalize(
+        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream` plus the product, and the RMSNorm of that. `norm` is the norm's weight and epsilon."""
+        ...
+
+
 class LayerKernels(Protocol):
     """The operations of a layer between its products and its attention. Rows are contiguous, `[rows, dim]`."""
 
@@ -74,6 +94,10 @@ class LayerKernels(Protocol):
 
     def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and numbers of each row's experts, `[rows, experts of a token]` each, as `choice.of` returns them."""
+        ...
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:
+        """The product with a plain matrix `[out, in]`; `None` if it is left to the layer."""
         ...
 
 
@@ -98,6 +122,10 @@ class ReferenceKernels:
     def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and numbers of each row's experts."""
         return choice.of(logits)
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:  # noqa: ARG002
+        """None: the layers multiply."""
+        return None
 
 
 class TritonKernels:
@@ -125,6 +153,14 @@ class TritonKernels:
     def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and numbers of each row's experts."""
         return self._experts.choose(logits, choice)
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:
+        """The product in fixed splits, if it passes its trial on the device."""
+        try:
+            return residual_product(weight, bias)
+        except NoResidualProduct as error:
+            logger.warning("products %s are left to the library: %s", tuple(weight.shape), error)
+            return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +190,31 @@ class _Norm:
         """The norm of a module of a known family."""
         weight = module.weight.detach().float() if family.is_gpt_oss else module.weight
         return cls(module, weight, module.variance_epsilon)
+
+
+class _Output:
+    """A product that ends in the residual stream, and what follows it."""
+
+    def __init__(self, layer: nn.Module, kernels: LayerKernels) -> None:
+        self._layer, self._kernels = layer, kernels
+        self._plain: PlainProduct | None = plain_product(layer)
+        self._product = None if self._plain is None else kernels.product(self._plain.weight, self._plain.bias)
+
+    def add_and_normalize(
+        self, x: torch.Tensor, stream: torch.Tensor, norm: _Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream` plus what the layer makes of `x`, and that normalized."""
+        if self._plain is None or self._product is None:
+            added = self._layer(x)
+        elif self._plain.reduce:
+            added = self._product.multiply(x)
+            sum_over_ranks(added)
+            added = added if self._plain.bias_after is None else added + self._plain.bias_after
+        elif len(x) <= MOST_ROWS:
+            return self._product.add_and_normalize(x, stream, (norm.weight, norm.epsilon))
+        else:
+            added = self._product.multiply(x)
+        return self._kernels.add_and_normalize(stream, added, norm.weight, norm.epsilon)
 
 
 @dataclass(slots=True, eq=False)
@@ -186,12 +247,14 @@ class _Pass:
 class FusedLayer:
     """The forward pass of a decoder layer."""
 
-    def __init__(self, layer: nn.Module, following: _Norm, shared: _Pass, kernels: LayerKernels) -> None:
+    def __init__(self, layer: Any, following: _Norm, shared: _Pass, kernels: LayerKernels) -> None:
         """`following` is the norm that reads what this layer returns."""
         self._layer, self._following, self._pass, self._kernels = layer, following, shared, kernels
         self._family = family = family_of(layer)
         self._norms = [_Norm.of(getattr(layer, name), family) for name in _NORMS]
         self._mixture = mixture_of(layer)
+        self._attention_output = _Output(layer.self_attn.o_proj, kernels)
+        self._network_output = _Output(layer.mlp.down_proj, kernels) if self._mixture is None else None
 
     def __call__(
         self,
@@ -212,26 +275,26 @@ class FusedLayer:
         normalized = self._pass.take(hidden_states, first.module)
         if normalized is None:
             normalized = self._kernels.normalize(stream, first.weight, first.epsilon)
-        stream, normalized = self._add(stream, self._attend(normalized, position_embeddings), second)
-        stream, normalized = self._add(stream, self._feed_forward(normalized), self._following)
+        attended = self._attend(normalized, position_embeddings)
+        stream, normalized = self._attention_output.add_and_normalize(attended, stream, second)
+        stream, normalized = self._feed_forward(normalized, stream)
         result = stream[None]
         self._pass.stream, self._pass.norm, self._pass.normalized = result, self._following.module, normalized
         return result
 
-    def _add(self, stream: torch.Tensor, added: torch.Tensor, norm: _Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._kernels.add_and_normalize(stream, added, norm.weight, norm.epsilon)
-
-    def _feed_forward(self, normalized: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(self, normalized: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream after the feed-forward network, and that normalized."""
         mlp: Any = self._layer.mlp
-        output: torch.Tensor
-        if self._mixture is None:
-            output = mlp.down_proj(self._kernels.silu_mul(mlp.gate_proj(normalized), mlp.up_proj(normalized)))
-        else:
-            weights, chosen = self._kernels.choose(self._mixture.logits(normalized), self._mixture.choice)
-            output = self._mixture.experts(normalized, chosen, weights)
-        return output
+        if self._network_output is not None:
+            inner = self._kernels.silu_mul(mlp.gate_proj(normalized), mlp.up_proj(normalized))
+            return self._network_output.add_and_normalize(inner, stream, self._following)
+        mixture = cast("Mixture", self._mixture)
+        weights, chosen = self._kernels.choose(mixture.logits(normalized), mixture.choice)
+        added = mixture.experts(normalized, chosen, weights)
+        return self._kernels.add_and_normalize(stream, added, self._following.weight, self._following.epsilon)
 
     def _attend(self, normalized: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """What the heads read, `[rows, heads * dim]`."""
         attention: Any = self._layer.self_attn
         step, layer = attention.paged_attention.step, attention.layer_idx
         cosines, sines = self._pass.whole(angles) if self._family.is_gpt_oss else angles
@@ -249,8 +312,8 @@ class FusedLayer:
             attended = step.backend.attend(layer, queries, step.metadata, attention.scaling)
         else:
             attended = step.backend.attend_with_sinks(layer, queries, step.metadata, attention.scaling, sinks)
-        output: torch.Tensor = attention.o_proj(attended.flatten(1))
-        return output
+        heads: torch.Tensor = attended.flatten(1)
+        return heads
 
 
 class _FollowingNorm:

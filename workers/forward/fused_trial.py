@@ -174,7 +174,7 @@ class _RecordedChoice:
 
     def __init__(self, kernels: LayerKernels) -> None:
         self.normalize, self.add_and_normalize = kernels.normalize, kernels.add_and_normalize
-        self.silu_mul = kernels.silu_mul
+        self.silu_mul, self.product = kernels.silu_mul, kernels.product
         self.router: _RouterResult | None = None
         self.logits = torch.empty(0)
         """Logits of the last choice."""

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import cast
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedProduct, kernel_layout
 from workers.forward.operators import define
 from workers.forward.weights.base import KernelLayout, LinearKernel, Storage
+from workers.forward.weights.plain import DenseKernel
 from workers.ranks import sum_over_ranks
 
 
@@ -81,6 +83,30 @@ class FastLinear(nn.Module):
         """`x` `[…, in]` → `[…, out]`."""
         output: torch.Tensor = torch.ops.pilotfish.linear(x, self.handle, self.out_features)
         return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainProduct:
+    """What a layer that has plain weights computes."""
+
+    weight: torch.Tensor
+    """`[out, in]`."""
+    bias: torch.Tensor | None
+    """Added to the product."""
+    reduce: bool
+    """Whether the outputs of all ranks are summed."""
+    bias_after: torch.Tensor | None
+    """Added after the sum."""
+
+
+def plain_product(layer: nn.Module) -> PlainProduct | None:
+    """What a `FastLinear` computes; `None` for other layers, and for weights that are packed or quantized."""
+    if not isinstance(layer, FastLinear):
+        return None
+    entry = _entries[int(cast("torch.Tensor", layer.handle))]
+    if not isinstance(entry.kernel, DenseKernel):
+        return None
+    return PlainProduct(entry.kernel.weight, entry.kernel.bias, entry.reduce, entry.bias_after)
 
 
 class _MergedProjection:

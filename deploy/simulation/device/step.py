@@ -24,7 +24,7 @@ from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.projections import Projections
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
-from workers.forward.triton.tiles import wide_tile
+from workers.forward.triton.tiles import MOST_NORMALIZED, wide_tile
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 
@@ -145,8 +145,9 @@ class _CountedAttention(TritonBackend):
 class _CountedKernels:
     """The kernels of fused layers, which are counted instead of launched."""
 
-    def __init__(self, counter: KernelCounter) -> None:
-        self._counter = counter
+    def __init__(self, counter: KernelCounter, *, sums_ranks: bool) -> None:
+        """`sums_ranks`: what the products return is summed before it is added, so they are counted as modules."""
+        self._counter, self._sums_ranks = counter, sums_ranks
 
     def normalize(
         self,
@@ -176,6 +177,38 @@ class _CountedKernels:
         chosen = torch.empty(weights.shape, dtype=torch.int64, device=logits.device)
         self._counter.add(Kernel("choose_experts", logits.numel() * logits.element_size() + 10 * weights.numel()))
         return weights, chosen
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _CountedProduct | None:  # noqa: ARG002
+        return None if self._sums_ranks else _CountedProduct(weight, self._counter)
+
+
+class _CountedProduct:
+    """A product that adds to the residual stream, which is counted instead of launched."""
+
+    def __init__(self, weight: torch.Tensor, counter: KernelCounter) -> None:
+        self._weight, self._counter = weight, counter
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        self._count(x, 0)
+        return x.new_empty((len(x), len(self._weight)))
+
+    def add_and_normalize(
+        self,
+        x: torch.Tensor,
+        stream: torch.Tensor,
+        norm: tuple[torch.Tensor, float],  # noqa: ARG002 - part of the interface
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_one = len(x) <= MOST_NORMALIZED
+        self._count(x, 2 if is_one else 1)
+        if not is_one:
+            self._counter.add(Kernel("normalize_rows", 2 * stream.numel() * stream.element_size()))
+        return torch.empty_like(stream), torch.empty_like(stream)
+
+    def _count(self, x: torch.Tensor, others: int) -> None:
+        """Count the product, and that many more readings or writings of its results."""
+        outputs, inputs = self._weight.shape
+        numbers = self._weight.numel() + x.numel() + (1 + others) * len(x) * outputs
+        self._counter.add(Kernel("multiply_splits", numbers * x.element_size(), 2 * len(x) * outputs * inputs))
 
 
 class _CountedExperts:
@@ -217,7 +250,7 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         attention = _CountedAttention(attention_setting(loaded, pool), counter)
         runner = ModelRunner(loaded, pool, attention=ChosenBackend("triton", attention, CAPABILITIES))
         experts = _count_experts(loaded.module, model, counter)
-        is_fused = fuse_layers(loaded.module, _CountedKernels(counter))
+        is_fused = fuse_layers(loaded.module, _CountedKernels(counter, sums_ranks=model.ranks > 1))
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
         reduced: list[int] = []
         with _all_reduces(loaded.module, model, reduced), _regions(loaded.module, counter) as begins, counter:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection
@@ -19,6 +21,7 @@ from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import WHOLE_PASS, LoadedModel, PassOptions
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
+from workers.forward.weights.plain import DenseKernel, PlainStorage
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
@@ -57,6 +60,46 @@ def test_the_layers_of_known_families_are_fused(tmp_path: Path, make: Make) -> N
         torch.testing.assert_close(ours, theirs)
     undo_fuse(model.module)
     assert not any("forward" in vars(part) for part in model.module.modules())
+
+
+class WithProducts(ReferenceKernels):
+    """Kernels with products of their own before the residual stream."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        return Product(weight, bias, self)
+
+
+@dataclass
+class Product:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    kernels: WithProducts
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def add_and_normalize(
+        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.kernels.rows.append(len(x))
+        return self.kernels.add_and_normalize(stream, self.multiply(x), *norm)
+
+
+@pytest.mark.parametrize(("make", "products"), [(tiny.llama, 2), (tiny.qwen2, 2), (tiny.qwen3_moe, 1)])
+def test_products_add_to_the_residual_stream_by_themselves(
+    tmp_path: Path, make: Make, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainStorage, "kernel", lambda self, bias: DenseKernel(self.weight, bias))  # as on a GPU
+    model = loaded(tmp_path, make)
+    expected, kernels = logits(model), WithProducts()
+    assert fuse_layers(model.module, kernels)
+    for ours, theirs in zip(logits(model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    layers = len(list(decoder_layers(model.module)))
+    assert kernels.rows == [*[4] * products * layers, *[1] * products * layers]
 
 
 def test_a_pass_without_parts_of_fused_layers(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed
+from torch.nn import functional
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
@@ -50,9 +51,30 @@ class FailsLater(ReferenceKernels):
         return super().silu_mul(gates, values)
 
 
+class WithProducts(ReferenceKernels):
+    """Kernels with products of their own, whose sum over ranks comes before the addition to the residual stream."""
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOfRank:
+        return LinearOfRank(weight, bias)
+
+
+class LinearOfRank:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._linear = weight, bias
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, *self._linear)
+
+    def add_and_normalize(
+        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
 FORMS: dict[str, tuple[type[ReferenceKernels] | None, tuple[str | None, ...]]] = {
     "as they are": (None, ()),
     "fused": (ReferenceKernels, (None, None)),
+    "with products": (WithProducts, (None, None)),
     "refused": (FailsLater, ("another rank cannot compute it", "RuntimeError('it fails on one rank')")),
 }
 """How the layers run: the kernels that fuse them, and why each rank then does not fuse them."""

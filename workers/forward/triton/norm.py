@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+NORM_WARPS = 4
+"""Warps of a row, also in programs that multiply before they normalize: their number decides the order of a sum."""
+
 
 def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMSNorm of `rows` `[rows, dim]`, contiguous."""
@@ -37,16 +40,10 @@ def _launch(
     adds: bool,
 ) -> None:
     count, dim = rows.shape
-    width = triton.next_power_of_2(dim)
     normalize_rows[(count,)](
         rows, added, weight, sums, output, epsilon,
-        DIM=dim, WIDTH=width, ADDS=adds, num_warps=norm_warps(width),
+        DIM=dim, WIDTH=triton.next_power_of_2(dim), ADDS=adds, num_warps=NORM_WARPS,
     )  # fmt: skip
-
-
-def norm_warps(width: int) -> int:
-    """Warps of a row of `width` numbers, so that a thread holds at most 32 of them up to rows of 16,384."""
-    return max(1, min(16, width // 512))
 
 
 @triton.jit
@@ -66,8 +63,15 @@ def normalize_rows(
         more = tl.load(added + row + dim, mask=is_dim, other=0.0)
         number = (number.to(tl.float32) + more.to(tl.float32)).to(kind)
         tl.store(sums + row + dim, number, mask=is_dim)
+    store_normalized(number, weight, output + row, dim, epsilon, DIM)
+
+
+@triton.jit
+def store_normalized(number, weight, output, dim, epsilon, DIM: tl.constexpr):
+    """Normalize the numbers of one row, and store them."""
+    is_dim = dim < DIM
     wide = number.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + epsilon)
     scaled = (wide * scale).to(weight.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
-    tl.store(output + row + dim, (scaled * factor).to(kind), mask=is_dim)
+    tl.store(output + dim, (scaled * factor).to(number.dtype), mask=is_dim)

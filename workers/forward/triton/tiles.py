@@ -1,4 +1,4 @@
-"""What the attention kernels are told of a step: tiles of queries, and the blocks that each row reads.
+"""What kernels are told of a step: tiles of queries, the blocks that each row reads, and how many rows one program has.
 
 These are plain tensors, so a step is planned without the package `triton`.
 """
@@ -15,6 +15,8 @@ SPLIT_KEYS = 512
 """Positions of one split. All rows are divided at the same positions, so a row's sums depend on the row alone."""
 NO_QUERY = -2
 """The last position of a query that is padding. A query that sees no stored token has -1."""
+MOST_NORMALIZED = 32
+"""Most rows that one program normalizes after a product: up to here, a launch of a program for each takes longer."""
 _WIDE_ROWS, _MOST_NUMBERS = 64, 8192
 """Rows of the products of wide tiles, queries times the heads that share a KV head, and most numbers of their results:
 64 rows of 128 numbers, 32 of 256. More would not fit registers."""

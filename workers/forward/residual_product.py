@@ -1,0 +1,114 @@
+"""The two products of a layer that end in the residual stream, on a GPU: with the addition, and the norm after it.
+
+Their matrices have few outputs and many inputs. A library divides the inputs into splits, into how many depends on the
+number of rows, and then the bits of a row depend on how many others are multiplied beside it: on an H200 from 64 rows
+on. Here the kernel of `workers.forward.triton.residual` has fixed splits up to the largest step that a CUDA graph
+holds. Beyond it, in steps with long prompt chunks, the library multiplies: there a product takes as long as its
+operations, and a row's bits may differ from those in other steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+MOST_ROWS = 1024
+"""Most rows that the kernel multiplies: the tokens of the largest CUDA graph (`GraphLimits.tokens`)."""
+_TRIAL_ROWS = (1, 16, 17, 64, 65, 128, 129)
+"""Rows of the products of a trial: each kind of launch, with full tiles and others."""
+_LARGEST_ERROR = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+"""Largest difference from the reference, relative to the largest number: some roundings."""
+_TYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+class NoResidualProduct(Exception):
+    """There is no such product with a matrix, as the message says."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidualProduct:
+    """A plain matrix, of which the products are added to the residual stream."""
+
+    weight: torch.Tensor
+    """`[out, in]`, with contiguous inputs."""
+    bias: torch.Tensor | None
+    counters: torch.Tensor
+    """int32, zeros between launches: programs that have ended. It stays where it is, since CUDA graphs hold it."""
+    kernels: Any
+    """The module `workers.forward.triton.residual`."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply `x` `[rows, in]` → `[rows, out]`. Up to `MOST_ROWS` rows, no product depends on the other rows."""
+        if len(x) > MOST_ROWS:
+            return functional.linear(x, self.weight, self.bias)
+        output: torch.Tensor = self.kernels.multiply(x.contiguous(), self.weight, self.bias, self.counters)
+        return output
+
+    def add_and_normalize(
+        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream` `[rows, out]`, contiguous, plus the product of `x` `[rows, in]`, and the RMSNorm of that sum.
+
+        `norm` is the norm's weight and epsilon. At most `MOST_ROWS` rows.
+        """
+        sums: tuple[torch.Tensor, torch.Tensor] = self.kernels.multiply_add_and_normalize(
+            x.contiguous(), self.weight, self.bias, self.counters, stream, norm
+        )
+        return sums
+
+
+_tried: set[tuple[object, ...]] = set()
+"""Matrices whose like has passed a trial."""
+
+
+def residual_product(weight: torch.Tensor, bias: torch.Tensor | None) -> ResidualProduct:
+    """The product with a plain matrix `[out, in]`, after a trial on its device.
+
+    Raises `NoResidualProduct` if there is none, or if it fails its trial, and `ImportError` without `triton`.
+    """
+    from workers.forward.triton import residual
+
+    if weight.is_cuda and weight.dtype not in _TYPES:
+        raise NoResidualProduct(f"the kernel does not multiply {weight.dtype}")
+    if weight.stride(1) != 1:
+        raise NoResidualProduct("the inputs of an output are not contiguous")
+    product = ResidualProduct(weight, bias, residual.counters_for(len(weight), weight.device), residual)
+    if weight.is_cuda:
+        try:
+            check_product(product)
+        except NoResidualProduct:
+            raise
+        except Exception as error:  # a compiler may raise anything
+            raise NoResidualProduct(f"its kernel cannot be launched: {error!r}") from error
+    return product
+
+
+def check_product(product: ResidualProduct) -> None:
+    """Compare a product on its device with the library's, and the bits of rows among others and among few.
+
+    Matrices of one shape are tried once. Raises `NoResidualProduct` if something differs; what a compiler raises goes
+    through.
+    """
+    weight = product.weight
+    key = (weight.device, weight.dtype, weight.shape, weight.stride(0), product.bias is None)
+    if key in _tried:
+        return
+    draw = torch.Generator().manual_seed(0)
+    outputs, inputs = weight.shape
+    x, stream = (torch.randn((max(_TRIAL_ROWS), width), generator=draw).to(weight) for width in (inputs, outputs))
+    norm = torch.ones(outputs, dtype=weight.dtype, device=weight.device), 1e-6
+    whole, whole_sums, whole_norms = product.multiply(x), *product.add_and_normalize(x, stream, norm)
+    expected = functional.linear(x, weight, product.bias)
+    for found, right in ((whole, expected), (whole_sums, stream + expected)):
+        error = float((found.float() - right.float()).abs().max() / right.float().abs().max())
+        if not error <= _LARGEST_ERROR.get(weight.dtype, 2.0**-16):
+            raise NoResidualProduct(f"it differs from the reference by {error:.1e} of the largest number")
+    for count in _TRIAL_ROWS[:-1]:
+        sums, norms = product.add_and_normalize(x[:count], stream[:count], norm)
+        pairs = ((product.multiply(x[:count]), whole), (sums, whole_sums), (norms, whole_norms))
+        if not all(torch.equal(few, many[:count]) for few, many in pairs):
+            raise NoResidualProduct(f"a row has other bits among {count} rows than among {len(x)}")
+    _tried.add(key)
