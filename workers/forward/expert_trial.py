@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from workers.forward.experts import ExpertsKernel, FastExperts, is_mixture, matrices_of, sums_ranks
+from workers.forward.experts import ExpertsKernel, FastExperts, is_mixture, matrices_of, part_of
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.weights.base import NoGpuProduct
 from workers.forward.weights.experts import StoredExperts, gate_of
@@ -110,7 +110,7 @@ def _tried(layer: Any, make: Make, model: LoadedModel) -> tuple[FastExperts | No
         trials = _trials(layer, model)
         for trial in trials:
             kernel.mix(*trial)  # before any collective, in which the other ranks would wait for this one
-        fast = FastExperts(kernel, sums_ranks=sums_ranks(layer))
+        fast = FastExperts(kernel, part_of(layer))
     except Exception as error:  # a compiler may raise anything
         problem = repr(error)
     if not least_of_all_ranks(int(fast is not None), model.tensor_parallel) or fast is None:
@@ -128,7 +128,8 @@ def _tried(layer: Any, make: Make, model: LoadedModel) -> tuple[FastExperts | No
 
 def _trials(layer: Any, model: LoadedModel) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Hidden states of few and of many tokens, their experts, and the weights of these."""
-    experts = len(layer.experts) if isinstance(layer, StoredExperts) else layer.num_experts
+    own = len(layer.experts) if isinstance(layer, StoredExperts) else layer.num_experts
+    experts = part_of(layer).all_experts or own
     each = min(_EACH, experts)
     found = []
     for count in (_FEW, _MANY * experts // each):

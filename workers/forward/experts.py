@@ -20,7 +20,15 @@ from workers.forward.native.packed_experts import PackedExperts
 from workers.forward.operators import define
 from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
-from workers.forward.weights.experts import Expert, Gate, PlainExperts, StoredExperts, gate_of
+from workers.forward.weights.experts import (
+    WHOLE_LAYER,
+    Expert,
+    Gate,
+    PlainExperts,
+    RankPart,
+    StoredExperts,
+    gate_of,
+)
 from workers.forward.weights.plain import PlainStorage
 from workers.ranks import sum_over_ranks
 
@@ -38,12 +46,14 @@ class ExpertsKernel(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """A kernel, and whether the sum of all ranks is the output."""
+    """A kernel, and what it has of the layer's experts."""
 
     kernel: ExpertsKernel
-    sums_ranks: bool
+    part: RankPart
 
 
+FIRST_EXPERT = "first_expert"
+"""Attribute of a layer of `transformers` of which each rank has whole experts: the number of this rank's first one."""
 _entries: dict[int, _Entry] = {}
 _handles = count()
 
@@ -51,12 +61,12 @@ _handles = count()
 class FastExperts(nn.Module):
     """Replaces the experts of a layer of `transformers`, or stored ones."""
 
-    def __init__(self, kernel: ExpertsKernel, *, sums_ranks: bool) -> None:
-        """`sums_ranks`: `kernel` has one rank's inner numbers, and the sum of all ranks is the output."""
+    def __init__(self, kernel: ExpertsKernel, part: RankPart = WHOLE_LAYER) -> None:
+        """`part`: what `kernel` has of the layer's experts."""
         super().__init__()
         self.kernel = kernel
         handle = next(_handles)
-        _entries[handle] = _Entry(kernel, sums_ranks)
+        _entries[handle] = _Entry(kernel, part)
         weakref.finalize(self, _entries.pop, handle, None)
         self.register_buffer("handle", torch.tensor(handle), persistent=False)
 
@@ -83,18 +93,18 @@ def fast_experts(layer: nn.Module, quantization: str, directory: str | None) -> 
     if isinstance(layer, StoredExperts):
         if layer.device.type != "cpu":
             return None
-        return FastExperts(_on_cpu(layer.experts, layer.gate, directory), sums_ranks=layer.sums_ranks)
+        return FastExperts(_on_cpu(layer.experts, layer.gate, directory), layer.part)
     matrices = matrices_of(layer)
     if matrices is None or matrices.first.device.type != "cpu":
         return None
     kernel = _on_cpu(matrices.stored(quantization), gate_of(layer), directory)
-    return FastExperts(kernel, sums_ranks=matrices.is_cut)
+    return FastExperts(kernel, matrices.part)
 
 
-def sums_ranks(layer: Any) -> bool:
-    """Whether a layer has one rank's inner numbers, and the sum of all ranks is its output."""
+def part_of(layer: Any) -> RankPart:
+    """What this rank has of a layer's experts, stored or in parameters as `transformers` has them."""
     matrices = None if isinstance(layer, StoredExperts) else matrices_of(layer)
-    return layer.sums_ranks if isinstance(layer, StoredExperts) else matrices is not None and matrices.is_cut
+    return layer.part if isinstance(layer, StoredExperts) else WHOLE_LAYER if matrices is None else matrices.part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +119,8 @@ class ExpertMatrices:
     """`[experts, hidden, inner]`."""
     second_biases: torch.Tensor | None
     """`[experts, hidden]`."""
-    is_cut: bool
-    """Whether these are one rank's inner numbers."""
+    part: RankPart = WHOLE_LAYER
+    """What these are of the layer's experts."""
 
     def stored(self, quantization: str) -> list[Expert]:
         """Each expert in the storage of the setting `quantization`."""
@@ -121,7 +131,7 @@ class ExpertMatrices:
             Expert(
                 store(self.first[index], quantization),
                 one,
-                store(self.second[index], quantization, cut_inputs=self.is_cut),
+                store(self.second[index], quantization, cut_inputs=self.part.is_cut),
                 other,
             )
             for index, (one, other) in enumerate(zip(first, second, strict=True))
@@ -132,19 +142,24 @@ def matrices_of(layer: Any) -> ExpertMatrices | None:
     """The matrices of a layer of `transformers`; `None` if its kind or its sharding is not one of the usual."""
     from torch.distributed.tensor import DTensor  # takes most of a second
 
+    def local(value: Any) -> torch.Tensor:
+        own: torch.Tensor = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        return own
+
     words = "gate_up_proj" if layer.has_gate else "up_proj", "down_proj"
     own = [getattr(layer, word, None) for word in words]
     if not all(isinstance(one, nn.Parameter) for one in own):
         return None
-    is_cut = [isinstance(one, DTensor) for one in own]
-    values: list[Any] = [one.to_local() if isinstance(one, DTensor) else one for one in own]
+    is_divided = [isinstance(one, DTensor) for one in own]
+    part = RankPart(sums_ranks=any(is_divided))
+    if (first := getattr(layer, FIRST_EXPERT, None)) is not None:
+        part = RankPart(sums_ranks=True, first_expert=first, all_experts=layer.all_experts)
     is_grouped = layer.config._experts_implementation == "grouped_mm" and hasattr(type(layer).forward, "__wrapped__")
-    is_sharded_as_usual = not any(is_cut) or (all(is_cut) and not layer.has_bias)
-    if not is_grouped or layer.has_post_expert_norm or not is_sharded_as_usual:
+    if not is_grouped or layer.has_post_expert_norm or len(set(is_divided)) > 1:
         return None
-    first, second = (value.detach().transpose(1, 2) if layer.is_transposed else value.detach() for value in values)
-    biases = [getattr(layer, f"{word}_bias").detach() if layer.has_bias else None for word in words]
-    return ExpertMatrices(first, biases[0], second, biases[1], any(is_cut))
+    first, second = (local(one).transpose(1, 2) if layer.is_transposed else local(one) for one in own)
+    biases = [local(getattr(layer, f"{word}_bias")) if layer.has_bias else None for word in words]
+    return ExpertMatrices(first, biases[0], second, biases[1], part)
 
 
 def _on_cpu(experts: Sequence[Expert], gate: Gate, directory: str | None) -> ExpertsKernel:
@@ -166,8 +181,9 @@ def _is_plain(storage: Storage) -> bool:
 
 def _mix(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     entry = _entries[int(handle)]
-    output = entry.kernel.mix(x, chosen, weights).to(x.dtype)
-    if entry.sums_ranks:
+    first = entry.part.first_expert
+    output = entry.kernel.mix(x, chosen - first if first else chosen, weights).to(x.dtype)
+    if entry.part.sums_ranks:
         sum_over_ranks(output)
     return output
 

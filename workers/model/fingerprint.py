@@ -40,6 +40,7 @@ def fingerprint(section: TargetSection, model: LoadedModel, attention: ChosenBac
         section.quantization,
         _kernels(section, model),
         model.tensor_parallel,
+        *(["whole experts"] if section.enable_expert_parallel and model.tensor_parallel > 1 else []),
         rule,
         window,
     ]

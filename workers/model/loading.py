@@ -25,6 +25,7 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from transformers.utils import logging as transformers_logging
 
 from cluster.core.config.model_section import ModelSection
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError, PilotfishError
 from workers.forward.attention import ATTENTION_NAME, UnsupportedModel, register
 from workers.forward.code_folder import keep_compiled_code
@@ -50,7 +51,8 @@ from workers.model.encoder_decoder.split import (
 )
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels, with_fast_encoder
 from workers.model.model_files import end_of_sequence_ids
-from workers.model.sharding import Share, check_divisible, divide, has_own_plan, keep_kv_heads, plan_kv_heads
+from workers.model.sharding import check_divisible, check_inner, complete_plan, divide, has_own_plan, keep_own_part
+from workers.model.share import Share
 from workers.model.stored.loading import load_stored
 from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
@@ -98,7 +100,7 @@ def load_model(
         section=section,
         config=_load_config(Path(section.path)),
         device=device,
-        share=Share(rank, tensor_parallel),
+        share=Share(rank, tensor_parallel, isinstance(section, TargetSection) and section.enable_expert_parallel),
         max_context_len=max_context_len,
         target_directory=target_directory,
         trial=Trial(verdict_file(section, tensor_parallel, device)) if trial else None,
@@ -111,7 +113,7 @@ def load_model(
     if tensor_parallel > 1:
         _check_states(request.config, tensor_parallel)
         check_divisible(request.config, tensor_parallel)
-        plan_kv_heads(request.config, request.share)
+        complete_plan(request.config, request.share)
     keep_compiled_code(section.compile_directory)
     register()
     may_be_packed = may_be_native(section, request.device, tensor_parallel)
@@ -322,6 +324,7 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     if reads_whole:
         arguments["device_map"] = {"": request.device if tensor_parallel == 1 else "cpu"}
     else:
+        check_inner(config, request.share)
         arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_SHARDED_HEAD)
         arguments["config"] = config  # its plan may be changed
     try:
@@ -337,7 +340,7 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     if tensor_parallel > 1 and reads_whole:
         divide(module, request.share, request.section.quantization, request.device)
     elif tensor_parallel > 1:
-        keep_kv_heads(module, request.share)
+        keep_own_part(module, request.share)
     return module, None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -24,38 +23,29 @@ from cluster.core.errors import ConfigurationError
 from workers.forward.layer_lists import plan_name
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import StoredLinear
+from workers.model.expert_styles import OWN_EXPERTS, WHOLE_EXPERTS, register_expert_styles
 from workers.model.head_counts import ranks_that_divide
+from workers.model.share import Share
 
+_ADDED_PLANS: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.self_attn": "local_params",
+        "layers.*.mlp.experts.gate_up_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+        "layers.*.mlp.experts.down_proj": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+}
+"""Plans in the words of `transformers`, for families of which it has none. The experts of gpt-oss are stored `[inputs,
+outputs]`, so what is divided by rows are their outputs, in which gates and factors alternate."""
 KV_HEADS = "kv_heads"
 """The style, in a plan, of a projection to KV heads that several ranks share: each rank holds one head."""
 _KV_PROJECTIONS = ("k_proj", "v_proj")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of each layer's heads and feed-forward columns that one tensor-parallel rank holds."""
-
-    rank: int
-    ranks: int
-
-    def of(self, count: int, what: str) -> slice:
-        """The rank's part of `count` equal parts. Raises `ConfigurationError` if the ranks do not divide them."""
-        if count % self.ranks:
-            raise ConfigurationError(f"target.tensor_parallel: {self.ranks} does not divide {what} = {count}")
-        size = count // self.ranks
-        return slice(self.rank * size, (self.rank + 1) * size)
-
-    def tokens(self, count: int) -> slice:
-        """The rank's part of the vocabulary, or of columns; the last part may be shorter."""
-        size = -(-count // self.ranks)
-        return slice(min(count, self.rank * size), min(count, (self.rank + 1) * size))
-
-    def kv_heads(self, count: int) -> slice:
-        """The KV heads of this rank's query heads. Where there are more ranks than KV heads, several hold the same."""
-        if count % self.ranks == 0:
-            return self.of(count, "num_key_value_heads")
-        first = self.rank * count // self.ranks
-        return slice(first, first + 1)
 
 
 class _Cut(Enum):
@@ -118,20 +108,30 @@ def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
             f"target.tensor_parallel: {tensor_parallel} does not divide num_attention_heads = {heads} with "
             f"num_key_value_heads = {kv_heads}; it must be one of {', '.join(map(str, fitting))}"
         )
-    if not (getattr(text, "base_model_tp_plan", None) or config.is_encoder_decoder or has_own_plan(config)):
+    is_known = text.model_type in _ADDED_PLANS or config.is_encoder_decoder or has_own_plan(config)
+    if not (is_known or getattr(text, "base_model_tp_plan", None)):
         raise ConfigurationError(
             f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} "
             "has no tensor-parallel plan; it must be 1"
         )
 
 
-def plan_kv_heads(config: PreTrainedConfig, share: Share) -> None:
-    """Change the plan of a configuration where several ranks share a KV head: `transformers` then leaves it whole."""
+def complete_plan(config: PreTrainedConfig, share: Share) -> None:
+    """Give a configuration the plan that `transformers` lacks, and change it where ranks hold whole experts or share a
+    KV head.
+
+    Raises `ConfigurationError` for whole experts of a model without any.
+    """
     text = config.get_text_config()
-    plan: dict[str, str] | None = getattr(text, "base_model_tp_plan", None)
-    if not plan or share.ranks <= head_counts(config)[1]:
+    plan: dict[str, str] | None = getattr(text, "base_model_tp_plan", None) or _ADDED_PLANS.get(text.model_type)
+    if share.expert_parallel:
+        plan = (plan or {}) | _whole_experts(config, plan or {})
+    if not plan:
         return
-    # What this style leaves whole, `keep_kv_heads` reduces.
+    text.base_model_tp_plan = plan  # type: ignore[misc]
+    if share.ranks <= head_counts(config)[1]:
+        return
+    # What this style leaves whole, `keep_own_part` reduces.
     ALL_PARALLEL_STYLES.register(KV_HEADS, TensorParallelLayer())  # type: ignore[arg-type]
     text.base_model_tp_plan = {  # type: ignore[misc]
         name: KV_HEADS if style == "colwise" and name.endswith(_KV_PROJECTIONS) else style
@@ -139,11 +139,44 @@ def plan_kv_heads(config: PreTrainedConfig, share: Share) -> None:
     }
 
 
-def keep_kv_heads(module: PreTrainedModel, share: Share) -> None:
-    """Reduce the projections that `plan_kv_heads` left whole to the KV head of this rank.
+def check_inner(config: PreTrainedConfig, share: Share) -> None:
+    """Raise `ConfigurationError` unless the ranks divide the plain experts of a family in `_ADDED_PLANS`."""
+    text = config.get_text_config()
+    if text.model_type in _ADDED_PLANS and not share.expert_parallel:
+        share.of(text.intermediate_size, "intermediate_size")
 
-    Raises `ConfigurationError` for a layer with another number of KV heads than the configuration says.
+
+def _whole_experts(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, str]:
+    """What a plan says of experts, where each rank holds whole ones. Raises `ConfigurationError` without experts."""
+    text = config.get_text_config()
+    known = getattr(text, "base_model_ep_plan", None) or {}
+    styles = {"grouped_gemm": WHOLE_EXPERTS, "ep_dispatch_experts": OWN_EXPERTS}
+    if not known or not styles.keys() >= set(known.values()) or "moe_identity_expert" in plan.values():
+        raise ConfigurationError(
+            f"target.enable_expert_parallel: true is refused, because model type {text.model_type!r} has no experts "
+            "that ranks can hold whole; it must be false"
+        )
+    register_expert_styles()
+    return {name: styles[style] for name, style in known.items()}
+
+
+def keep_own_part(module: PreTrainedModel, share: Share) -> None:
+    """Reduce what the plan left whole to this rank's part: the KV head that it shares with others, and biases.
+
+    The ranks' products of an expert are summed, so the first rank alone adds the bias. What an attention layer itself
+    holds, as learned sinks, becomes a usual tensor. Raises `ConfigurationError` for a layer with another number of KV
+    heads than the configuration says.
     """
+    from torch.distributed.tensor import DTensor  # takes most of a second
+
+    for part in module.modules():
+        matrix, bias = (getattr(part, name, None) for name in ("down_proj", "down_proj_bias"))
+        if share.rank and isinstance(matrix, DTensor) and bias is not None and not isinstance(bias, DTensor):
+            bias.zero_()
+        if hasattr(part, "layer_idx"):
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                if isinstance(parameter, DTensor):
+                    setattr(part, name, nn.Parameter(parameter.to_local().detach(), requires_grad=False))
     heads, kv_heads = head_counts(module.config)
     plan: dict[str, str] = module.tp_plan or {}
     own = share.kv_heads(kv_heads)

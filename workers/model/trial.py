@@ -274,7 +274,8 @@ def verdict_file(section: ModelSection, ranks: int, device: torch.device) -> Pat
         weights, states = model_state(section)
     except (OSError, ModelLoadError):  # loading the model says what is wrong
         return None
-    settings = section.model_dump(mode="json", include={"dtype", "load_format", "max_context_len", "quantization"})
+    included = {"dtype", "load_format", "max_context_len", "quantization", "enable_expert_parallel"}
+    settings = section.model_dump(mode="json", include=included)
     is_cpu = device.type == "cpu"
     processor = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
     parts = [weights, states, settings, ranks, device.type, processor, code_digest(_CODE)]

@@ -85,6 +85,9 @@ class TargetSection(ModelSection, PluginHost):
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ranks that share each layer; it must divide the number of attention heads. Where it exceeds the number
     of KV heads, several ranks hold the same one, so it must be a multiple of that number; else it must divide it."""
+    enable_expert_parallel: bool = False
+    """Whether each rank holds whole experts of a mixture, instead of a part of each. `tensor_parallel` must divide
+    their number; with one rank this changes nothing."""
     span_nodes: bool = False
     """Whether the ranks of a target may be on several nodes, where no node has enough GPUs or cores for all of them."""
     max_context_len: Positive | None = None

@@ -278,7 +278,7 @@ def _count_experts(module: nn.Module, model: RankModel, counter: KernelCounter) 
                 if (matrices := matrices_of(child)) is None:
                     raise RuntimeError(f"{type(child).__name__} is not multiplied by the kernels")
                 found.append(_CountedExperts(matrices, model.expert_bytes, counter))
-                setattr(parent, name, FastExperts(found[-1], sums_ranks=False))
+                setattr(parent, name, FastExperts(found[-1]))
     return found
 
 

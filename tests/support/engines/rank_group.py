@@ -57,6 +57,10 @@ class RankGroup:
         result: KvOccupancy = self._ask("release", sequence_ids)
         return result
 
+    def release_all(self) -> KvOccupancy:
+        result: KvOccupancy = self._ask("release_all")
+        return result
+
     def info(self) -> TargetInfo:
         result: TargetInfo = self._ask("info")
         return result

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -212,6 +213,17 @@ def save(directory: Path, config: PreTrainedConfig, seed: int = 0, sharpness: fl
             model.final_logits_bias.normal_(std=0.5)
     model.generation_config.update(**_generation(config))
     model.save_pretrained(directory)
+    return directory
+
+
+def shift(directory: Path, seed: int = 2) -> Path:
+    """Add random numbers to the biases and learned sinks of a saved model, which begin as zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith(("bias", "sinks"))]:
+            tensors[name] = tensors[name] + 0.5 * torch.randn(tensors[name].shape, generator=draw)
+        save_file(tensors, file, metadata={"format": "pt"})
     return directory
 
 

@@ -36,6 +36,7 @@ FAMILIES: Mapping[int, Mapping[str, PreTrainedConfig]] = {
         "phi": tiny.phi(num_key_value_heads=6),
         "mixtral": tiny.mixtral(num_key_value_heads=2, sliding_window=None),
         "qwen3_moe": tiny.qwen3_moe(num_key_value_heads=2),
+        "gpt_oss": tiny.gpt_oss(num_key_value_heads=2),
     },
     3: {"phi3": tiny.phi3(), "gpt2": tiny.gpt2(), "opt": tiny.opt()},
     4: {
@@ -43,11 +44,12 @@ FAMILIES: Mapping[int, Mapping[str, PreTrainedConfig]] = {
         "qwen2": tiny.qwen2(**EIGHT, num_key_value_heads=1),
         "qwen3": tiny.qwen3(**EIGHT, num_key_value_heads=2),
         "phi3": tiny.phi3(**EIGHT, num_key_value_heads=2),
+        "gpt_oss": tiny.gpt_oss(**EIGHT, num_key_value_heads=2),
     },
 }
 """Families by the number of ranks. With four ranks, two or four of them share each KV head."""
 CASES = [(ranks, name, "none") for ranks, families in FAMILIES.items() for name in families]
-CASES += [(2, "phi", "int8"), (2, "mixtral", "int8"), (3, "gpt2", "int8"), (4, "phi3", "int8")]
+CASES += [(2, "phi", "int8"), (2, "mixtral", "int8"), (2, "gpt_oss", "int8"), (3, "gpt2", "int8"), (4, "phi3", "int8")]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,8 @@ def test_the_texts_are_those_of_one_rank_and_drafts_are_accepted(
 ) -> None:
     ranks = group.ranks
     directory = tiny.save(tmp_path, FAMILIES[ranks][name])
+    if name == "gpt_oss":
+        tiny.shift(directory)
     expected = plain_answers(build_engine(configure(directory, 1, quantization).target).step, REQUESTS, COUNT)
     found = decode_together(group.form(configure(directory, ranks, quantization)).step, REQUESTS, COUNT, BUDGET)
     assert {one: decoded.answer[:COUNT] for one, decoded in found.items()} == expected

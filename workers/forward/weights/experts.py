@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from workers.forward.weights.base import Storage
+from workers.ranks import sum_over_ranks
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 """What makes the second product's input `[rows, inner]` from the first product `[rows, outputs]`."""
@@ -31,6 +32,26 @@ class Expert:
     second: Storage
     """From the inner numbers to a hidden state."""
     second_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank has of a layer's experts."""
+
+    sums_ranks: bool = False
+    """Whether the sum of all ranks is the output, because each has some inner numbers or some of the experts."""
+    first_expert: int = 0
+    """Number of the first expert that this rank has."""
+    all_experts: int | None = None
+    """Experts of all ranks, where each has whole ones; `None`: this rank has as many as the layer."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the rank has some of the inner numbers of each expert."""
+        return self.sums_ranks and self.all_experts is None
+
+
+WHOLE_LAYER = RankPart()
 
 
 class PlainExperts:
@@ -62,12 +83,12 @@ class PlainExperts:
 class StoredExperts(nn.Module):
     """Stands for the experts of a layer of `transformers`. Each token is multiplied with its own experts alone."""
 
-    def __init__(self, experts: Sequence[Expert], gate: Gate, *, sums_ranks: bool = False) -> None:
-        """`sums_ranks`: these are one rank's inner numbers, and the sum of all ranks is the output."""
+    def __init__(self, experts: Sequence[Expert], gate: Gate, part: RankPart = WHOLE_LAYER) -> None:
+        """`part`: what these are of the layer's experts."""
         super().__init__()
         self.experts = tuple(experts)
         self.gate = gate
-        self.sums_ranks = sums_ranks
+        self.part = part
         self._plain = PlainExperts(experts, gate)
         self.register_buffer("place", torch.empty(0), persistent=False)
 
@@ -78,12 +99,16 @@ class StoredExperts(nn.Module):
         return place.device
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`x` `[tokens, hidden]` → the weighted sum of its experts' outputs, `[tokens, hidden]`, without other ranks.
+        """`x` `[tokens, hidden]` → the weighted sum of its experts' outputs, `[tokens, hidden]`.
 
-        `chosen` and `weights` are `[tokens, experts of a token]`.
+        `chosen` and `weights` are `[tokens, experts of a token]`. All ranks that have a part of the layer call this
+        together.
         """
         own = self.experts[0].first.device
-        return self._plain.mix(x.to(own), chosen.to(own), weights.to(own)).to(x)
+        output = self._plain.mix(x.to(own), chosen.to(own) - self.part.first_expert, weights.to(own)).to(x)
+        if self.part.sums_ranks:
+            sum_over_ranks(output)
+        return output
 
 
 def gated_rows(gate: Gate, product: torch.Tensor, inner: int) -> torch.Tensor:

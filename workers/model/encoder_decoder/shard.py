@@ -15,7 +15,8 @@ from cluster.core.errors import ConfigurationError
 from workers.forward.encoder_decoder.decoder import RelativePositionBias, SourcedDecoder
 from workers.forward.linear import FastLinear, make_linear_kernel
 from workers.forward.weights.choice import store
-from workers.model.sharding import Share, keep_outputs
+from workers.model.sharding import keep_outputs
+from workers.model.share import Share
 
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q", "k", "v", "fc1", "wi", "wi_0", "wi_1")
 _BY_INPUT = ("out_proj", "o", "fc2", "wo")

@@ -17,7 +17,7 @@ from workers.forward.encoder_decoder.encoder import SourceEncoder
 from workers.forward.loaded_model import SourceParts
 from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
 from workers.model.encoder_decoder.shard import shard_decoder
-from workers.model.sharding import Share
+from workers.model.share import Share
 
 _DEFAULT_CONTEXT = 512
 """Longest source and answer of a model whose configuration does not bound them, as for T5's relative positions."""

@@ -18,10 +18,20 @@ from transformers.initialization import no_init_weights
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.layer_lists import plan_name
 from workers.forward.weights.base import CutRefused, Storage
-from workers.forward.weights.experts import Expert, StoredExperts, gate_of
+from workers.forward.weights.experts import (
+    WHOLE_LAYER,
+    ClampedSwiglu,
+    Expert,
+    Gate,
+    RankPart,
+    StoredExperts,
+    gate_of,
+)
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
-from workers.model.sharding import KV_HEADS, Share, has_own_plan, head_counts, keep_kv_heads, rows_of_heads
+from workers.model.sharding import KV_HEADS, has_own_plan, head_counts, keep_own_part, rows_of_heads
+from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
+from workers.model.stored.mxfp4 import BLOCK, ExpertRegion
 from workers.model.stored.parts import Region
 from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 
@@ -29,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 10.0
 """Seconds from one line about a long load to the next."""
+_EXPERTS = ("gate_up_proj", "down_proj")
 _SHARDED_HEAD = {"lm_head": "colwise"}
 _CPU = torch.device("cpu")
 
@@ -75,6 +86,7 @@ def load_stored(
             f"{module.config.model_type!r}; it must be 1, or target.quantization must be none or int8"
         )
     plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}
+    heads = share if share.ranks > 1 else None
     names = {id(owner): name for name, owner in module.named_modules()}
     embedding: Any = module.get_input_embeddings()
     kv_heads = head_counts(module.config)[1]
@@ -99,12 +111,12 @@ def load_stored(
             elif (experts := _experts(child, own, checkpoint, dtype, share)) is not None:
                 setattr(parent, name, experts)
             else:
-                _fill(child, own, checkpoint, dtype)
+                _fill(child, own, checkpoint, dtype, heads)
     left = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if left:
         raise ModelLoadError(f"{str(source)!r} has no tensor for {', '.join(left[:5])}")
     module.eval().requires_grad_(False)
-    keep_kv_heads(module, share)
+    keep_own_part(module, share)
     module.to(device)  # type: ignore[arg-type] # what is no stored matrix: vectors and buffers
     return module
 
@@ -159,29 +171,54 @@ def _linear(
 def _experts(
     layer: Any, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, share: Share
 ) -> StoredExperts | None:
-    """The experts of a mixture, all on every rank; `None` for a layer that has none that are stored quantized."""
+    """A rank's part of the experts of a mixture; `None` for a layer that has none that are stored quantized.
+
+    A rank without the first inner numbers adds no second bias: the ranks' products are summed.
+    """
     is_mixture = isinstance(getattr(layer, "gate_up_proj", None), nn.Parameter)  # a layer in a network without experts
     if not isinstance(checkpoint, QuantizedCheckpoint) or not is_mixture:
         return None
+    gate = gate_of(layer)
+    part, regions = _own_experts(layer, gate, name, share)
     found: list[list[Storage]] = []
-    for word in ("gate_up_proj", "down_proj"):
+    for word, region in zip(_EXPERTS, regions, strict=True):
         experts, inputs, outputs = getattr(layer, word).shape
-        own = checkpoint.experts(f"{name}.{word}", (experts, outputs, inputs))
+        own = checkpoint.experts(f"{name}.{word}", (experts, outputs, inputs), region)
         if own is None:
             return None
         found.append(own)
-    if share.ranks > 1:
-        raise ConfigurationError(
-            f"target.tensor_parallel: {share.ranks} is refused: {name}: stored experts are not divided between ranks; "
-            "it must be 1, or target.quantization must be none"
-        )
-    biases = [checkpoint.vector(f"{name}.{word}_bias").to(dtype) for word in ("gate_up_proj", "down_proj")]
+    biases: list[Any] = [
+        checkpoint.vector(f"{name}.{word}_bias")[region.experts, region.matrix.outputs].to(dtype)
+        for word, region in zip(_EXPERTS, regions, strict=True)
+    ]
+    if part.is_cut and share.rank:
+        biases[1] = [None] * len(biases[1])
     rows = zip(found[0], biases[0], found[1], biases[1], strict=True)
-    return StoredExperts([Expert(*row) for row in rows], gate_of(layer))
+    return StoredExperts([Expert(*row) for row in rows], gate, part)
 
 
-def _fill(owner: nn.Module, path: str, checkpoint: StoredCheckpoint, dtype: torch.dtype) -> None:
-    """Read a module's own parameters, as vectors of norms."""
+def _own_experts(layer: Any, gate: Gate, name: str, share: Share) -> tuple[RankPart, tuple[ExpertRegion, ExpertRegion]]:
+    """What a rank keeps of the first and second matrices of experts. Raises `ConfigurationError`."""
+    experts, inner, hidden = layer.down_proj.shape
+    outputs = layer.gate_up_proj.shape[2]
+    part, own, kept = WHOLE_LAYER, slice(0, experts), slice(0, inner)
+    if share.ranks > 1 and share.expert_parallel:
+        own = share.experts(experts)
+        part = RankPart(sums_ranks=True, first_expert=own.start, all_experts=experts)
+    elif share.ranks > 1:
+        if not isinstance(gate, ClampedSwiglu):
+            raise ConfigurationError(
+                f"target.tensor_parallel: {share.ranks} is refused: {name}: stored experts are divided between ranks "
+                "for gpt_oss alone; it must be 1, or target.quantization must be none"
+            )
+        part, kept = RankPart(sums_ranks=True), share.blocks(inner, BLOCK, f"the inner numbers of {name}")
+    first = slice(kept.start * outputs // inner, kept.stop * outputs // inner)  # gates and factors alternate
+    regions = Region(first, slice(0, hidden)), Region(slice(0, hidden), kept)
+    return part, (ExpertRegion(own, regions[0]), ExpertRegion(own, regions[1]))
+
+
+def _fill(owner: nn.Module, path: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, heads: Share | None) -> None:
+    """Read a module's own parameters, as vectors of norms. Of learned sinks, a rank keeps those of its `heads`."""
     for name, parameter in list(owner.named_parameters(recurse=False)):
         full = f"{path}.{name}"
         values = checkpoint.vector(full) if parameter.dim() < 2 else checkpoint.matrix(full).dequantized()
@@ -189,4 +226,6 @@ def _fill(owner: nn.Module, path: str, checkpoint: StoredCheckpoint, dtype: torc
             raise ModelLoadError(
                 f"{str(checkpoint.path)!r}: {full!r} is {[*values.shape]}; it must be {[*parameter.shape]}"
             )
+        if heads is not None and name == "sinks":
+            values = values[heads.of(len(values), f"the heads of {full}")]
         setattr(owner, name, nn.Parameter(values.to(dtype), requires_grad=False))

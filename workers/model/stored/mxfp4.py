@@ -7,15 +7,17 @@ exponent, plus 127), `gate_up_proj_bias` `[experts, out]`, and the same for `dow
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from workers.forward.weights.base import Storage
 from workers.forward.weights.floats import mxfp4_storage
-from workers.model.stored.parts import Parts, Region
+from workers.model.stored.parts import Parts, Region, check_cut
 
-_BLOCK = 32
+BLOCK = 32
+"""Inputs of a block."""
 
 
 class Mxfp4:
@@ -40,12 +42,27 @@ class Mxfp4:
         raise ValueError(f"{parts.module} is no layer of experts")
 
 
-def expert_storages(parts: Parts, name: str, shape: Sequence[int]) -> list[Storage]:
-    """The matrices of all experts, as they are stored. `shape` is experts, outputs and inputs. Raises `ValueError`."""
+@dataclass(frozen=True, slots=True)
+class ExpertRegion:
+    """What a rank keeps of the matrices of all experts. Slices have a start and a stop, and no step."""
+
+    experts: slice
+    matrix: Region
+
+
+def expert_storages(parts: Parts, name: str, shape: Sequence[int], region: ExpertRegion) -> list[Storage]:
+    """A region of the experts' matrices, as they are stored. `shape` is that of all: experts, outputs and inputs.
+
+    Only the region is read. Raises `ValueError`, and `CutRefused` if the region cuts a block of 32 inputs.
+    """
     experts, outputs, inputs = shape
-    if inputs % _BLOCK:
-        raise ValueError(f"{name} has {inputs} inputs; their number must be a multiple of {_BLOCK}")
-    size = (experts, outputs, inputs // _BLOCK)
-    blocks = parts.checked(f"{name}_blocks", (torch.uint8,), (*size, _BLOCK // 2))
+    if inputs % BLOCK:
+        raise ValueError(f"{name} has {inputs} inputs; their number must be a multiple of {BLOCK}")
+    size = (experts, outputs, inputs // BLOCK)
+    blocks = parts.checked(f"{name}_blocks", (torch.uint8,), (*size, BLOCK // 2))
     exponents = parts.checked(f"{name}_scales", (torch.uint8,), size)
-    return [mxfp4_storage(blocks[expert], exponents[expert]) for expert in range(experts)]
+    own = region.matrix
+    check_cut(own.inputs, inputs, BLOCK)
+    kept = own.outputs, slice(own.inputs.start // BLOCK, own.inputs.stop // BLOCK)
+    chosen = range(region.experts.start, region.experts.stop)
+    return [mxfp4_storage(blocks[expert][kept], exponents[expert][kept]) for expert in chosen]

@@ -18,7 +18,7 @@ from workers.model.stored.bitsandbytes import BitsAndBytes
 from workers.model.stored.compressed_tensors import compressed_tensors
 from workers.model.stored.fp8 import Fp8
 from workers.model.stored.gptq import Gptq
-from workers.model.stored.mxfp4 import Mxfp4, expert_storages
+from workers.model.stored.mxfp4 import ExpertRegion, Mxfp4, expert_storages
 from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
@@ -205,16 +205,18 @@ class QuantizedCheckpoint:
         except (ValueError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
 
-    def experts(self, parameter: str, shape: Sequence[int]) -> list[Storage] | None:
-        """The matrices of all experts as they are stored, `None` if they are plain. `shape`: see `expert_storages`.
+    def experts(self, parameter: str, shape: Sequence[int], region: ExpertRegion) -> list[Storage] | None:
+        """A region of the experts' matrices as they are stored, `None` if they are plain. See `expert_storages`.
 
-        Raises `ModelLoadError`.
+        Raises `ModelLoadError`, and `CutRefused`.
         """
         module, _, name = parameter.rpartition(".")
         if f"{parameter}_blocks" not in self:
             return None
         try:
-            return expert_storages(self._parts(module, self._words[module]), name, shape)
+            return expert_storages(self._parts(module, self._words[module]), name, shape, region)
+        except CutRefused:
+            raise
         except (ValueError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
 

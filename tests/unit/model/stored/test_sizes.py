@@ -20,7 +20,7 @@ from tests.support.models import quantized, stored_gguf, tiny
 from tests.support.slow import slow_but
 from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, write
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
-from workers.model.sharding import Share
+from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
 from workers.model.stored.sizes import stored_bytes

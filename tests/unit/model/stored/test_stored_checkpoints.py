@@ -26,7 +26,8 @@ from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
-from workers.model.sharding import Share, plan_kv_heads
+from workers.model.sharding import complete_plan
+from workers.model.share import Share
 from workers.model.stored.loading import load_stored
 
 SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -199,7 +200,7 @@ def held(path: Path, share: Share) -> dict[str, StoredLinear]:
     def make() -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
-    plan_kv_heads(config, share)
+    complete_plan(config, share)
     model = load_stored(make, path, torch.float32, share)
     return {name: part for name, part in model.named_modules() if isinstance(part, StoredLinear)}
 

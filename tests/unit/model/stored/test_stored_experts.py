@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.stored_model import TEXT, check_close, load, logits
 from tests.support.models import tiny
-from tests.unit.model.stored.test_stored_checkpoints import held
+from workers.forward.attention import register
 from workers.forward.experts import FastExperts
 from workers.forward.native.packed_experts import PackedExperts
-from workers.model.sharding import Share
+from workers.forward.weights.experts import StoredExperts
+from workers.model.sharding import complete_plan
+from workers.model.share import Share
+from workers.model.stored.loading import load_stored
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -91,9 +94,46 @@ def test_a_row_of_experts_does_not_depend_on_its_neighbours(written: tuple[Path,
         assert torch.equal(experts(x[row : row + 1], chosen[row : row + 1], weights[row : row + 1])[0], whole[row])
 
 
-def test_several_ranks_are_refused(written: tuple[Path, torch.Tensor]) -> None:
-    with pytest.raises(ConfigurationError, match=r"tensor_parallel: 2 is refused: .*experts are not divided"):
-        held(written[0], Share(0, 2))
+def test_experts_that_the_ranks_do_not_divide_are_refused(written: tuple[Path, torch.Tensor]) -> None:
+    with pytest.raises(ConfigurationError, match=r"the inner numbers of .* = 96 are 3 blocks of 32"):
+        held_experts(written[0], Share(0, 4))
+    with pytest.raises(ConfigurationError, match=r"tensor_parallel = 3 does not divide 4 experts"):
+        Share(0, 3, expert_parallel=True).experts(4)
+
+
+@pytest.mark.parametrize(("ranks", "expert_parallel"), [(2, False), (2, True), (4, True)])
+def test_ranks_have_the_whole_together(written: tuple[Path, torch.Tensor], ranks: int, expert_parallel: bool) -> None:
+    """Two ranks that divide three blocks of 32 inner numbers have one and two of them."""
+    whole = held_experts(written[0], Share(0, 1))
+    parts = [held_experts(written[0], Share(rank, ranks, expert_parallel)) for rank in range(ranks)]
+    draw = torch.Generator().manual_seed(2)
+    x, weights = torch.randn(7, 64, generator=draw), torch.rand(7, 2, generator=draw)
+    chosen = torch.randn(7, 4, generator=draw).topk(2).indices
+    found = [one._plain.mix(x, chosen - one.part.first_expert, weights) for one in parts]
+    torch.testing.assert_close(sum(found), whole(x, chosen, weights), rtol=1e-5, atol=1e-4)
+    assert all(float(one.abs().sum()) > 0 for one in found)
+    assert sum(map(size, parts)) == size(whole)
+
+
+def held_experts(path: Path, share: Share) -> StoredExperts:
+    """The experts of one rank's first layer."""
+    register()
+    config = AutoConfig.from_pretrained(path)
+    complete_plan(config, share)
+
+    def make() -> PreTrainedModel:
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return module
+
+    model = load_stored(make, path, torch.float32, share)
+    sinks = [value for name, value in model.named_parameters() if name.endswith("sinks")]
+    assert [len(value) for value in sinks] == [4 // share.ranks] * 2
+    return next(part for part in model.modules() if isinstance(part, StoredExperts))
+
+
+def size(experts: StoredExperts) -> int:
+    """Bytes of the matrices."""
+    return sum(one.first.nbytes + one.second.nbytes for one in experts.experts)
 
 
 def test_blocks_of_another_shape_are_named(written: tuple[Path, torch.Tensor], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from workers.forward.weights.modules import StoredLinear
 from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
-from workers.model.sharding import Share
+from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
 from workers.model.stored.source import write_stored_in

@@ -1,0 +1,138 @@
+"""Ranks that hold whole experts of a mixture write the texts of one rank, and read their own experts alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+from transformers.distributed.sharding_utils import DtensorShardOperation
+
+from cluster.core.config.sections import Configuration
+from cluster.core.drafting import DraftBudget
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, VerifyRow
+from tests.support.engines.colocated_decoding import Step, decode_together, plain_answers
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.engines.rank_group import RankGroup, rank_group
+from tests.support.engines.rank_processes import free_port, start_ranks
+from tests.support.models import tiny
+from tests.zoo.configs import tiny_config
+from workers.model.loading import load_model
+from workers.serve.configuration import load_configuration
+from workers.verify.build import build_engine
+from workers.verify.group import join_group, leave_group
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+COUNT = 12
+CHAINS = DraftBudget(3, 3)
+SECONDS = 300.0
+REQUESTS = {
+    "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
+    "sampled": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4)),
+}
+FAMILIES: Mapping[str, PreTrainedConfig] = {
+    "mixtral": tiny.mixtral(num_key_value_heads=2),
+    "qwen3_moe": tiny.qwen3_moe(num_key_value_heads=2),
+    "gpt_oss": tiny.gpt_oss(num_key_value_heads=2),
+    "deepseek_v3": tiny_config("deepseek_v3"),
+    "glm4_moe": tiny_config("glm4_moe"),
+}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RankGroup]:
+    with rank_group(RANKS) as group:
+        yield group
+
+
+def configure(directory: Path, layers: int, ranks: int = RANKS) -> Configuration:
+    """All layers draft, so what is drafted is what is decided, where drafting is right."""
+    target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "tensor_parallel": ranks}
+    target |= {"compile_directory": str(KEPT), "enable_expert_parallel": True}
+    target["kv"] = {"block_size": 4, "pool_bytes": 1 << 20}
+    draft = {"methods": ["early_exit"], "placement": "target", "early_exit": {"layers": layers}}
+    return load_configuration({"target": target, "draft": draft})
+
+
+def through_trees(step: Step, texts: Mapping[str, list[int]]) -> dict[str, tuple[list[int], int]]:
+    """Decode all requests together with trees that branch: the answer, and how many drafted tokens were accepted.
+
+    The first branch at each depth is a token that `texts` has there, the second is another one.
+    """
+    found: dict[str, tuple[list[int], int]] = {name: ([], 0) for name in texts}
+    rows = {
+        name: VerifyRow(SequenceId(f"tree {name}"), len(prompt), prompt, start=SequenceStart(len(prompt), sampling))
+        for name, (prompt, sampling) in REQUESTS.items()
+    }
+    while rows:
+        for name, verdict in zip(tuple(rows), step(StepBatch(tuple(rows.values()))).verdicts, strict=True):
+            assert verdict.fault is None
+            answer, accepted = found[name]
+            answer += verdict.tokens
+            found[name] = answer, accepted + verdict.accepted
+            row = rows.pop(name)
+            likely = texts[name][len(answer) : len(answer) + 3]
+            if likely:
+                others = [(*likely[:depth], (token + 1) % 90 + 3) for depth, token in enumerate(likely)]
+                tree = TokenTree.from_candidates([likely, *others], 8)
+                assert tree.depth() < len(tree)
+                length = len(REQUESTS[name][0]) + len(answer)
+                rows[name] = VerifyRow(row.sequence_id, length, (answer[-1],), tree)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_texts_are_those_of_one_rank_in_chains_and_trees(group: RankGroup, name: str, tmp_path: Path) -> None:
+    config = FAMILIES[name]
+    directory = tiny.shift(tiny.save(tmp_path, config))
+    expected = plain_answers(build_engine(configure(directory, 2, ranks=1).target).step, REQUESTS, COUNT)
+    formed = group.form(configure(directory, config.num_hidden_layers))
+    chains = decode_together(formed.step, REQUESTS, COUNT, CHAINS)
+    assert {one: decoded.answer[:COUNT] for one, decoded in chains.items()} == expected
+    assert all(decoded.accepted for decoded in chains.values())
+    formed.release_all()
+    for one, (answer, accepted) in through_trees(formed.step, expected).items():
+        assert answer[:COUNT] == expected[one]
+        assert accepted >= COUNT // 2
+    formed.release_all()
+    for one, request in REQUESTS.items():
+        assert plain_answers(formed.step, {one: request}, COUNT)[one] == expected[one]
+
+
+def read_own_experts(rank: int, directory: Path, port: int) -> None:
+    """Load one rank, and write how many experts it read and how many it passed over."""
+    counts = {"read": 0, "passed over": 0}
+    shard = DtensorShardOperation.shard_tensor
+
+    def counted(operation: Any, source: Any, tensor_idx: int | None = None, **others: Any) -> Any:
+        part = shard(operation, source, tensor_idx=tensor_idx, **others)
+        if tensor_idx is not None:
+            counts["passed over" if part is None else "read"] += 1
+        return part
+
+    DtensorShardOperation.shard_tensor = counted  # type: ignore[assignment, method-assign]
+    section = configure(directory, 2).target
+    join_group(section, rank, "127.0.0.1", port)
+    load_model(section, rank=rank, tensor_parallel=RANKS)
+    (directory / f"rank-{rank}.json").write_text(json.dumps(counts), "utf-8")
+    leave_group()
+    os._exit(0)
+
+
+def test_each_rank_reads_its_own_experts_alone(tmp_path: Path) -> None:
+    directory, port = tiny.save(tmp_path, tiny.mixtral(num_key_value_heads=2)), free_port()
+    for process in start_ranks(read_own_experts, [(directory, port)] * RANKS):
+        process.join(SECONDS)
+        assert process.exitcode == 0
+    for rank in range(RANKS):
+        counts = json.loads((directory / f"rank-{rank}.json").read_text("utf-8"))
+        assert counts == {"read": 2 * 4 * 3, "passed over": 2 * 4 * 3}  # layers, experts, matrices
