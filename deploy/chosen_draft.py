@@ -29,6 +29,8 @@ _METHODS = {
 """vLLM's names of methods, and those of the methods here."""
 _NGRAM = {"prompt_lookup_max": "draft.ngram.max", "prompt_lookup_min": "draft.ngram.min"}
 _WITHOUT_MODEL = ("mtp", "ngram", "suffix")
+_OLDER_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp")
+"""Older names of vLLM for `mtp`, one for each family."""
 
 
 def chosen_draft(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +90,7 @@ def from_speculative_config(text: str) -> list[str]:
 
 def _assignments(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     method, model, count = (given.pop(key, None) for key in ("method", "model", "num_speculative_tokens"))
+    method = "mtp" if method in _OLDER_MTP else method
     if method is not None and method not in _METHODS:
         raise ConfigurationError(
             f"{_OPTION}: method {shorten(method)} is refused; it must be one of {', '.join(_METHODS)}, or unset"

@@ -2,7 +2,7 @@
 
 The layer projects the embedding of a token and the hidden state before it to one vector, runs one decoder layer of the
 target's kind over it, and normalises the output for the target's head (DeepSeek-AI 2024, section 2.2). Only its tensors
-are read. DeepSeek-V3 and GLM-4.5 number it after their last decoder layer.
+are read. Families store it under different names, see `LAYOUTS`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,59 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from cluster.core.errors import shorten
 from workers.model.formats.checkpoint import Checkpoint
 
-_PARTS = {
-    "enorm.weight": "embedding_norm",
-    "hnorm.weight": "hidden_norm",
-    "shared_head.norm.weight": "output_norm",
-    "eh_proj.weight": "projection",
-}
-"""The tensors of the layer that are not those of its decoder layer."""
-_COPIES = frozenset(("embed_tokens.weight", "shared_head.head.weight"))
-"""Copies of the target's own embedding and head."""
-_OTHER_LAYOUTS = {
-    "mtp.": "the layout of Qwen3-Next and Qwen3.5",
-    "model.mtp_layers.": "the layout of MiMo-7B",
-    "model.mtp.": "the layout of MiMo-V2",
-}
+
+@dataclass(frozen=True, slots=True)
+class MtpLayout:
+    """The names under which a family stores such a layer."""
+
+    families: str
+    """The models that have it, for messages."""
+    prefix: str
+    """Begins the names of the layer's tensors. `N` stands for the number of the target's decoder layers."""
+    embedding_norm: str
+    """The norm of the embedding."""
+    hidden_norm: str
+    """The norm of the hidden state."""
+    projection: str
+    """The matrix that joins both."""
+    output_norm: str
+    """The norm after the decoder layer."""
+    block: str = ""
+    """Begins the names of the decoder layer's tensors, after `prefix`."""
+    is_hidden_first: bool = False
+    """Whether the projection takes the hidden state before the embedding."""
+    copies: frozenset[str] = frozenset()
+    """Copies of the target's own embedding and head."""
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The parts of the layer beside its decoder layer, by the names of their tensors."""
+        names = ("embedding_norm", "hidden_norm", "projection", "output_norm")
+        return {f"{getattr(self, name)}.weight": name for name in names}
+
+
+LAYOUTS = (
+    MtpLayout(
+        "DeepSeek-V3 and GLM-4.5",
+        "model.layers.N.",
+        *("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        copies=frozenset(("embed_tokens.weight", "shared_head.head.weight")),
+    ),
+    MtpLayout(
+        "Qwen3-Next and Qwen3.5",
+        "mtp.",
+        *("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        block="layers.0.",
+    ),
+    MtpLayout(
+        "MiMo-7B",
+        "model.mtp_layers.0.",
+        *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        is_hidden_first=True,
+    ),
+)
+"""The layouts that are read."""
+_UNREAD_LAYOUTS = {"model.mtp.": "the layout of MiMo-V2, whose windows and sinks are not computed"}
 """Prefixes of layers that are known and not computed here."""
 _EXPERTS = re.compile(r"(?P<before>.*\.experts\.)(?P<part>gate_up_proj|down_proj)")
 """The matrices of all experts in one tensor, as `transformers` has them."""
@@ -50,7 +89,7 @@ class MtpLayer:
     embedding_norm: nn.Module
     hidden_norm: nn.Module
     projection: Tensor
-    """[hidden size, 2 x hidden size]; the embedding is before the hidden state."""
+    """[hidden size, 2 x hidden size]; the embedding is before the hidden state, in any layout."""
     block: nn.Module
     """The decoder layer, whose attention is the function that `attention` names in `load_mtp_layer`."""
     rotary: nn.Module
@@ -64,37 +103,51 @@ def load_mtp_layer(directory: Path, attention: str, dtype: torch.dtype, device: 
     `attention` names a function that is registered with `transformers`. Raises `ModelLoadError`.
     """
     checkpoint, config = _checkpoint(directory), _config(directory)
-    names = _own_tensors(checkpoint, config)
-    config = deepcopy(config)
-    for key in ("first_k_dense_replace", "num_nextn_predict_layers"):
-        if hasattr(config, key):
-            setattr(config, key, 0)
-    config.num_hidden_layers = 1
-    config._attn_implementation = attention
+    layout, names = _own_tensors(checkpoint, config)
+    parts = {part: names.pop(name) for name, part in layout.parts.items()}
+    names = {name.removeprefix(layout.block): stored for name, stored in names.items()}
+    config = _of_one_layer(config, attention, has_experts=any(name.startswith("mlp.experts.") for name in names))
     with torch.device("meta"):
         decoder: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention).get_decoder()
-    block, norm = decoder.layers[0], type(decoder.norm)
-    stored = checkpoint.tensors(list(names.values()))
+    block = decoder.layers[0]
+    stored = checkpoint.tensors([*names.values(), *parts.values()])
 
     def read(name: str) -> Tensor:
-        return stored[names[name]].to(device, torch.float32 if name.endswith(_FLOAT32) else dtype)
+        return stored[name].to(device, torch.float32 if name.endswith(_FLOAT32) else dtype)
 
-    state = _block_state(checkpoint, block, names, read)
-    block.load_state_dict(state, assign=True)
-    parts: dict[str, Any] = {}
+    block.load_state_dict(_block_state(checkpoint, block, names, read), assign=True)
     size = int(config.hidden_size)
-    for name, part in _PARTS.items():
+    found: dict[str, Any] = {}
+    for part, name in parts.items():
         wanted = (size, 2 * size) if part == "projection" else (size,)
-        if checkpoint.sizes[names[name]] != wanted:
-            checkpoint.fail(f"{names[name]} must be {list(wanted)}, not {list(checkpoint.sizes[names[name]])}")
-        parts[part] = read(name)
-        if part != "projection":
-            module = norm(size, eps=config.rms_norm_eps)
-            module.load_state_dict({"weight": parts[part]}, assign=True)
-            parts[part] = module
-    rotary = type(decoder.rotary_emb)(config).to(device)
+        if checkpoint.sizes[name] != wanted:
+            checkpoint.fail(f"{name} must be {list(wanted)}, not {list(checkpoint.sizes[name])}")
+        found[part] = read(name) if part == "projection" else _norm(type(decoder.norm), config, read(name))
+    if layout.is_hidden_first:
+        found["projection"] = found["projection"].roll(size, dims=1)
     block.eval().requires_grad_(False)
-    return MtpLayer(config=config, block=block, rotary=rotary, **parts)
+    return MtpLayer(config=config, block=block, rotary=type(decoder.rotary_emb)(config).to(device), **found)
+
+
+def _norm(kind: type[nn.Module], config: PreTrainedConfig, weight: Tensor) -> nn.Module:
+    module: nn.Module = kind(int(config.hidden_size), eps=config.rms_norm_eps)
+    module.load_state_dict({"weight": weight}, assign=True)
+    return module
+
+
+def _of_one_layer(config: PreTrainedConfig, attention: str, *, has_experts: bool) -> PreTrainedConfig:
+    """The configuration of a model of one decoder layer, which attends to all tokens and may have experts."""
+    found = deepcopy(config)
+    for key in ("first_k_dense_replace", "num_nextn_predict_layers"):
+        if hasattr(found, key):
+            setattr(found, key, 0)
+    if hasattr(found, "mlp_only_layers"):
+        found.mlp_only_layers, found.decoder_sparse_step = ([] if has_experts else [0]), 1
+    found.num_hidden_layers = 1
+    if getattr(found, "layer_types", None):
+        found.layer_types = ["full_attention"]
+    found._attn_implementation = attention
+    return found
 
 
 def _checkpoint(directory: Path) -> Checkpoint:
@@ -106,24 +159,23 @@ def _config(directory: Path) -> PreTrainedConfig:
     return found
 
 
-def _own_tensors(checkpoint: Checkpoint, config: PreTrainedConfig) -> dict[str, str]:
-    """The names in the files of the layer's tensors, by their names in the layer. Raises `ModelLoadError`."""
-    prefix = f"model.layers.{config.num_hidden_layers}."
+def _own_tensors(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[MtpLayout, dict[str, str]]:
+    """The layout, and the names in the files of the layer's tensors by their names in it. Raises `ModelLoadError`."""
+    prefixes = {one: one.prefix.replace("N", str(config.num_hidden_layers)) for one in LAYOUTS}
+    layout = next((one for one, prefix in prefixes.items() if _has(checkpoint, prefix)), None)
+    if layout is None:
+        unread = next((words for start, words in _UNREAD_LAYOUTS.items() if _has(checkpoint, start)), None)
+        if unread is not None:
+            checkpoint.fail(f"its layers for multi-token prediction have {unread}; draft.method=mtp needs another")
+        known = "; ".join(f"{one.families} store it as {prefix}*" for one, prefix in prefixes.items())
+        checkpoint.fail(f"it has no layer for multi-token prediction, which draft.method=mtp needs; {known}")
+    prefix = prefixes[layout]
     names = {one.removeprefix(prefix): one for one in checkpoint.sizes if one.startswith(prefix)}
-    if not names:
-        layout = next((words for start, words in _OTHER_LAYOUTS.items() if _has(checkpoint, start)), None)
-        checkpoint.fail(
-            "it has no layer for multi-token prediction, which DeepSeek-V3 and GLM-4.5 store as "
-            f"{prefix}*; draft.method=mtp needs one"
-            if layout is None
-            else f"its layers for multi-token prediction have {layout}; draft.method=mtp reads that of DeepSeek-V3 and "
-            f"GLM-4.5, {prefix}*"
-        )
-    missing = sorted(_PARTS.keys() - names.keys())
+    missing = sorted(layout.parts.keys() - names.keys())
     if missing:
         checkpoint.fail(f"its layer for multi-token prediction lacks {', '.join(prefix + one for one in missing)}")
     checkpoint.allow("quantization_config")
-    return {name: stored for name, stored in names.items() if name not in _COPIES}
+    return layout, {name: stored for name, stored in names.items() if name not in layout.copies}
 
 
 def _has(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -133,16 +185,17 @@ def _has(checkpoint: Checkpoint, prefix: str) -> bool:
 def _block_state(
     checkpoint: Checkpoint, block: nn.Module, names: Mapping[str, str], read: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
-    """The decoder layer's parameters. Checkpoints have a tensor for each expert. Raises `ModelLoadError`."""
+    """The decoder layer's parameters. Checkpoints may have a tensor for each expert. Raises `ModelLoadError`."""
     state: dict[str, Tensor] = {}
-    used = set(_PARTS)
+    used: set[str] = set()
     for name, value in block.state_dict().items():
         sources = [[name]] if name in names else _sources(name, len(value))
         lacking = [one for group in sources for one in group if one not in names]
         if lacking:
             checkpoint.fail(f"its layer for multi-token prediction lacks {shorten(lacking[:3])}")
         used |= {one for group in sources for one in group}
-        parts = [torch.cat([read(one) for one in group]) if len(group) > 1 else read(group[0]) for group in sources]
+        stored = [[read(names[one]) for one in group] for group in sources]
+        parts = [torch.cat(group) if len(group) > 1 else group[0] for group in stored]
         found = parts[0] if sources == [[name]] else torch.stack(parts)
         if found.shape != value.shape:
             checkpoint.fail(f"{names[sources[0][0]]}: it must give {list(value.shape)}, not {list(found.shape)}")

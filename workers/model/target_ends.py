@@ -14,8 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import DraftDescription
 
-_ONE_PLUS_WEIGHT = ("Gemma", "Qwen3Next", "Qwen3_5")
+_ONE_PLUS_WEIGHT = ("Qwen3Next", "Qwen3_5")
 """Names of families whose norms multiply by one plus their weight."""
+_UNSHARED = ("Gemma",)
+"""Names of families whose ends are not shared: their embeddings are scaled, and their norms multiply so, too."""
+_TEXT_PARTS = ("model.language_model.", "model.")
+"""How checkpoints of images and texts begin the names of the parts that read and write text, and how models do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,9 @@ class ModelOutline:
     embedding: str
     head: str
     norm: str | None
-    """`None` where the final norm is not a plain RMS norm."""
+    """`None` where the final norm is not an RMS norm that a draft can share."""
+    norm_offset: float = 0.0
+    """What is added to the weights of the final norm before they multiply."""
     decoder: frozenset[str] | None = None
     """The parameters of an encoder-decoder model's decoder, without its embedding; `None` for other models."""
 
@@ -57,13 +63,14 @@ def outline(config: PreTrainedConfig) -> ModelOutline:
     shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
     norm = getattr(model.get_decoder(), "norm", None)
     name = type(norm).__name__
-    is_plain = name.endswith("RMSNorm") and not any(family in name for family in _ONE_PLUS_WEIGHT)
+    is_shared = name.endswith("RMSNorm") and not any(family in name for family in _UNSHARED)
     return ModelOutline(
         type(model),
         shapes,
         names[model.get_input_embeddings()],
         names[model.get_output_embeddings()],
-        names[norm] if is_plain else None,
+        names[norm] if is_shared else None,
+        float(any(family in name for family in _ONE_PLUS_WEIGHT)),
         frozenset(decoder_parameters(model)) if config.is_encoder_decoder else None,
     )
 
@@ -112,7 +119,8 @@ def read_shared_ends(target: Path, card: DraftDescription) -> SharedEnds:
     ends = [("embedding", found.embedding), ("head", found.head), ("norm", found.norm)]
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     for file in sorted(target.glob("*.safetensors")):
-        for name, values in read_tensors(file).items():
+        for stored, values in read_tensors(file).items():
+            name = _TEXT_PARTS[1] + stored.removeprefix(_TEXT_PARTS[0]) if stored.startswith(_TEXT_PARTS[0]) else stored
             for end, prefix in ends:
                 if (
                     prefix is not None

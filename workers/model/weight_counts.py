@@ -26,6 +26,8 @@ _OF_SOURCE = re.compile(r"(^|\.)encoder\.|\.(encoder_attn\.[kv]_proj|EncDecAtten
 _MATRICES = ("weight", "weights")
 """The ends of the names of matrices, unlike those of biases, norms and other parameters."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|block)\.(\d+)\.")
+_PREDICTING = ("mtp.", "model.mtp_layers.", "model.mtp.")
+"""Begin the names of layers for multi-token prediction that are not numbered as decoder layers are."""
 _NUMBERED = re.compile(r"model\.layers\.(\d+)\.")
 """Begins the names of a decoder-only model's layers, and of those for multi-token prediction after them."""
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -120,13 +122,14 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _computed(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors that a model computes with: not those of layers that are numbered after its last decoder layer.
+    """The tensors that a model computes with: not those of layers that predict several tokens for drafts.
 
-    They predict several tokens for drafts. Raises `ModelLoadError`.
+    Such layers have names of their own, or are numbered after the last decoder layer. Raises `ModelLoadError`.
     """
     settings = quantization_of(directory)
     is_packed = settings is not None and settings.get("quant_method") in FORMATS
     shapes = QuantizedCheckpoint(directory).shapes() if is_packed else tensor_shapes(directory)
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith(_PREDICTING)}
     try:
         layers = json.loads((directory / "config.json").read_text("utf-8")).get("num_hidden_layers")
     except (OSError, ValueError, AttributeError):

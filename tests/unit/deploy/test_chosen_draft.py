@@ -128,8 +128,9 @@ class TestOptionOfVllm:
         settings = draft.model_dump()["ngram"]
         assert (settings["max"], settings["min"]) == (5, 3)
 
-    def test_the_targets_own_layer(self) -> None:
-        given = from_speculative_config('{"method": "mtp", "num_speculative_tokens": 2}')
+    @pytest.mark.parametrize("name", ["mtp", "qwen3_next_mtp"])
+    def test_the_targets_own_layer(self, name: str) -> None:
+        given = from_speculative_config(f'{{"method": "{name}", "num_speculative_tokens": 2}}')
 
         draft = load_settings("cpu", (), {}, below=given).configuration.draft
 

@@ -1,4 +1,4 @@
-"""The final norm that a draft shares with its target is a plain RMS norm, or none is shared."""
+"""The final norm that a draft shares with its target is an RMS norm, or none is shared."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from workers.model.target_ends import outline
 
 
 @pytest.mark.parametrize(
-    ("family", "norm"),
-    [("llama", "model.norm"), ("granitemoehybrid", "model.norm"), ("gemma", None), ("qwen3_next", None)],
+    ("family", "norm", "offset"),
+    [
+        ("llama", "model.norm", 0.0),
+        ("granitemoehybrid", "model.norm", 0.0),
+        ("gemma", None, 0.0),
+        ("qwen3_next", "model.norm", 1.0),
+        ("qwen3_5_text", "model.norm", 1.0),
+    ],
 )
-def test_a_norm_that_multiplies_by_one_plus_its_weight_is_not_shared(family: str, norm: str | None) -> None:
-    assert outline(tiny_config(family)).norm == norm
+def test_a_norm_that_multiplies_by_one_plus_its_weight_says_so(family: str, norm: str | None, offset: float) -> None:
+    found = outline(tiny_config(family))
+    assert (found.norm, found.norm_offset) == (norm, offset)

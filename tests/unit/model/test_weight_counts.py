@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -38,14 +39,15 @@ def test_an_encoder_computes_once_for_a_source(tmp_path: Path) -> None:
     assert counts.source_parameters == 32 + 24 + 16
 
 
-def test_a_layer_for_multi_token_prediction_computes_for_drafts_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", ["model__layers__1", "mtp", "model__mtp_layers__0"])
+def test_a_layer_for_multi_token_prediction_computes_for_drafts_alone(own: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 1}')
     shapes = {
         "model__embed_tokens__weight": (10, 4),
         "model__layers__0__up__weight": (8, 4),
-        "model__layers__1__up__weight": (8, 4),
-        "model__layers__1__eh_proj__weight": (4, 8),
-        "model__layers__1__embed_tokens__weight": (10, 4),
+        f"{own}__up__weight": (8, 4),
+        f"{own}__eh_proj__weight": (4, 8),
+        f"{own}__embed_tokens__weight": (10, 4),
         "lm_head__weight": (10, 4),
     }
     directory = save(tmp_path, **shapes)

@@ -159,6 +159,8 @@ def _decoder_only_ends(target_directory: Path, card: DraftDescription) -> Decode
             f"target directory {str(target_directory)!r}: model type {shared.config.model_type!r} ends with a norm "
             f"other than a plain RMS norm, which drafting modules need"
         )
+    if shared.outline.norm_offset:
+        norm = norm.float() + shared.outline.norm_offset
     embedding = shared.tensors["embedding", "weight"]
     head = shared.tensors.get(("head", "weight"), embedding)
     return DecoderEnds(embedding, head, norm, float(shared.config.rms_norm_eps), None)

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.models import mtp_targets, tiny, tiny_tokenizer
-from tests.support.models.mtp_targets import LAYERS
-from tests.unit.draft.contract.methods import HIDDEN, VOCABULARY
+from tests.support.models.mtp_targets import LAYERS, OTHERS, names_of
+from tests.unit.draft.contract.methods import VOCABULARY
 from tests.unit.draft.contract.test_public_drafts import (
     answers,
     answers_alone,
@@ -19,6 +19,9 @@ from tests.unit.draft.contract.test_public_drafts import (
 )
 
 DEPTH = 4
+STATES = "target.kv.sequences=64"
+"""So many that the states of recurrent layers, of which a step needs one for each node of a tree, cut no tree."""
+CHANGED = ("enorm", "eh_proj", "post_norm")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,8 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     [
         ("deepseek_v3", "target"),
         ("glm4_moe", "drafter"),
+        pytest.param("qwen3_next", "target", marks=pytest.mark.slow),
+        pytest.param("mimo", "drafter", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "drafter", marks=pytest.mark.slow),
         pytest.param("glm4_moe", "target", marks=pytest.mark.slow),
     ],
@@ -42,7 +47,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def test_the_layer_of_the_target_changes_no_token(place: str, target: Path) -> None:
     plain = await answers_alone(target)
 
-    drafted = await answers(configured(target, "draft.method=mtp", f"draft.placement={place}"))
+    drafted = await answers(configured(target, "draft.method=mtp", f"draft.placement={place}", STATES))
 
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert all(one.drafted > 0 for one in drafted)
@@ -57,13 +62,20 @@ def successors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     directory = tiny_tokenizer.byte_level(tmp_path_factory.mktemp(request.param) / "target")
     tiny.save(directory, mtp_targets.config(request.param, VOCABULARY))
     mtp_targets.add_layer(directory, sureness=20.0)
-    weights, own = load_file(directory / "model.safetensors"), f"model.layers.{LAYERS}."
+    weights, family = load_file(directory / "model.safetensors"), request.param
     for name, value in weights.items():
-        if "down_proj" in name or name.endswith("o_proj.weight"):
+        if "down_proj" in name or name.endswith(("o_proj.weight", "out_proj.weight")):
             value.zero_()
-    weights[f"{own}enorm.weight"].fill_(1.0)
-    weights[f"{own}eh_proj.weight"].copy_(torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1))
-    weights[f"{own}shared_head.norm.weight"].copy_(weights["model.norm.weight"])
+    if family in OTHERS:
+        own, parts = names_of(family)
+        enorm, projection, norm = ({part: one for one, part in parts.items()}[one] for one in CHANGED)
+    else:
+        own, enorm, projection, norm = f"model.layers.{LAYERS}.", "enorm", "eh_proj", "shared_head.norm"
+    size = len(weights["model.norm.weight"])
+    halves = [torch.eye(size), torch.zeros(size, size)]
+    weights[f"{own}{enorm}.weight"].fill_(0.0 if family.startswith("qwen3") else 1.0)  # Qwen's norms add one
+    weights[f"{own}{projection}.weight"].copy_(torch.cat(halves[::-1] if family == "mimo" else halves, dim=1))
+    weights[f"{own}{norm}.weight"].copy_(weights["model.norm.weight"])
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -75,6 +87,8 @@ def successors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         pytest.param("deepseek_v3", 3, 12, id="deepseek_v3-tree", marks=pytest.mark.slow),
         pytest.param("glm4_moe", 1, DEPTH, id="glm4_moe-chain", marks=pytest.mark.slow),
         pytest.param("glm4_moe", 3, 12, id="glm4_moe-tree"),
+        pytest.param("qwen3_next", 1, DEPTH, id="qwen3_next-chain", marks=pytest.mark.slow),
+        pytest.param("mimo", 3, 12, id="mimo-tree", marks=pytest.mark.slow),
     ],
     indirect=["successors"],
 )
@@ -82,7 +96,7 @@ async def test_a_layer_that_knows_the_target_is_right_to_the_last_depth(
     candidates: int, nodes: int, successors: Path
 ) -> None:
     """Greedy and sampled: each depth is fed with the token drafted before it, with the noise of its own position."""
-    drawn = ["draft.method=mtp", "draft.mtp.weights=float32", f"draft.mtp.candidates={candidates}"]
+    drawn = [STATES, "draft.method=mtp", "draft.mtp.weights=float32", f"draft.mtp.candidates={candidates}"]
     plain = await answers_alone(successors)
 
     drafted = await answers(configured(successors, *drawn, f"draft.max_nodes={nodes}", f"draft.max_depth={DEPTH}"))

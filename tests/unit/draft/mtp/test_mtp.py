@@ -1,12 +1,14 @@
-"""A target's own layer for multi-token prediction computes what `MtpModel` of `transformers` computes with it.
+"""A target's own layer for multi-token prediction computes what modules of `transformers` compute with it.
 
-`MtpModel` is another reader of the same files: it has its own loader, projection, masks and cache.
+For layers that are numbered after the decoder layers, `MtpModel` is another reader of the same files: it has its own
+loader, projection, masks and cache. For other layouts its `MtpLayer` gets the tensors by names that the test states.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpLayer, MtpModel
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
@@ -25,7 +27,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import mtp_targets, tiny
 from tests.support.models.drafting_evidence import drafter_of, shown_states
-from tests.support.models.mtp_targets import FAMILIES, LAYERS
+from tests.support.models.mtp_targets import FAMILIES, LAYERS, OTHERS, names_of
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.mtp import MtpSettings
@@ -38,6 +40,47 @@ GREEDY = SamplingParameters(temperature=0.0)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
+class LayerOracle:
+    """`MtpLayer` of `transformers` with a target's tensors, and the target's embedding and head."""
+
+    def __init__(self, family: str, model: Any, weights: dict[str, Tensor]) -> None:
+        decoder = model.get_decoder()
+        config = deepcopy(model.config)
+        config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+        config.mtp_hidden_states_first = family == "mimo"
+        self.layer = MtpLayer(config, type(decoder.layers[-1]), type(decoder.norm), 0)
+        self.layer.load_state_dict(self._state(family, weights))
+        self.layer.eval()
+        self.embed, self.rotary, self.shared_head = model.get_input_embeddings(), decoder.rotary_emb, model.lm_head
+        self.norm = decoder.norm
+
+    def _state(self, family: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        prefix, parts = names_of(family)
+        found: dict[str, Tensor] = {}
+        for stored, value in weights.items():
+            if stored.startswith(prefix):
+                name = stored.removeprefix(prefix)
+                beginning = next(one for one in parts if name == one or name.startswith(f"{one}.") or not one)
+                found[f"{parts[beginning]}.{name.removeprefix(f'{beginning}.')}"] = value
+        for name, value in self.layer.state_dict().items():
+            if name not in found:  # the experts, whose tensors are one for each in the files
+                before, _, part = name.rpartition(".")
+                kinds = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+                each = [[found.pop(f"{before}.{one}.{kind}.weight") for kind in kinds] for one in range(len(value))]
+                found[name] = torch.stack([torch.cat(one) for one in each])
+        return found
+
+    def forward_layer(
+        self, _: int, features: Tensor, places: Tensor, __: None, *, input_ids: Tensor, swapped: bool = False
+    ) -> Tensor:
+        count = features.shape[1]
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        embeddings, rotation = self.embed(input_ids), self.rotary(features, places)
+        if swapped:
+            embeddings, features = features, embeddings
+        return self.layer(embeddings, features, rotation, mask, places, None)
+
+
 @dataclass(frozen=True)
 class Shown:
     """A target with such a layer, and what it computes for `TOKENS[:KNOWN]`."""
@@ -47,7 +90,9 @@ class Shown:
     """[tokens, hidden size] The residual stream after the last layer."""
     final: Tensor
     """[tokens, hidden size] The same after the final norm."""
-    oracle: MtpModel
+    oracle: MtpModel | LayerOracle
+    layers: int
+    """The number of the target's decoder layers."""
 
     def published(self, features: Tensor, following: Sequence[int]) -> Tensor:
         """The layer's outputs [tokens, hidden size] of one causal pass, by `transformers`."""
@@ -63,17 +108,37 @@ class Shown:
             return self.oracle.shared_head(outputs)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def shown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    directory = tiny.save(tmp_path_factory.mktemp("target"), mtp_targets.config(request.param))
+def show(family: str, directory: Path) -> Shown:
+    tiny.save(directory, mtp_targets.config(family))
     mtp_targets.add_layer(directory, sureness=16.0)
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]
     last: list[Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0]))
     with torch.no_grad():
         final = model.model(torch.tensor([TOKENS[:KNOWN]])).last_hidden_state[0]
-    return Shown(directory, last[0], final, MtpModel.from_pretrained(model).eval())
+    oracle: MtpModel | LayerOracle = (
+        LayerOracle(family, model, load_file(directory / "model.safetensors"))
+        if family in OTHERS
+        else MtpModel.from_pretrained(model).eval()
+    )
+    return Shown(directory, last[0], final, oracle, model.config.num_hidden_layers)
+
+
+SLOW = ("qwen3_5_text", "mimo")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=[pytest.mark.slow] if one in SLOW else []) for one in (*FAMILIES, *OTHERS)],
+)
+def shown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    return show(request.param, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    return show("glm4_moe", tmp_path_factory.mktemp("numbered"))
 
 
 def loaded(directory: Path, scratch: int = KNOWN) -> MtpPass:
@@ -104,7 +169,35 @@ def test_hidden_states_and_logits_are_those_of_transformers(shown: Shown) -> Non
         mine = run(mine[-1:], KNOWN + step)
         wanted = shown.published(fed, following)[-1:]
         torch.testing.assert_close(mine, wanted, **CLOSE)
-        torch.testing.assert_close(head.logits(mine), shown.logits(wanted), **CLOSE)
+        logits = shown.logits(wanted)
+        torch.testing.assert_close(head.logits(mine), logits, rtol=1e-5, atol=1e-6 * float(logits.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("mimo", marks=pytest.mark.slow)])
+def test_nothing_that_may_be_read_wrongly_without_a_word_gives_the_same(family: str, tmp_path: Path) -> None:
+    """A token one place off, the projection's halves or the norms exchanged, a state before the final norm."""
+    shown = show(family, tmp_path)
+    oracle = shown.oracle
+    assert isinstance(oracle, LayerOracle)
+    head = loaded(shown.directory)
+    window = ContextWindow(head.context_shape, CPU)
+    piece = committed_piece(window, 0, TOKENS[1 : KNOWN + 1], 1 << 20)
+    with torch.inference_mode():
+        mine = head.run(head.features(shown.last.unsqueeze(1)), [replace(piece, wanted=range(KNOWN))])
+    following = TOKENS[1 : KNOWN + 1]
+
+    def differs(features: Tensor = shown.final, tokens: Sequence[int] = following) -> bool:
+        return float((shown.published(features, tokens) - mine).abs().max()) > 0.05
+
+    assert not differs()
+    assert differs(tokens=TOKENS[:KNOWN]) and differs(tokens=TOKENS[2 : KNOWN + 2])
+    assert differs(features=shown.last) and differs(features=shown.final.roll(1, 0))
+    layer, size = oracle.layer, shown.final.shape[1]
+    layer.enorm, layer.hnorm = layer.hnorm, layer.enorm
+    assert differs()
+    layer.enorm, layer.hnorm = layer.hnorm, layer.enorm
+    layer.eh_proj.weight.data = layer.eh_proj.weight.data.roll(size, 1)
+    assert differs()
 
 
 def proposals(
@@ -116,8 +209,9 @@ def proposals(
     **method: Any,
 ) -> Sequence[Proposal]:
     """What the method drafts after `KNOWN + 1` tokens from the target's evidence, all rows in one call."""
-    drafter, taps = drafter_of(directory, LAYERS, "mtp", method)
-    assert taps == (LAYERS,)
+    layers = AutoConfig.from_pretrained(directory).num_hidden_layers
+    drafter, taps = drafter_of(directory, layers, "mtp", method)
+    assert taps == (layers,)
     evidence = (shown_states(last),)
     rows = [
         DraftRow(SequenceId(str(index)), KNOWN + 1, tuple(TOKENS[: KNOWN + 1]), budget, SequenceStart(4, one), evidence)
@@ -168,11 +262,11 @@ def _with(part: str, value: Tensor) -> Callable[[dict[str, Tensor]], dict[str, T
     [
         (
             _renamed("mtp."),
-            r"its layers for multi-token prediction have the layout of Qwen3-Next and Qwen3.5; .* reads",
+            r"its layer for multi-token prediction lacks mtp.fc.weight, mtp.norm.weight, .*",
         ),
-        (_renamed("model.mtp_layers.0."), "have the layout of MiMo-7B"),
-        (_renamed("model.mtp.layers.0."), "have the layout of MiMo-V2"),
-        (_without(""), r"it has no layer for multi-token prediction, which .* store as model.layers.2.\*"),
+        (_renamed("model.mtp_layers.0."), "lacks model.mtp_layers.0.final_layernorm.weight"),
+        (_renamed("model.mtp.layers.0."), "have the layout of MiMo-V2, whose windows and sinks are not computed"),
+        (_without(""), r"it has no layer for multi-token prediction, which .* store it as model.layers.2.\*; .* mtp"),
         (_without("enorm"), "its layer for multi-token prediction lacks model.layers.2.enorm.weight"),
         (_without("mlp.experts.3.up_proj"), r"multi-token prediction lacks \['mlp.experts.3.up_proj.weight'\]"),
         (_with("odd.weight", torch.zeros(1)), r"multi-token prediction has \['odd.weight'\] in excess"),
@@ -181,19 +275,19 @@ def _with(part: str, value: Tensor) -> Callable[[dict[str, Tensor]], dict[str, T
     ],
 )
 def test_refusals(
-    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str, shown: Shown, tmp_path: Path
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str, numbered: Shown, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text((shown.directory / "config.json").read_text())
-    save_file(change(load_file(shown.directory / "model.safetensors")), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((numbered.directory / "config.json").read_text())
+    save_file(change(load_file(numbered.directory / "model.safetensors")), tmp_path / "model.safetensors")
 
     with pytest.raises(ModelLoadError, match=message):
         loaded(tmp_path)
 
 
-def test_a_quantized_checkpoint_is_refused(shown: Shown, tmp_path: Path) -> None:
-    config = json.loads((shown.directory / "config.json").read_text())
+def test_a_quantized_checkpoint_is_refused(numbered: Shown, tmp_path: Path) -> None:
+    config = json.loads((numbered.directory / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    save_file(load_file(shown.directory / "model.safetensors"), tmp_path / "model.safetensors")
+    save_file(load_file(numbered.directory / "model.safetensors"), tmp_path / "model.safetensors")
 
     with pytest.raises(ModelLoadError, match=r"quantization_config in config.json: .* is not supported"):
         loaded(tmp_path)
