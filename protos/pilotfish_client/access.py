@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
+
+from pilotfish.v1 import generation_pb2_grpc
 
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -73,6 +76,43 @@ def make_access(addresses: str | Sequence[str], api_key: str | None, tls: Tls | 
     if not found or not all(found):
         raise ValueError(f"addresses: needed at least one HOST:PORT, found {addresses!r}")
     return Access(found, api_key, tls)
+
+
+class ServerChannels:
+    """What the clients of both kinds share: one channel to each server, opened when it is needed."""
+
+    _grpc: Any = grpc
+    """The module that opens channels: `grpc` or `grpc.aio`."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    ) -> None:
+        self._access = make_access(addresses, api_key, tls)
+        self._timeout_seconds = timeout_seconds
+        self._patience_seconds = patience_seconds
+        self._channels: dict[str, Any] = {}
+        self._current = 0
+
+    def _stub(self) -> Any:
+        """The stub of the server whose turn it is."""
+        addresses = self._access.addresses
+        address = addresses[self._current % len(addresses)]
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels.setdefault(address, self._open(address))
+        return generation_pb2_grpc.GenerationServiceStub(channel)
+
+    def _open(self, address: str) -> Any:
+        tls = self._access.tls
+        if tls is None:
+            return self._grpc.insecure_channel(address, options=self._access.options)
+        return self._grpc.secure_channel(address, tls.credentials(), options=self._access.options)
 
 
 def _read(file: str | Path | None) -> bytes | None:

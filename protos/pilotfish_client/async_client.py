@@ -10,14 +10,8 @@ from typing import Any, Self
 
 import grpc
 
-from pilotfish.v1 import generation_pb2, generation_pb2_grpc
-from pilotfish_client.access import (
-    DEFAULT_PATIENCE_SECONDS,
-    DEFAULT_TIMEOUT_SECONDS,
-    SHORT_CALL_SECONDS,
-    Tls,
-    make_access,
-)
+from pilotfish.v1 import generation_pb2
+from pilotfish_client.access import SHORT_CALL_SECONDS, ServerChannels
 from pilotfish_client.errors import PilotfishClientError, Unavailable, from_rpc_error
 from pilotfish_client.events import Collector, Completion, Event, to_event
 from pilotfish_client.progress import StreamProgress
@@ -31,27 +25,14 @@ from pilotfish_client.requests import (
 )
 
 
-class AsyncClient:
+class AsyncClient(ServerChannels):
     """A client of Pilotfish's gRPC API, for one event loop.
 
     `addresses` are servers of one cluster; a stream that breaks off goes on at the next. A request that no server has
     accepted waits `patience_seconds` for one. Close the client, or use it in `async with`.
     """
 
-    def __init__(
-        self,
-        addresses: str | Sequence[str],
-        *,
-        api_key: str | None = None,
-        tls: Tls | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
-    ) -> None:
-        self._access = make_access(addresses, api_key, tls)
-        self._timeout_seconds = timeout_seconds
-        self._patience_seconds = patience_seconds
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._current = 0
+    _grpc = grpc.aio
 
     async def __aenter__(self) -> Self:
         return self
@@ -152,17 +133,3 @@ class AsyncClient:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-    def _stub(self) -> Any:
-        addresses = self._access.addresses
-        address = addresses[self._current % len(addresses)]
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels.setdefault(address, self._open(address))
-        return generation_pb2_grpc.GenerationServiceStub(channel)
-
-    def _open(self, address: str) -> grpc.aio.Channel:
-        tls = self._access.tls
-        if tls is None:
-            return grpc.aio.insecure_channel(address, options=self._access.options)
-        return grpc.aio.secure_channel(address, tls.credentials(), options=self._access.options)
