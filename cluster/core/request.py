@@ -280,10 +280,6 @@ class Usage:
     accepted_by_origin: OriginCounts = NO_ORIGINS
     """Where the accepted draft tokens come from."""
 
-    @property
-    def rejected_tokens(self) -> int:
-        return self.drafted_tokens - self.accepted_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:

@@ -133,15 +133,6 @@ class TokenTree:
         """Return the tokens of all root-to-leaf paths. `from_candidates` builds an equal trie from them."""
         return tuple(self.path_tokens(leaf) for leaf in self.leaves())
 
-    def ancestor_mask(self) -> tuple[tuple[bool, ...], ...]:
-        """Return the tree attention mask `[n][n]`: node `i` attends to node `j` if `j` is `i` or an ancestor of `i`."""
-        rows: list[tuple[bool, ...]] = []
-        for node, parent in enumerate(self.parents):
-            row = list(rows[parent]) if parent != ROOT else [False] * len(self.tokens)
-            row[node] = True
-            rows.append(tuple(row))
-        return tuple(rows)
-
     def within(self, max_nodes: int, max_depth: int) -> tuple[int, ...]:
         """Return the first `max_nodes` nodes of depth at most `max_depth`. Their parents are among them."""
         if len(self) <= max_nodes and len(self) <= max_depth:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 
 from cluster.core.config.cluster_section import TlsSection
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
-from cluster.wire.tls import channel_credentials
+from cluster.wire.tls import channel_credentials, read_file
 
 TOKEN_KEY = "x-pilotfish-cluster-token"  # noqa: S105 - the name of the metadata, not a secret
 """Key of the call metadata that holds the cluster token."""
@@ -72,15 +71,19 @@ class PeerAccess:
         """
         if self.tls is None:
             return None
-        pair = (_read("key", self.tls.key), _read("certificate", self.tls.certificate))
-        return grpc.ssl_server_credentials([pair], root_certificates=_read("ca", self.tls.ca), require_client_auth=True)
+        pair = (read_file("cluster.tls.key", self.tls.key), read_file("cluster.tls.certificate", self.tls.certificate))
+        return grpc.ssl_server_credentials(
+            [pair], root_certificates=read_file("cluster.tls.ca", self.tls.ca), require_client_auth=True
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials of a client; `None` without TLS. Raises `ConfigurationError` for an unreadable file."""
         if self.tls is None:
             return None
         return grpc.ssl_channel_credentials(
-            _read("ca", self.tls.ca), _read("key", self.tls.key), _read("certificate", self.tls.certificate)
+            read_file("cluster.tls.ca", self.tls.ca),
+            read_file("cluster.tls.key", self.tls.key),
+            read_file("cluster.tls.certificate", self.tls.certificate),
         )
 
     @property
@@ -114,12 +117,3 @@ class PublicAccess:
 
 OPEN = PeerAccess()
 """Nothing is presented or demanded."""
-
-
-def _read(name: str, file: str) -> bytes:
-    try:
-        return Path(file).expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigurationError(
-            f"cluster.tls.{name}: needed a readable file, found {file}: {error.strerror}"
-        ) from None

@@ -144,11 +144,13 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 def channel_credentials(tls: PublicTlsSection) -> grpc.ChannelCredentials:
     """Return credentials of a gRPC client. Raises `ConfigurationError` for an unreadable file."""
-    trusted = None if tls.trusted is None else _read("ca" if tls.ca else "certificate", tls.trusted)
+    trusted = None if tls.trusted is None else read_file(f"server.tls.{'ca' if tls.ca else 'certificate'}", tls.trusted)
     if tls.client_pair is None:
         return grpc.ssl_channel_credentials(trusted)
     certificate, key = tls.client_pair
-    return grpc.ssl_channel_credentials(trusted, _read("client_key", key), _read("client_certificate", certificate))
+    return grpc.ssl_channel_credentials(
+        trusted, read_file("server.tls.client_key", key), read_file("server.tls.client_certificate", certificate)
+    )
 
 
 def client_context(
@@ -175,8 +177,9 @@ def client_context(
     return context
 
 
-def _read(name: str, file: str) -> bytes:
+def read_file(setting: str, file: str) -> bytes:
+    """The content of the file that `setting` names. Raises `ConfigurationError` if it cannot be read."""
     try:
         return Path(file).expanduser().read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"server.tls.{name}: needed a readable file, found {file}: {error.strerror}") from None
+        raise ConfigurationError(f"{setting}: needed a readable file, found {file}: {error.strerror}") from None

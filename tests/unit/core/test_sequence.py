@@ -54,7 +54,7 @@ def test_the_answer_is_cut_at_its_length_and_the_usage_counts_the_tokens_left() 
     commit = ending.commit(decided(4, 5, 6, 7, 8, drafted=3))
     assert commit is not None and commit.usage is not None
     assert (commit.tokens, commit.accepted, commit.finish) == ((5, 6), 2, FinishReason.LENGTH)
-    assert (commit.usage.completion_tokens, commit.usage.drafted_tokens, commit.usage.rejected_tokens) == (2, 3, 1)
+    assert (commit.usage.completion_tokens, commit.usage.drafted_tokens, commit.usage.accepted_tokens) == (2, 3, 2)
     assert commit.usage.target_steps == 1
 
 

@@ -23,7 +23,6 @@ def test_each_token_of_a_chain_is_the_child_of_the_one_before() -> None:
     chain = TokenTree.chain([5, 6, 7])
     assert chain.parents == (-1, 0, 1)
     assert chain.is_chain and chain.depth() == 3
-    assert chain.ancestor_mask() == ((True, False, False), (True, True, False), (True, True, True))
 
 
 def test_candidates_merge_into_a_trie_and_the_first_get_their_nodes() -> None:

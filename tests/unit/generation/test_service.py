@@ -89,7 +89,6 @@ async def test_a_stop_string_cuts_the_tokens_after_it_and_frees_the_answer(tmp_p
     finished = events[-1]
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.usage.completion_tokens) == (FinishReason.STOP, len(kept))
-    assert finished.usage.accepted_tokens + finished.usage.rejected_tokens == finished.usage.drafted_tokens
     assert engine.sent == len(kept)
     assert engine.freed.get_nowait() == "r"
 
