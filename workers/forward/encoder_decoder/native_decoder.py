@@ -15,29 +15,20 @@ from torch import nn
 
 from cluster.core.errors import ConfigurationError
 from workers.forward.encoder_decoder.packing import (
-    ACTIVATIONS,
     SourcedPacker,
     SourcedShape,
     attention_matrices,
     buffer_sizes,
-    parts_with_weights,
-    position_table,
-    shape_of_layer,
+    shape_of_part,
+    sourced_function,
 )
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import WHOLE_PASS, PassOptions, PassOutput
-from workers.forward.native.attention import (
-    KINDS,
-    MOST_DIM,
-    StepHeader,
-    address,
-    build_native_source_step,
-    build_native_step,
-)
+from workers.forward.native.attention import address, build_native_source_step, build_native_step
 from workers.forward.native.build import load_library
 from workers.forward.native.screen import MOST_LEADERS, HeadScreen
-from workers.forward.native.structures import SourcedDecoder, SourcedLayer, SourcedPass, WorkBuffers
+from workers.forward.native.structures import SourcedLayer, SourcedPass, WorkBuffers
 from workers.kv.groups import KvCacheGroups
 from workers.kv.pool import KvPool
 
@@ -45,7 +36,6 @@ _LEAST_SCREENED = 4096
 """Smallest vocabulary whose head is screened. A smaller head is read in less time than the screen takes."""
 _PARTS = {"self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm", "fc1", "fc2"}
 _PARTS |= {"final_layer_norm"}
-_OUTER_PARTS = {"embed_tokens", "embed_positions", "layers", "layernorm_embedding"}
 
 
 class NativeSourcedDecoder:
@@ -54,28 +44,16 @@ class NativeSourcedDecoder:
     def __init__(
         self, model: Any, shape: SourcedShape, library: ctypes.CDLL, dtype: torch.dtype, quantization: str
     ) -> None:
-        self._decode = library.pilotfish_decode_sourced
-        self._decode.argtypes = [
-            ctypes.POINTER(SourcedDecoder),
-            *[ctypes.POINTER(StepHeader)] * 2,
-            ctypes.POINTER(SourcedPass),
-        ]
-        self._decode.restype = None
+        self._decode = sourced_function(library)
         self._shape = shape
         decoder = model.decoder
         layers = list(decoder_layers(model))
         self._packer = packer = SourcedPacker(library, dtype, quantization)
         self._layers = (SourcedLayer * len(layers))(*(_pack_layer(packer, layer) for layer in layers))
-        self._embedding = packer.table(decoder.embed_tokens.weight)
+        self._tokens = len(decoder.embed_tokens.weight)
         self._vocabulary = int(model.lm_head.weight.shape[0])
-        self._decoder = SourcedDecoder(
-            *(len(layers), shape.hidden, shape.heads, shape.hidden // shape.heads, shape.inner, KINDS[dtype]),
-            *(shape.activation, shape.epsilon, (shape.hidden // shape.heads) ** -0.5, shape.embedding_scale),
-            *(self._layers, packer.matrix(model.lm_head.weight, _head_bias(model))),
-            *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
-            packer.table(position_table(decoder)).data_ptr(),
-            packer.norm(getattr(decoder, "layernorm_embedding", None)),
-        )
+        head = packer.matrix(model.lm_head.weight, _head_bias(model))
+        self._decoder = packer.stack(decoder, shape, self._layers, head, dtype)
         self._screen: HeadScreen | None = None
         if dtype is torch.float32 and quantization != "int8" and self._vocabulary >= _LEAST_SCREENED:
             self._screen = HeadScreen(model.lm_head.weight, _head_bias(model), library)
@@ -113,8 +91,8 @@ class NativeSourcedDecoder:
         if options.inputs is not None:
             raise ConfigurationError("inputs are refused: the decoder of an encoder-decoder model reads tokens")
         step, sources = build_native_step(rows, self._kv_groups), build_native_source_step(rows, self._kv_groups)
-        if not 0 <= min(tokens) <= max(tokens) < len(self._embedding):
-            raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: the model has {len(self._embedding)}")
+        if not 0 <= min(tokens) <= max(tokens) < self._tokens:
+            raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: the model has {self._tokens}")
         ids, indices = array("q", tokens), array("q", selected)
         tapped = array("q", taps)
         logits = torch.empty((len(indices), self._vocabulary))
@@ -165,21 +143,8 @@ def sourced_shape(model: Any, dtype: torch.dtype) -> SourcedShape | None:
 
     The check covers the model's parts, not what they compute. The caller must compare the logits of both.
     """
-    decoder, layers = getattr(model, "decoder", None), list(decoder_layers(model))
-    activation = ACTIVATIONS.get(str(getattr(model.config, "activation_function", "")))
-    children = {name for name, _ in decoder.named_children()} if isinstance(decoder, nn.Module) else set()
-    if dtype not in (torch.float32, torch.bfloat16) or activation is None or not children <= _OUTER_PARTS or not layers:
+    decoder = getattr(model, "decoder", None)
+    shape = shape_of_part(decoder, getattr(model.config, "activation_function", ""), _PARTS)
+    if shape is None or dtype not in (torch.float32, torch.bfloat16):
         return None
-    if not {"embed_tokens", "embed_positions"} <= children or type(model.lm_head) is not nn.Linear or model.scale:
-        return None
-    shapes = {_shape_of(layer, activation, decoder) for layer in layers}
-    shape = shapes.pop() if len(shapes) == 1 else None
-    if shape is None or shape.hidden % shape.heads or shape.hidden // shape.heads > MOST_DIM:
-        return None
-    return None if shape.hidden % 2 or shape.inner % 2 else shape
-
-
-def _shape_of(layer: Any, activation: int, decoder: Any) -> SourcedShape | None:
-    if parts_with_weights(layer) != _PARTS:
-        return None
-    return shape_of_layer(layer, activation, decoder, (layer.encoder_attn.q_proj, layer.encoder_attn.out_proj))
+    return None if type(model.lm_head) is not nn.Linear or model.scale else shape

@@ -16,23 +16,20 @@ from torch import nn
 
 from workers.forward.encoder_decoder.encoder import SourceEncoder
 from workers.forward.encoder_decoder.packing import (
-    ACTIVATIONS,
     SourcedPacker,
     SourcedShape,
     attention_matrices,
     buffer_sizes,
-    parts_with_weights,
-    position_table,
-    shape_of_layer,
+    shape_of_part,
+    sourced_function,
 )
 from workers.forward.loaded_model import EncodedSources
-from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader
+from workers.forward.native.attention import StepHeader
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import linear_function
-from workers.forward.native.structures import Matrix, Norm, SourcedDecoder, SourcedLayer, SourcedPass, WorkBuffers
+from workers.forward.native.structures import Matrix, Norm, SourcedLayer, SourcedPass, WorkBuffers
 
 _PARTS = {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"}
-_OUTER_PARTS = {"embed_tokens", "embed_positions", "layers", "layernorm_embedding"}
 _MOST_TOKENS = 1024
 """Most tokens of one pass, apart from a single longer source."""
 _BEYOND = np.iinfo(np.int32).max
@@ -49,10 +46,7 @@ class NativeSourceEncoder:
         dtype: torch.dtype,
         quantization: str,
     ) -> None:
-        self._call = library.pilotfish_decode_sourced
-        self._call.argtypes = [ctypes.POINTER(SourcedDecoder), *[ctypes.POINTER(StepHeader)] * 2]
-        self._call.argtypes.append(ctypes.POINTER(SourcedPass))
-        self._call.restype = None
+        self._call = sourced_function(library)
         self._multiply = linear_function(library)
         self._shape = shape
         self._decoder_layers, self._decoder_heads = reader.layers, reader.heads
@@ -60,17 +54,10 @@ class NativeSourceEncoder:
         layers, head = list(encoder.layers), reader.projection
         self._packer = packer = SourcedPacker(library, dtype, quantization)
         self._layers = (SourcedLayer * len(layers))(*(_pack_layer(packer, layer) for layer in layers))
-        self._embedding = packer.table(encoder.embed_tokens.weight)
+        self._tokens = len(encoder.embed_tokens.weight)
         self._width = int(head.weight.shape[0])
         self._head = packer.matrix(head.weight, head.bias)
-        self._encoder = SourcedDecoder(
-            *(len(layers), shape.hidden, shape.heads, shape.hidden // shape.heads, shape.inner, KINDS[torch.float32]),
-            *(shape.activation, shape.epsilon, (shape.hidden // shape.heads) ** -0.5, shape.embedding_scale),
-            *(self._layers, self._head),
-            *(KINDS[self._embedding.dtype], self._embedding.data_ptr()),
-            packer.table(position_table(encoder)).data_ptr(),
-            packer.norm(getattr(encoder, "layernorm_embedding", None)),
-        )
+        self._encoder = packer.stack(encoder, shape, self._layers, self._head, torch.float32)
         self._buffers = WorkBuffers()
 
     @torch.inference_mode()
@@ -98,8 +85,8 @@ class NativeSourceEncoder:
 
     def _pass(self, indices: Sequence[int], sources: Sequence[Sequence[int]]) -> EncodedSources:
         ids = np.array([token for source in sources for token in source], dtype=np.int64)
-        if not 0 <= ids.min() <= ids.max() < len(self._embedding):
-            raise IndexError(f"tokens {ids.min()} to {ids.max()}: the encoder has {len(self._embedding)}")
+        if not 0 <= ids.min() <= ids.max() < self._tokens:
+            raise IndexError(f"tokens {ids.min()} to {ids.max()}: the encoder has {self._tokens}")
         count = len(ids)
         lengths = np.array([len(source) for source in sources])
         everything, layers = np.arange(count, dtype=np.int64), len(self._layers)
@@ -148,24 +135,8 @@ def pack_source_encoder(
 
     The check covers the encoder's parts, not what they compute. The caller must compare the results of both.
     """
-    shape = _encoder_shape(reader.encoder, config)
+    shape = shape_of_part(reader.encoder, getattr(config, "activation_function", ""), _PARTS)
     if shape is None or dtype not in (torch.float32, torch.bfloat16) or type(reader.projection) is not nn.Linear:
         return None
     library = load_library(directory)
     return None if library is None else NativeSourceEncoder(reader, shape, library, dtype, quantization)
-
-
-def _encoder_shape(encoder: Any, config: Any) -> SourcedShape | None:
-    """The shape of an encoder that the kernels may compute, or `None` if they do not support it."""
-    activation = ACTIVATIONS.get(str(getattr(config, "activation_function", "")))
-    children = {name for name, _ in encoder.named_children()}
-    if activation is None or not {"embed_tokens", "embed_positions", "layers"} <= children <= _OUTER_PARTS:
-        return None
-    shapes = {
-        shape_of_layer(layer, activation, encoder) if parts_with_weights(layer) == _PARTS else None
-        for layer in encoder.layers
-    }
-    shape = shapes.pop() if len(shapes) == 1 else None
-    if shape is None or shape.hidden % shape.heads or shape.hidden // shape.heads > MOST_DIM:
-        return None
-    return None if shape.hidden % 2 or shape.inner % 2 else shape

@@ -6,20 +6,21 @@ Modules of `transformers` have the type `Any`, because only the names of their p
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader
 from workers.forward.native.packed_linear import PackedMatrix, kernel_layout
-from workers.forward.native.structures import Norm
+from workers.forward.native.structures import Norm, SourcedDecoder, SourcedLayer, SourcedPass
 from workers.forward.weights.choice import stored_as
 from workers.kv.huge_pages import Arena
 
-ACTIVATIONS = {"swish": 0, "silu": 0, "relu": 1, "gelu": 2}
+_ACTIVATIONS = {"swish": 0, "silu": 0, "relu": 1, "gelu": 2}
 """Activations of the kernels, by their names in `transformers`."""
+_NEEDED_PARTS = {"embed_tokens", "embed_positions", "layers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,26 @@ class SourcedPacker:
         self._kept.append(values)
         return values
 
+    def stack(
+        self, part: Any, shape: SourcedShape, layers: ctypes.Array[SourcedLayer], head: Any, kv_kind: torch.dtype
+    ) -> SourcedDecoder:
+        """The C structure of `part`, a decoder or an encoder: its packed `layers`, its embeddings and `head`."""
+        dim, embedding = shape.hidden // shape.heads, self.table(part.embed_tokens.weight)
+        return SourcedDecoder(
+            *(len(layers), shape.hidden, shape.heads, dim, shape.inner, KINDS[kv_kind]),
+            *(shape.activation, shape.epsilon, dim**-0.5, shape.embedding_scale, layers, head),
+            *(KINDS[embedding.dtype], embedding.data_ptr(), self.table(_position_table(part)).data_ptr()),
+            self.norm(getattr(part, "layernorm_embedding", None)),
+        )
+
+
+def sourced_function(library: ctypes.CDLL) -> Any:
+    """The kernel that computes a `SourcedDecoder`."""
+    function = library.pilotfish_decode_sourced
+    function.argtypes = [ctypes.POINTER(SourcedDecoder), *[ctypes.POINTER(StepHeader)] * 2, ctypes.POINTER(SourcedPass)]
+    function.restype = None
+    return function
+
 
 def buffer_sizes(shape: SourcedShape, tokens: int) -> list[int]:
     """Numbers in each of the buffers of `SourcedPass` from `x` to `value`."""
@@ -78,21 +99,34 @@ def attention_matrices(packer: SourcedPacker, attention: Any) -> tuple[Any, Any]
     return qkv, packer.matrix(attention.out_proj.weight, attention.out_proj.bias)
 
 
-def position_table(part: Any) -> torch.Tensor:
+def _position_table(part: Any) -> torch.Tensor:
     """The position embeddings of a decoder or an encoder, float32 `[positions, hidden]`, that of position 0 first."""
     offset = int(getattr(part.embed_positions, "offset", 0))
     positions: torch.Tensor = part.embed_positions.weight.detach().float()[offset:]
     return positions.contiguous()
 
 
-def shape_of_layer(layer: Any, activation: int, part: Any, others: Sequence[Any] = ()) -> SourcedShape | None:
-    """The shape of a layer of `part`, a decoder or an encoder; `None` if the kernels do not support it.
+def shape_of_part(part: Any, activation: object, parts: set[str]) -> SourcedShape | None:
+    """The shape of `part`, a decoder or an encoder; `None` if the kernels do not support it.
 
-    `others` are its linear layers besides those of self-attention and of the feed-forward network.
+    `parts` are the names of what has weights in each of its layers. The check covers the names and sizes of parts, not
+    what they compute.
     """
-    own = layer.self_attn
+    kind = _ACTIVATIONS.get(str(activation))
+    children = {name for name, _ in part.named_children()} if isinstance(part, nn.Module) else set()
+    if kind is None or not _NEEDED_PARTS <= children <= _NEEDED_PARTS | {"layernorm_embedding"}:
+        return None
+    shapes = {_shape_of_layer(layer, kind, part) if _with_weights(layer) == parts else None for layer in part.layers}
+    shape = shapes.pop() if len(shapes) == 1 else None
+    if shape is None or shape.hidden % shape.heads or shape.hidden // shape.heads > MOST_DIM:
+        return None
+    return None if shape.hidden % 2 or shape.inner % 2 else shape
+
+
+def _shape_of_layer(layer: Any, activation: int, part: Any) -> SourcedShape | None:
+    own, source = layer.self_attn, getattr(layer, "encoder_attn", None)
     linears = [getattr(own, name, None) for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
-    linears += [*others, layer.fc1, layer.fc2]
+    linears += [layer.fc1, layer.fc2] if source is None else [layer.fc1, layer.fc2, source.q_proj, source.out_proj]
     if any(type(linear) is not nn.Linear for linear in linears) or own.q_proj.in_features != own.q_proj.out_features:
         return None
     scales = (getattr(owner, "embed_scale", 1.0) for owner in (part, part.embed_tokens))
@@ -103,6 +137,6 @@ def shape_of_layer(layer: Any, activation: int, part: Any, others: Sequence[Any]
     )
 
 
-def parts_with_weights(layer: Any) -> set[str]:
+def _with_weights(layer: Any) -> set[str]:
     """Names of a layer's parts that have parameters."""
     return {name for name, child in layer.named_children() if any(True for _ in child.parameters())}
