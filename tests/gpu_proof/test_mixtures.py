@@ -15,8 +15,8 @@ from tests.gpu_proof.device import DEVICE, needs_kernels
 from tests.support.models import tiny
 from workers.forward.attention import ATTENTION_NAME, bind
 from workers.forward.expert_trial import replace_experts_if_equal, triton_experts
-from workers.forward.fused_layers import TritonKernels
 from workers.forward.fused_trial import fuse_if_equal
+from workers.forward.layer_kernels import TritonKernels
 from workers.forward.replace_linear import replace_linear_layers
 from workers.model.loading import load_model
 

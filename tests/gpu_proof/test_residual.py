@@ -16,8 +16,8 @@ from cluster.core.config.model_section import ModelSection
 from tests.gpu_proof.device import DEVICE, IS_INTERPRETED, needs_kernels
 from tests.support.models import tiny
 from workers.forward import residual_product as products
-from workers.forward.fused_layers import TritonKernels
 from workers.forward.fused_trial import fuse_if_equal
+from workers.forward.layer_kernels import TritonKernels
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.projections import rms_norm
 from workers.forward.residual_product import MOST_ROWS, NoResidualProduct, check_product, residual_product

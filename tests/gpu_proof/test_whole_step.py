@@ -13,7 +13,7 @@ from deploy.simulation.device.fake_device import DEVICE, KernelCounter, fake_dev
 from deploy.simulation.device.models import MODELS, RankModel, load
 from deploy.simulation.device.prediction import predict
 from deploy.simulation.device.step import Rows, count_step
-from workers.forward import linear
+from workers.forward import fused_layers, linear
 from workers.forward.backends.triton import TritonBackend
 from workers.forward.gpu_product import GpuProduct
 from workers.forward.graph_buffers import GraphBuffers, GraphSize
@@ -120,6 +120,19 @@ def test_a_rank_of_eight_reduces_twice_a_layer_and_once_for_the_decisions() -> N
     step = count_step(LARGE, (Rows(1, 2048),))
     assert len(step.all_reduces) == 161
     assert step.bytes <= 1.05 * (step.weight_bytes + step.kv_bytes)
+
+
+def test_ranks_sum_one_half_of_many_rows_while_they_multiply_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = shorten(monkeypatch, LARGE.name, 3)
+    halves = count_step(LARGE, (Rows(1, 0, fresh=2048),))
+    monkeypatch.setattr(fused_layers, "LEAST_IN_HALVES", 4096)
+    whole = count_step(LARGE, (Rows(1, 0, fresh=2048),))
+    assert len(halves.all_reduces) == 4 * layers + 1
+    assert len(whole.all_reduces) == 2 * layers + 1
+    assert sum(halves.all_reduces) == sum(whole.all_reduces)
+    assert halves.flops == whole.flops
+    saved = predict(whole).seconds - predict(halves).seconds
+    assert saved > predict(whole).all_reduce_seconds / 2
 
 
 @pytest.mark.parametrize("rows", [(Rows(64, 2048),), (Rows(8, 300, nodes=7),)], ids=["decode", "verify"])

@@ -13,9 +13,9 @@ module's own result on the device.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,13 +23,11 @@ from torch.nn import functional
 
 from workers.forward.activations import RowwiseActivation
 from workers.forward.expert_choice import ExpertChoice
+from workers.forward.layer_kernels import LayerKernels
 from workers.forward.layer_lists import decoder_layers, decoder_list
-from workers.forward.linear import FastLinear, MergedLinear, PlainProduct, plain_product
-from workers.forward.projections import HeadNorms, Projections, rms_norm
-from workers.forward.residual_product import MOST_ROWS, NoResidualProduct, residual_product
-from workers.ranks import sum_over_ranks
-
-logger = logging.getLogger(__name__)
+from workers.forward.linear import FastLinear, MergedLinear, local_product
+from workers.forward.projections import HeadNorms, Projections
+from workers.forward.residual_product import MOST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,111 +54,12 @@ _FAMILIES = {
     "GptOss": _Family("gpt_oss", "MLP", "router", is_gpt_oss=True),
 }
 """By the prefix of their classes."""
+LEAST_IN_HALVES, _HALF_TILE = 512, 128
+"""Fewest rows that ranks multiply and sum in two halves, of which the first is a multiple of the other number. For
+fewer, reading the weights twice takes longer than waiting for sums."""
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
-
-
-class StreamProduct(Protocol):
-    """A product whose results are added to the residual stream (`workers.forward.residual_product`)."""
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[rows, in]` → `[rows, out]`."""
-        ...
-
-    def add_and_normalize(
-        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`stream` plus the product, and the RMSNorm of that. `norm` is the norm's weight and epsilon."""
-        ...
-
-
-class LayerKernels(Protocol):
-    """The operations of a layer between its products and its attention. Rows are contiguous, `[rows, dim]`."""
-
-    def normalize(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """RMSNorm of each row."""
-        ...
-
-    def add_and_normalize(
-        self, rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rows + added`, and the RMSNorm of that."""
-        ...
-
-    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`silu(gates) * values`, of rows that may lie apart."""
-        ...
-
-    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers of each row's experts, `[rows, experts of a token]` each, as `choice.of` returns them."""
-        ...
-
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:
-        """The product with a plain matrix `[out, in]`; `None` if it is left to the layer."""
-        ...
-
-
-class ReferenceKernels:
-    """The operations in plain PyTorch, which the kernels are compared with."""
-
-    def normalize(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """RMSNorm of each row."""
-        return rms_norm(rows, weight, epsilon)
-
-    def add_and_normalize(
-        self, rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rows + added`, and the RMSNorm of that."""
-        total = rows + added
-        return total, rms_norm(total, weight, epsilon)
-
-    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`silu(gates) * values`."""
-        return functional.silu(gates) * values
-
-    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers of each row's experts."""
-        return choice.of(logits)
-
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:  # noqa: ARG002
-        """None: the layers multiply."""
-        return None
-
-
-class TritonKernels:
-    """The operations as Triton kernels, one launch each. Making them raises `ImportError` without `triton`."""
-
-    def __init__(self) -> None:
-        from workers.forward.triton import experts, gate, norm
-
-        self._experts, self._gate, self._norm = experts, gate, norm
-
-    def normalize(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """RMSNorm of each row."""
-        return self._norm.normalize(rows, weight, epsilon)
-
-    def add_and_normalize(
-        self, rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rows + added`, and the RMSNorm of that."""
-        return self._norm.add_and_normalize(rows, added, weight, epsilon)
-
-    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`silu(gates) * values`."""
-        return self._gate.silu_mul(gates, values)
-
-    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers of each row's experts."""
-        return self._experts.choose(logits, choice)
-
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:
-        """The product in fixed splits, if it passes its trial on the device."""
-        try:
-            return residual_product(weight, bias)
-        except NoResidualProduct as error:
-            logger.warning("products %s are left to the library: %s", tuple(weight.shape), error)
-            return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,24 +96,41 @@ class _Output:
 
     def __init__(self, layer: nn.Module, kernels: LayerKernels) -> None:
         self._layer, self._kernels = layer, kernels
-        self._plain: PlainProduct | None = plain_product(layer)
-        self._product = None if self._plain is None else kernels.product(self._plain.weight, self._plain.bias)
+        self._local = local = local_product(layer)
+        plain = None if local is None else local.plain
+        self._product = None if plain is None else kernels.product(plain.weight, plain.bias)
+        self.sums_ranks = local is not None and local.reduce
 
     def add_and_normalize(
         self, x: torch.Tensor, stream: torch.Tensor, norm: _Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`stream` plus what the layer makes of `x`, and that normalized."""
-        if self._plain is None or self._product is None:
-            added = self._layer(x)
-        elif self._plain.reduce:
-            added = self._product.multiply(x)
-            sum_over_ranks(added)
-            added = added if self._plain.bias_after is None else added + self._plain.bias_after
-        elif len(x) <= MOST_ROWS:
+        if self.sums_ranks:
+            return self.begin(x)(stream, norm, None)
+        if self._product is not None and len(x) <= MOST_ROWS:
             return self._product.add_and_normalize(x, stream, (norm.weight, norm.epsilon))
-        else:
-            added = self._product.multiply(x)
-        return self._kernels.add_and_normalize(stream, added, norm.weight, norm.epsilon)
+        return self._kernels.add_and_normalize(stream, self._layer(x), norm.weight, norm.epsilon)
+
+    def begin(self, x: torch.Tensor) -> _Rest:
+        """Multiply, and begin the sum over ranks. Returns the rest of `add_and_normalize`, which waits for the sum."""
+        local, own = self._local, self._product
+        if local is None:
+            raise RuntimeError("a layer whose weights are not this rank's is not summed here")
+        part = local.kernel.multiply(x) if own is None else own.multiply(x)
+        wait = self._kernels.begin_sum(part)
+
+        def finish(
+            stream: torch.Tensor, norm: _Norm, out: tuple[torch.Tensor, torch.Tensor] | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            wait()
+            added = part if local.bias_after is None else part + local.bias_after
+            return self._kernels.add_and_normalize(stream, added, norm.weight, norm.epsilon, out)
+
+        return finish
+
+
+_Rest = Callable[[torch.Tensor, _Norm, tuple[torch.Tensor, torch.Tensor] | None], tuple[torch.Tensor, torch.Tensor]]
+"""What follows a product once its sum over ranks has begun, see `_Output.begin`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -275,19 +191,43 @@ class FusedLayer:
         normalized = self._pass.take(hidden_states, first.module)
         if normalized is None:
             normalized = self._kernels.normalize(stream, first.weight, first.epsilon)
-        attended = self._attend(normalized, position_embeddings)
-        stream, normalized = self._attention_output.add_and_normalize(attended, stream, second)
-        stream, normalized = self._feed_forward(normalized, stream)
+        attended, network = self._attend(normalized, position_embeddings), self._network_output
+        if len(stream) >= LEAST_IN_HALVES and network is not None and network.sums_ranks:
+            stream, normalized = self._in_halves(attended, stream, network)
+        else:
+            stream, normalized = self._attention_output.add_and_normalize(attended, stream, second)
+            stream, normalized = self._feed_forward(normalized, stream)
         result = stream[None]
         self._pass.stream, self._pass.norm, self._pass.normalized = result, self._following.module, normalized
         return result
 
+    def _in_halves(
+        self, attended: torch.Tensor, stream: torch.Tensor, network: _Output
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream after the layer, and that normalized: while the ranks sum one half of the rows, the other's are
+        multiplied. Every rank begins its sums in one order."""
+        middle = -(-len(stream) // (2 * _HALF_TILE)) * _HALF_TILE
+        halves = slice(0, middle), slice(middle, None)
+        second = self._norms[1]
+        sums, normalized, last_sums, last_normalized = (torch.empty_like(stream) for _ in range(4))
+        begun = [self._attention_output.begin(attended[half]) for half in halves]
+        ended = []
+        for half, rest in zip(halves, begun, strict=True):
+            rest(stream[half], second, (sums[half], normalized[half]))
+            ended.append(network.begin(self._inner(normalized[half])))
+        for half, rest in zip(halves, ended, strict=True):
+            rest(sums[half], self._following, (last_sums[half], last_normalized[half]))
+        return last_sums, last_normalized
+
+    def _inner(self, normalized: torch.Tensor) -> torch.Tensor:
+        """The inner numbers of a dense feed-forward network, `[rows, inner]`."""
+        mlp: Any = self._layer.mlp
+        return self._kernels.silu_mul(mlp.gate_proj(normalized), mlp.up_proj(normalized))
+
     def _feed_forward(self, normalized: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream after the feed-forward network, and that normalized."""
-        mlp: Any = self._layer.mlp
         if self._network_output is not None:
-            inner = self._kernels.silu_mul(mlp.gate_proj(normalized), mlp.up_proj(normalized))
-            return self._network_output.add_and_normalize(inner, stream, self._following)
+            return self._network_output.add_and_normalize(self._inner(normalized), stream, self._following)
         mixture = cast("Mixture", self._mixture)
         weights, chosen = self._kernels.choose(mixture.logits(normalized), mixture.choice)
         added = mixture.experts(normalized, chosen, weights)

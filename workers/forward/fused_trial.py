@@ -20,14 +20,13 @@ from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import choose_backend
 from workers.forward.expert_choice import ExpertChoice
 from workers.forward.fused_layers import (
-    LayerKernels,
-    TritonKernels,
     fuse_layers,
     has_known_layers,
     head_norms,
     mixture_of,
     undo_fuse,
 )
+from workers.forward.layer_kernels import LayerKernels, TritonKernels
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel
@@ -174,7 +173,7 @@ class _RecordedChoice:
 
     def __init__(self, kernels: LayerKernels) -> None:
         self.normalize, self.add_and_normalize = kernels.normalize, kernels.add_and_normalize
-        self.silu_mul, self.product = kernels.silu_mul, kernels.product
+        self.silu_mul, self.product, self.begin_sum = kernels.silu_mul, kernels.product, kernels.begin_sum
         self.router: _RouterResult | None = None
         self.logits = torch.empty(0)
         """Logits of the last choice."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import cast
 
@@ -86,27 +86,33 @@ class FastLinear(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlainProduct:
-    """What a layer that has plain weights computes."""
+class LocalProduct:
+    """What a `FastLinear` computes on this rank, and what follows it."""
 
-    weight: torch.Tensor
-    """`[out, in]`."""
-    bias: torch.Tensor | None
-    """Added to the product."""
+    kernel: LinearKernel
     reduce: bool
     """Whether the outputs of all ranks are summed."""
     bias_after: torch.Tensor | None
     """Added after the sum."""
 
+    @property
+    def plain(self) -> DenseKernel | None:
+        """The plain weights in torch's own layout, if they are."""
+        return self.kernel if isinstance(self.kernel, DenseKernel) else None
 
-def plain_product(layer: nn.Module) -> PlainProduct | None:
-    """What a `FastLinear` computes; `None` for other layers, and for weights that are packed or quantized."""
+
+def local_product(layer: nn.Module) -> LocalProduct | None:
+    """What a `FastLinear` computes; `None` for other layers."""
     if not isinstance(layer, FastLinear):
         return None
     entry = _entries[int(cast("torch.Tensor", layer.handle))]
-    if not isinstance(entry.kernel, DenseKernel):
-        return None
-    return PlainProduct(entry.kernel.weight, entry.kernel.bias, entry.reduce, entry.bias_after)
+    return LocalProduct(entry.kernel, entry.reduce, entry.bias_after)
+
+
+def sum_outputs(layer: FastLinear) -> None:
+    """Have the outputs of all ranks summed, as those of a layer whose inputs are divided among them."""
+    handle = int(cast("torch.Tensor", layer.handle))
+    _entries[handle] = replace(_entries[handle], reduce=True)
 
 
 class _MergedProjection:

@@ -5,13 +5,16 @@ Every constant is named with its source. What has no published source is an assu
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE
 from rich.table import Table
 
+from deploy.simulation.device.fake_device import Kernel
 from deploy.simulation.device.models import RankModel
-from deploy.simulation.device.step import Rows, StepCount, count_step
+from deploy.simulation.device.step import ALL_REDUCE, WAIT, Rows, StepCount, count_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Prediction:
     floor_seconds: float
     """The weights and the keys and values once, or the operations at the peak, whichever takes longer."""
     all_reduce_seconds: float
+    """Of all of them, those beside other work too."""
     sampling_seconds: float
 
 
@@ -58,17 +62,44 @@ _SAMPLING = {"largest_logits", "sum_digits", "choose_digits", "best_of_tiles", "
 
 
 def predict(step: StepCount, device: Device = H100) -> Prediction:
-    """Predict the times of a step: each kernel takes what its bytes or its operations take, and its launch."""
+    """Predict the times of a step: each kernel takes what its bytes or its operations take, and its launch.
+
+    All-reduces run one after another, beside the kernels between their beginning and their end. That both then share
+    the device's memory and multiprocessors is left out.
+    """
     works = [
         (kernel.name, max(kernel.bytes / device.bytes_per_second, kernel.flops / device.flops_per_second))
         for kernel in step.kernels
     ]
-    reduced = sum(device.all_reduce_seconds + 2 * count / device.link_bytes_per_second for count in step.all_reduces)
+    reduced = sum(_reduce_seconds(count, device) for count in step.all_reduces)
     sampling = sum(work + device.launch_seconds for name, work in works if name in _SAMPLING)
-    graph = sum(work + device.graph_launch_seconds for name, work in works if name not in _SAMPLING)
-    eager = sum(max(work, device.launch_seconds) for name, work in works if name not in _SAMPLING)
     floor = max((step.weight_bytes + step.kv_bytes) / device.bytes_per_second, step.flops / device.flops_per_second)
-    return Prediction(graph + sampling + reduced, eager + sampling + reduced, floor, reduced, sampling)
+    graph, eager = (_seconds(step.sequence, device, in_graph=in_graph) for in_graph in (True, False))
+    return Prediction(graph, eager, floor, reduced, sampling)
+
+
+def _reduce_seconds(count: int, device: Device) -> float:
+    """The time of an all-reduce of so many bytes."""
+    return device.all_reduce_seconds + 2 * count / device.link_bytes_per_second
+
+
+def _seconds(sequence: Sequence[Kernel], device: Device, *, in_graph: bool) -> float:
+    """The time until the last kernel of a step has ended. Those that sample are outside of the graph."""
+    now = linked = 0.0
+    ends: deque[float] = deque()
+    for kernel in sequence:
+        if kernel.name == ALL_REDUCE:
+            linked = max(now, linked) + _reduce_seconds(kernel.bytes, device)
+            ends.append(linked)
+        elif kernel.name == WAIT:
+            now = max(now, ends.popleft())
+        else:
+            work = max(kernel.bytes / device.bytes_per_second, kernel.flops / device.flops_per_second)
+            if kernel.name in _SAMPLING:
+                now += work + device.launch_seconds
+            else:
+                now += work + device.graph_launch_seconds if in_graph else max(work, device.launch_seconds)
+    return now
 
 
 STEPS: dict[str, tuple[Rows, ...]] = {

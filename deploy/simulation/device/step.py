@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +19,18 @@ from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.triton import CAPABILITIES, TritonBackend, TritonStep
 from workers.forward.expert_choice import ExpertChoice
 from workers.forward.experts import ExpertMatrices, FastExperts, is_mixture, matrices_of
-from workers.forward.fused_layers import fuse_layers
+from workers.forward.fused_layers import fuse_layers, has_known_layers
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
+from workers.forward.linear import FastLinear, sum_outputs
 from workers.forward.projections import Projections
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.forward.triton.tiles import MOST_NORMALIZED, wide_tile
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 
+ALL_REDUCE, WAIT = "all_reduce", "wait"
+"""Beginnings and ends of sums over ranks, among the kernels of a step in their order."""
 _FLOAT_BYTES = 4
 _DIGIT_PASSES = 5
 """Passes over the logits that find the last token of top-k or top-p (`workers.sampling.triton.truncation`)."""
@@ -51,14 +54,12 @@ class Rows:
 class StepCount:
     """What one step of one rank does."""
 
-    kernels: tuple[Kernel, ...]
-    """Launched with the layers compiled."""
+    sequence: tuple[Kernel, ...]
+    """Launched with the layers compiled, in order, with the beginnings and ends of all-reduces."""
     eager_launches: int
     """Launched without a compiler."""
     layer_kernels: int
     """Launched by one layer, compiled."""
-    all_reduces: tuple[int, ...]
-    """Bytes of each all-reduce."""
     copies: int
     """Tensors copied to the device before the step."""
     weight_bytes: int
@@ -68,6 +69,16 @@ class StepCount:
     """Bytes of the keys and values that the step has to read and write."""
     is_fused: bool = True
     """Whether the layers run fused, and not compiled."""
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What is launched, without all-reduces."""
+        return tuple(kernel for kernel in self.sequence if kernel.name not in (ALL_REDUCE, WAIT))
+
+    @property
+    def all_reduces(self) -> tuple[int, ...]:
+        """Bytes of each all-reduce."""
+        return tuple(kernel.bytes for kernel in self.sequence if kernel.name == ALL_REDUCE)
 
     @property
     def bytes(self) -> int:
@@ -145,9 +156,8 @@ class _CountedAttention(TritonBackend):
 class _CountedKernels:
     """The kernels of fused layers, which are counted instead of launched."""
 
-    def __init__(self, counter: KernelCounter, *, sums_ranks: bool) -> None:
-        """`sums_ranks`: what the products return is summed before it is added, so they are counted as modules."""
-        self._counter, self._sums_ranks = counter, sums_ranks
+    def __init__(self, counter: KernelCounter) -> None:
+        self._counter = counter
 
     def normalize(
         self,
@@ -164,9 +174,10 @@ class _CountedKernels:
         added: torch.Tensor,  # noqa: ARG002 - part of the interface
         weight: torch.Tensor,
         epsilon: float,  # noqa: ARG002
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._counter.add(Kernel("normalize_rows", (4 * rows.numel() + weight.numel()) * rows.element_size()))
-        return torch.empty_like(rows), torch.empty_like(rows)
+        return (torch.empty_like(rows), torch.empty_like(rows)) if out is None else out
 
     def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         self._counter.add(Kernel("gate_columns", 3 * gates.numel() * gates.element_size()))
@@ -178,8 +189,12 @@ class _CountedKernels:
         self._counter.add(Kernel("choose_experts", logits.numel() * logits.element_size() + 10 * weights.numel()))
         return weights, chosen
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _CountedProduct | None:  # noqa: ARG002
-        return None if self._sums_ranks else _CountedProduct(weight, self._counter)
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _CountedProduct:  # noqa: ARG002
+        return _CountedProduct(weight, self._counter)
+
+    def begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
+        self._counter.add(Kernel(ALL_REDUCE, part.numel() * part.element_size()))
+        return lambda: self._counter.add(Kernel(WAIT, 0))
 
 
 class _CountedProduct:
@@ -250,18 +265,18 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         attention = _CountedAttention(attention_setting(loaded, pool), counter)
         runner = ModelRunner(loaded, pool, attention=ChosenBackend("triton", attention, CAPABILITIES))
         experts = _count_experts(loaded.module, model, counter)
-        is_fused = fuse_layers(loaded.module, _CountedKernels(counter, sums_ranks=model.ranks > 1))
+        _sum_outputs(loaded.module, model)
+        is_fused = fuse_layers(loaded.module, _CountedKernels(counter))
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
-        reduced: list[int] = []
-        with _all_reduces(loaded.module, model, reduced), _regions(loaded.module, counter) as begins, counter:
+        with _all_reduces(loaded.module, model, counter), _regions(loaded.module, counter) as begins, counter:
             logits = runner.forward(batch)
         counter.add(*_decisions(logits, rows))
-        reduced += [len(logits) * 2 * 8] * (model.ranks > 1)  # each rank's best scores and tokens
+        if model.ranks > 1:  # each rank's best scores and tokens
+            counter.add(Kernel(ALL_REDUCE, len(logits) * 2 * 8), Kernel(WAIT, 0))
         return StepCount(
-            kernels=tuple(counter.fused()),
+            sequence=tuple(counter.fused()),
             eager_launches=len(counter.eager()),
             layer_kernels=_usual_layer(counter, begins),
-            all_reduces=tuple(reduced),
             copies=counter.copies,
             weight_bytes=weight_bytes + sum(one.read for one in experts),
             kv_bytes=attention.kv_bytes,
@@ -305,7 +320,7 @@ def _usual_layer(counter: KernelCounter, begins: Sequence[int]) -> int:
     """Kernels of the last layer but one, which is like most."""
     layer = KernelCounter()
     layer.operations = counter.operations[begins[-2] : begins[-1]]
-    return len(layer.fused())
+    return sum(kernel.name not in (ALL_REDUCE, WAIT) for kernel in layer.fused())
 
 
 def _seen(row: RowShape, window: int | None) -> int:
@@ -327,14 +342,25 @@ def _forward_rows(pool: KvPool, kind: Rows) -> Iterator[ForwardRow]:
         yield row
 
 
+_SUMMED = ("o_proj", "down_proj")
+"""Products whose outputs the ranks sum, after each attention and each feed-forward network."""
+
+
+def _sum_outputs(module: nn.Module, model: RankModel) -> None:
+    """Let the ranks sum the outputs of products, where layers are fused."""
+    for name, part in module.named_modules():
+        if model.ranks > 1 and name.endswith(_SUMMED) and isinstance(part, FastLinear) and has_known_layers(module):
+            sum_outputs(part)
+
+
 @contextmanager
-def _all_reduces(module: nn.Module, model: RankModel, found: list[int]) -> Iterator[None]:
-    """Inside, record the bytes of the sums over all ranks, after each attention and each feed-forward network."""
+def _all_reduces(module: nn.Module, model: RankModel, counter: KernelCounter) -> Iterator[None]:
+    """Inside, record the sums over all ranks that follow modules, which fused layers do not call."""
 
     def record(_: nn.Module, __: Any, output: torch.Tensor) -> None:
-        found.append(output.numel() * output.element_size())
+        counter.add(Kernel(ALL_REDUCE, output.numel() * output.element_size()), Kernel(WAIT, 0))
 
-    summed = ("down_proj", ".experts", *(("o_proj",) if model.shares_heads else ()))
+    summed = (".experts", *(name for name in _SUMMED if name != "o_proj" or model.shares_heads))
     with ExitStack() as stack:
         for name, part in module.named_modules():
             if model.ranks > 1 and name.endswith(summed):

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from tests.support.models import tiny
-from workers.forward.fused_layers import ReferenceKernels, fuse_layers, undo_fuse
+from workers.forward.fused_layers import fuse_layers, undo_fuse
 from workers.forward.fused_trial import fuse_if_equal, fuse_on_gpu
+from workers.forward.layer_kernels import ReferenceKernels
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import WHOLE_PASS, LoadedModel, PassOptions
 from workers.forward.partial_pass import WHOLE, PartialPass
@@ -180,7 +181,7 @@ def test_the_kernels_agree_on_a_gpu(tmp_path: Path, make: Make, dtype: str, capl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_of_the_kernels_have_the_same_bits_alone_on_a_gpu(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    from workers.forward.fused_layers import TritonKernels
+    from workers.forward.layer_kernels import TritonKernels
 
     kernels, device = TritonKernels(), torch.device("cuda")
     generator = torch.Generator().manual_seed(0)

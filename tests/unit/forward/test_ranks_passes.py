@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
 from tests.support.engines.rank_processes import free_port, start_ranks
 from tests.support.models import tiny
-from workers.forward.fused_layers import ReferenceKernels
+from workers.forward import fused_layers
 from workers.forward.fused_trial import fuse_if_equal
+from workers.forward.layer_kernels import ReferenceKernels
 from workers.forward.loaded_model import PassOptions
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -71,10 +73,27 @@ class LinearOfRank:
         raise NotImplementedError
 
 
+class InHalves(ReferenceKernels):
+    """Kernels that know whether the ranks summed one half of the rows while they multiplied the other."""
+
+    summed: ClassVar[list[str]] = []
+
+    def begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
+        self.summed.append("begin")
+        wait = super().begin_sum(part)
+
+        def end() -> None:
+            self.summed.append("end")
+            wait()
+
+        return end
+
+
 FORMS: dict[str, tuple[type[ReferenceKernels] | None, tuple[str | None, ...]]] = {
     "as they are": (None, ()),
     "fused": (ReferenceKernels, (None, None)),
     "with products": (WithProducts, (None, None)),
+    "in halves": (InHalves, (None, None)),
     "refused": (FailsLater, ("another rank cannot compute it", "RuntimeError('it fails on one rank')")),
 }
 """How the layers run: the kernels that fuse them, and why each rank then does not fuse them."""
@@ -85,6 +104,8 @@ def passes(directory: Path, rank: int = 0, ranks: int = 1, form: str = "as they 
     section = ModelSection(path=str(directory), device="cpu", compile="off", native="off")
     model = load_model(section, rank=rank, tensor_parallel=ranks)
     kernels, problems = FORMS[form]
+    if form == "in halves":
+        fused_layers.LEAST_IN_HALVES, fused_layers._HALF_TILE = 4, 2
     if kernels is not None:
         assert fuse_if_equal(model, kernels) == problems[rank]
     pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=100)
@@ -95,7 +116,10 @@ def passes(directory: Path, rank: int = 0, ranks: int = 1, form: str = "as they 
     ]
     for row in rows:
         pool.reserve(row.table, row.end)
+    InHalves.summed.clear()
     runner.forward(rows)
+    if form == "in halves":
+        assert InHalves.summed == ["begin", "begin", "end", "begin", "end", "begin", "end", "end"] * len(model.layers)
     found = {"tree": runner.hidden_of(0, (0, 2, 3)).clone(), "prompt": runner.hidden_of(1).clone()}
     return found | {
         f"logits {name}": runner.forward(rows, PassOptions(partial)).clone() for name, partial in PARTS.items()
@@ -128,4 +152,6 @@ def test_ranks_have_the_hidden_states_and_the_partial_passes_of_one_rank_alone(t
         process.join(SECONDS)
         assert process.exitcode == 0
     for form in FORMS:
-        check([load_file(directory / f"rank-{rank}-{form}.safetensors") for rank in range(RANKS)], alone)
+        found = [load_file(directory / f"rank-{rank}-{form}.safetensors") for rank in range(RANKS)]
+        check(found, alone)
+        assert all(torch.equal(found[0][name], found[1][name]) for name in ("tree", "prompt")), form

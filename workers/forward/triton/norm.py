@@ -21,10 +21,14 @@ def normalize(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
 
 
 def add_and_normalize(
-    rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    rows: torch.Tensor,
+    added: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rows + added` `[rows, dim]`, contiguous, in their type, and the RMSNorm of that sum."""
-    sums, output = torch.empty_like(rows), torch.empty_like(rows)
+    """`rows + added` `[rows, dim]`, contiguous, in their type, and the RMSNorm of that sum; in `out` if it is given."""
+    sums, output = (torch.empty_like(rows), torch.empty_like(rows)) if out is None else out
     _launch(rows, added, weight, epsilon, sums, output, adds=True)
     return sums, output
 
