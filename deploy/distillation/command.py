@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
@@ -19,6 +20,11 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
     """Train a draft: the target answers prompts, and a small model or a module learns to predict the answers."""
     chosen = tuple(assignments or ())
     settings = load_settings(config, chosen)
+    if options.plan:
+        from deploy.distillation.training_plan import print_plan
+
+        print_plan(options, Path(settings.configuration.target.path))
+        return
     # These import torch, once all options are checked.
     from deploy.distillation.single_process_job import distill_in_one_process
     from deploy.distillation.target import LocalTarget

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -50,6 +51,33 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return chosen
 
 
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The hidden states that a drafter reads unless others are chosen, for a target of so many layers."""
+    return tuple(sorted({min(3, layers // 3), layers // 2 + 1, layers - 1}))
+
+
+def block_shape(config: Any, chosen: argparse.Namespace, taps: int) -> MaskedBlockShape:
+    """The shape by the options, for a target with a configuration of `transformers`. Raises `ConfigurationError`."""
+    vocabulary = int(config.vocab_size)
+    body = layers_like(config, chosen.layers)
+    kv_heads = chosen.kv_heads or body.heads
+    if body.heads % kv_heads:
+        raise ConfigurationError(f"--kv-heads: {kv_heads} is refused; it must divide {body.heads}")
+    inner = chosen.inner or min(body.intermediate_size, body.hidden_size * 10 // 9)
+    mask = vocabulary - 1 if chosen.mask_token is None else chosen.mask_token
+    if not 0 <= mask < vocabulary:
+        raise ConfigurationError(f"--mask-token: {mask} is refused; it must be within 0 and {vocabulary - 1}")
+    return MaskedBlockShape(
+        body=replace(body, kv_heads=kv_heads, intermediate_size=inner, has_head_norms=True),
+        slots=chosen.slots,
+        taps=taps,
+        mask_token=mask,
+        predicts_next=True,
+        markov=MarkovShape(chosen.rank, chosen.markov, vocabulary, vocabulary),
+        confidence="markov",
+    )
+
+
 class Run(SingleProcess):
     """One run of the command."""
 
@@ -59,7 +87,7 @@ class Run(SingleProcess):
         """Train, measure and save. Raises `PilotfishError`."""
         chosen = self.options
         count = int(self.config.num_hidden_layers)
-        taps = self.taps((min(3, count // 3), count // 2 + 1, count - 1))
+        taps = self.taps(default_taps(count))
         rows = self._rows(self.lengthened(texts.train), taps)
         measured = {name: self._rows(answers, taps) for name, answers in texts.measured.items()}
         module = self._module(taps, rows.tap_scale())
@@ -75,10 +103,11 @@ class Run(SingleProcess):
 
     def _module(self, taps: Sequence[int], scale: torch.Tensor) -> SparkModule:
         """A drafter that begins as the target's first layer and its last ones, on the target's device."""
-        torch.manual_seed(self.options.seed)
+        chosen = self.options
+        torch.manual_seed(chosen.seed)
         decoder = self.target.get_decoder()
         embedding = self.target.get_input_embeddings().get_parameter("weight").detach()
-        module = SparkModule(self._shape(len(taps)), embedding, scale).to(self.device)
+        module = SparkModule(block_shape(self.config, chosen, len(taps)), embedding, scale).to(self.device)
         last = len(decoder.layers) - 1
         numbers = [0, *range(last - module.shape.body.layers + 2, last + 1)] if module.shape.body.layers > 1 else [last]
         layers = [
@@ -89,27 +118,6 @@ class Run(SingleProcess):
         size = sum(one.numel() for one in module.parameters())
         self.tell(f"drafter of {size:,} parameters reads hidden states {list(taps)}")
         return module
-
-    def _shape(self, taps: int) -> MaskedBlockShape:
-        """The shape by the options. Raises `ConfigurationError`."""
-        chosen, vocabulary = self.options, int(self.config.vocab_size)
-        body = layers_like(self.config, chosen.layers)
-        kv_heads = chosen.kv_heads or body.heads
-        if body.heads % kv_heads:
-            raise ConfigurationError(f"--kv-heads: {kv_heads} is refused; it must divide {body.heads}")
-        inner = chosen.inner or min(body.intermediate_size, body.hidden_size * 10 // 9)
-        mask = vocabulary - 1 if chosen.mask_token is None else chosen.mask_token
-        if not 0 <= mask < vocabulary:
-            raise ConfigurationError(f"--mask-token: {mask} is refused; it must be within 0 and {vocabulary - 1}")
-        return MaskedBlockShape(
-            body=replace(body, kv_heads=kv_heads, intermediate_size=inner, has_head_norms=True),
-            slots=chosen.slots,
-            taps=taps,
-            mask_token=mask,
-            predicts_next=True,
-            markov=MarkovShape(chosen.rank, chosen.markov, vocabulary, vocabulary),
-            confidence="markov",
-        )
 
     def _save(self, taps: tuple[int, ...], module: SparkModule) -> None:
         """Write the checkpoint and its model card, in the place of an earlier one."""

@@ -10,7 +10,7 @@ from deploy.distillation import dspark, eagle3
 from deploy.distillation.single_process import SingleProcess
 from workers.distill.data import ANSWERS
 from workers.distill.job import DistillJob
-from workers.distill.options import DSPARK
+from workers.distill.options import DSPARK, DistillOptions
 
 _WRITING, _TRAINING = 0.4, 0.5
 """Shares of the minutes for texts and for training. Hidden states and measuring have the rest."""
@@ -30,7 +30,7 @@ def distill_in_one_process(job: DistillJob) -> None:
     for name in (*_OF_OTHER_KINDS, *(("vocabulary_size",) if is_block else ())):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
-    words = [*_common(job), *(_block_words(job) if is_block else _head_words(job))]
+    words = [*_common(job), *(block_words(given) if is_block else _head_words(job))]
     told = job.notices.print
     run: SingleProcess = (
         dspark.Run(dspark.options(words), told) if is_block else eagle3.Run(eagle3.options(words), told)
@@ -68,9 +68,11 @@ def _head_words(job: DistillJob) -> list[str]:
     return [*words, "--vocabulary-size", str(given.vocabulary_size or _VOCABULARY)]
 
 
-def _block_words(job: DistillJob) -> list[str]:
-    """`--batch-tokens` counts the slots of a batch, a quarter of whose positions are in blocks."""
-    given = job.options
+def block_words(given: DistillOptions) -> list[str]:
+    """The options of a DSpark drafter.
+
+    `--batch-tokens` counts the slots of a batch, a quarter of whose positions are in blocks.
+    """
     slots = given.depths or _SLOTS
     blocks = max(1, given.max_length // 8)
     rows = max(1, given.batch_tokens // (blocks * slots))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.distill.learning_rate import learning_rate
+from workers.distill.peers import ALONE, Peers
 
 Module = TypeVar("Module", bound=nn.Module)
 Texts = TypeVar("Texts")
@@ -37,6 +38,8 @@ class DevicePlan:
     gradient_norm: float = 1.0
     is_bfloat16: bool = True
     """Whether matrices are multiplied in bfloat16. Parameters are float32."""
+    recomputes: bool = False
+    """Whether a layer's activations are computed again for the backward pass instead of kept in memory."""
     seed: int = 0
 
 
@@ -86,9 +89,12 @@ class State:
 class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
     """Trains one draft for a target. A kind of draft says what a batch is, and its loss."""
 
-    def __init__(self, target: Any, module: Module, plan: DevicePlan) -> None:
-        """`target` is a decoder-only model of `transformers` on the device."""
-        self._target, self._module, self._plan = target, module, plan
+    def __init__(self, target: Any, module: Module, plan: DevicePlan, peers: Peers = ALONE) -> None:
+        """`target` is a decoder-only model of `transformers` on the device.
+
+        `peers` train with this process; they have sharded the module.
+        """
+        self._target, self._module, self._plan, self._peers = target, module, plan, peers
         self._device = target.get_output_embeddings().weight.device
 
     @abstractmethod
@@ -135,12 +141,12 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
             found.append(self._step(texts, batch, optimizers))
             step += 1
             if clock() - reported >= report_seconds:
-                state = _state(step, clock() - began, found, epoch)
+                state = self._state(step, clock() - began, found, epoch)
                 report(state)
                 reported = clock()
                 found.clear()
         if found:
-            state = _state(step, clock() - began, found, epoch)
+            state = self._state(step, clock() - began, found, epoch)
             report(state)
         return state
 
@@ -153,6 +159,13 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
             optimizer.zero_grad(set_to_none=True)
         return reported.detach()
 
+    def _state(self, step: int, seconds: float, found: Sequence[Tensor], epoch: int) -> State:
+        """The state from the losses of some steps, which are read here alone; those of all peers are summed."""
+        loss, *right = self._peers.summed(torch.stack(list(found)).mean(dim=0)).tolist()
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss before step {step} is {loss}")
+        return State(step, seconds, loss, right[0] if right else None, epoch)
+
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.is_bfloat16)
 
@@ -162,10 +175,3 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
         return torch.optim.Muon(
             matrices, lr=plan.learning_rate, weight_decay=plan.weight_decay, ns_steps=4, adjust_lr_fn="match_rms_adamw"
         )
-
-
-def _state(step: int, seconds: float, found: Sequence[Tensor], epoch: int) -> State:
-    loss, *right = torch.stack(list(found)).mean(dim=0).tolist()
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss before step {step} is {loss}")
-    return State(step, seconds, loss, right[0] if right else None, epoch)

@@ -19,7 +19,7 @@ Their modules are of the kinds `eagle` and `block`.
 
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
-    *("evaluate_prompts", "minutes", "steps", "depths"),
+    *("evaluate_prompts", "minutes", "steps", "depths", "device_gb"),
 )
 
 
@@ -34,8 +34,15 @@ class DistillOptions:
         tuple[Path, ...],
         "A JSONL file of prompts, in the format of Spec-Bench, GSM8K, Self-Instruct, chat messages, plain "
         "text, or system messages alone. May be repeated.",
-    ]
-    out: Annotated[Path, "Directory to write the draft to."]
+    ] = ()
+    out: Annotated[Path, "Directory to write the draft to."] = Path()
+    plan: Annotated[
+        bool,
+        "Print the memory and the predicted speed of the training of a dspark drafter instead, per number of devices. "
+        "The target's config.json suffices; nothing is started.",
+    ] = False
+    device_gb: Annotated[float, "For --plan: memory of a device in GB."] = 80.0
+    json: Annotated[bool, "For --plan: print JSON."] = False
     field: Annotated[
         str | None,
         "For an encoder-decoder target: the field of the JSONL prompts that holds the source. Unset: every "
@@ -128,8 +135,6 @@ class DistillOptions:
         for name in ("held_out", "mix_rank", "selector_rank"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{_option(name)}: {getattr(self, name)} is refused; it must be 0 or above")
-        if (self.minutes is None) == (self.steps is None):
-            raise ConfigurationError("--minutes and --steps: needed one of them")
         kinds = (LAYERS, *SHAPES, *SINGLE_PROCESS)
         if self.kind not in kinds:
             raise ConfigurationError(f"--kind: {self.kind!r} is refused; it must be one of {', '.join(kinds)}")
@@ -141,6 +146,17 @@ class DistillOptions:
             raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigurationError(f"--device: {self.device!r} is refused; it must be auto, cpu or cuda")
+        if self.plan:
+            if self.kind != DSPARK:
+                raise ConfigurationError(f"--plan: refused for kind {self.kind}; it is for kind {DSPARK}")
+            return
+        self._check_run()
+
+    def _check_run(self) -> None:
+        if self.json:
+            raise ConfigurationError("--json: refused without --plan")
+        if (self.minutes is None) == (self.steps is None):
+            raise ConfigurationError("--minutes and --steps: needed one of them")
         if self.start is not None and (self.layers or self.student_config is not None):
             raise ConfigurationError("--start: a draft has its layers; needed without --layers and --student-config")
         self._check_files()
@@ -148,6 +164,8 @@ class DistillOptions:
     def _check_files(self) -> None:
         if not self.prompts:
             raise ConfigurationError("--prompts: needed at least one file, found none")
+        if self.out == Path():
+            raise ConfigurationError("--out: needed a directory, found none")
         if self.work_directory.resolve().is_relative_to(self.out.resolve()):
             raise ConfigurationError(
                 f"--work: {self.work_directory} is refused; it must not be inside --out, {self.out}"

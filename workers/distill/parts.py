@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 
 class Norm(nn.Module):
@@ -42,3 +45,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tenso
         return nn.functional.scaled_dot_product_attention(queries, keys, values, mask)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return nn.functional.scaled_dot_product_attention(queries, keys, values, mask)
+
+
+def run_layer(layer: nn.Module, *inputs: Any, recomputes: bool) -> Any:
+    """The output of a layer. With `recomputes`, the backward pass computes its activations again."""
+    if not recomputes or not torch.is_grad_enabled():
+        return layer(*inputs)
+    return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)

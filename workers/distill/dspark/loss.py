@@ -25,6 +25,10 @@ class SlotGoals:
     overlap: float
     """Weight of the share that draft and target have in common, relative to the cross entropy."""
 
+    def part(self, slots: slice) -> SlotGoals:
+        """The goals of some slots."""
+        return SlotGoals(self.leading[slots], self.shares[slots], self.weights[slots], self.overlap)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadLoss:
@@ -46,12 +50,42 @@ def head_loss(vectors: Tensor, head: Tensor, second: Tensor, goals: SlotGoals) -
     return HeadLoss(loss, is_right)
 
 
+@dataclass(frozen=True, slots=True)
+class _PartLoss:
+    """The loss of some slots, and its gradients."""
+
+    loss: Tensor
+    is_right: Tensor
+    inner: Tensor
+    """[slots, hidden size + rank] Of the vectors."""
+    gradient: Tensor
+    """[slots, vocabulary] Of the logits."""
+
+
+def _part_loss(vectors: Tensor, joint: Tensor, goals: SlotGoals) -> _PartLoss:
+    """The loss of slots whose logits are in memory at once; both gradients are in the type of `joint`."""
+    leading, wanted, overlap, weight = goals.leading, goals.shares, goals.overlap, goals.weights.unsqueeze(1)
+    logits = vectors @ joint.T
+    is_right = logits.argmax(dim=-1) == leading[:, 0]
+    drafted = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    del logits
+    found = drafted.gather(1, leading)
+    less = torch.where(found < wanted, found, 0.0)
+    entropy = -(wanted * found.clamp(min=1e-9).log()).sum(dim=1, keepdim=True)
+    common = torch.minimum(found, wanted).sum(dim=1, keepdim=True)
+    loss = (weight * (entropy - overlap * common)).sum()
+    total = wanted.sum(dim=1, keepdim=True) + overlap * less.sum(dim=1, keepdim=True)
+    drafted.mul_(total * weight).scatter_add_(1, leading, -weight * (wanted + overlap * less))
+    gradient = drafted.to(joint.dtype)
+    return _PartLoss(loss, is_right, gradient @ joint, gradient)
+
+
 class _Loss(torch.autograd.Function):
     """Computes the gradient of a part's logits while they are in memory."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, head: Tensor, second: Tensor, goals: SlotGoals) -> tuple[Tensor, Tensor]:
-        leading, shares, weights, overlap = goals.leading, goals.shares, goals.weights, goals.overlap
+        weights = goals.weights
         joint = torch.cat([head, second.to(head.dtype)], dim=1)
         vectors = vectors.to(head.dtype)
         rank = second.shape[1]
@@ -59,21 +93,11 @@ class _Loss(torch.autograd.Function):
         loss, is_right = weights.new_zeros(()), torch.empty_like(weights, dtype=torch.bool)
         for first in range(0, len(vectors), _CHUNK):
             part = slice(first, first + _CHUNK)
-            logits = vectors[part] @ joint.T
-            is_right[part] = logits.argmax(dim=-1) == leading[part, 0]
-            drafted = torch.softmax(logits, dim=-1, dtype=torch.float32)
-            found, wanted, weight = drafted.gather(1, leading[part]), shares[part], weights[part].unsqueeze(1)
-            is_less = found < wanted
-            less = torch.where(is_less, found, 0.0)
-            entropy = -(wanted * found.clamp(min=1e-9).log()).sum(dim=1, keepdim=True)
-            common = torch.minimum(found, wanted).sum(dim=1, keepdim=True)
-            loss += (weight * (entropy - overlap * common)).sum()
-            total = wanted.sum(dim=1, keepdim=True) + overlap * less.sum(dim=1, keepdim=True)
-            gradient = drafted.mul_(total * weight)
-            gradient.scatter_add_(1, leading[part], -weight * (wanted + overlap * less))
-            gradient = gradient.to(head.dtype)
-            inner[part] = gradient @ joint
-            outer += (gradient.T @ vectors[part, -rank:]).float()
+            found = _part_loss(vectors[part], joint, goals.part(part))
+            is_right[part], inner[part] = found.is_right, found.inner
+            loss += found.loss
+            outer += (found.gradient.T @ vectors[part, -rank:]).float()
+            del found
         ctx.save_for_backward(inner, outer)
         ctx.mark_non_differentiable(is_right)
         return loss, is_right

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.parts import Mlp, Norm, attend
+from workers.distill.parts import Mlp, Norm, attend, run_layer
 from workers.model.drafting.public import rotary_steps
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import DecoderShape, MarkovShape, MaskedBlockShape
@@ -155,10 +155,11 @@ class SparkModule(nn.Module):
         """The rank of the Markov head."""
         return self.markov_head.shape.rank
 
-    def forward(self, taps: Tensor, blocks: Blocks) -> Tensor:
+    def forward(self, taps: Tensor, blocks: Blocks, *, recomputes: bool = False) -> Tensor:
         """Normalised vectors for the head, [rows, blocks, slots, hidden size].
 
-        `taps` [rows, tokens, taps x hidden size] are the target's over the rows.
+        `taps` [rows, tokens, taps x hidden size] are the target's over the rows. With `recomputes`, the backward pass
+        computes the activations of layers again.
         """
         rows, count, slots = blocks.tokens.shape
         context = self.hidden_norm(self.fc(taps.float() * self._scale))
@@ -169,9 +170,9 @@ class SparkModule(nn.Module):
         turns = _Turn(own, self._steps, self._factor), _Turn(places.unsqueeze(0), self._steps, self._factor)
         mask = _mask(blocks, places, self.fc_type(context))
         for layer in self.layers:
-            residual = layer(residual, context, turns, mask)
-        found: Tensor = self.norm(residual)
-        return found.view(rows, count, slots, -1)
+            residual = run_layer(layer, residual, context, turns, mask, recomputes=recomputes)
+        found: Tensor = self.norm(residual.view(rows, count, slots, -1))
+        return found
 
     def fc_type(self, like: Tensor) -> torch.dtype:
         """The type in which matrices are multiplied at present, on the device of a tensor."""

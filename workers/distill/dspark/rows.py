@@ -52,8 +52,11 @@ class TextRows:
         length: int,
         temperature: float = 1.0,
         batch_tokens: int = 16384,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         """Compute the states of all answers, each cut to `length` tokens, the size of a row.
+
+        `part` (i, n) is the process i of n that has the same answers: it computes every n-th row alone, from row i.
 
         `target` is a decoder-only model of `transformers`; tap `l` is the residual stream after `l` of its layers, all
         but the last one. Its probabilities are those at `temperature`. Raises `ConfigurationError` without a text whose
@@ -65,30 +68,63 @@ class TextRows:
         texts = [(*answer.prompt, *answer.answer)[:length] for answer in usable]
         head = target.get_output_embeddings()
         device, dtype, size = head.weight.device, head.weight.dtype, int(target.config.hidden_size)
-        places, self.rows = _packed([len(text) for text in texts], length)
-        self.length, self.device = length, device
+        places, rows = _packed([len(text) for text in texts], length)
         self.tokens = sum(map(len, texts))
         """Tokens of all texts."""
-        total = self.rows * length
-        leading = min(_LEADING, int(target.config.vocab_size))
-        self._tokens = torch.zeros(total, dtype=torch.int64, device=device)
-        self._taps = torch.zeros((total, len(taps) * size), dtype=dtype, device=device)
-        self._leading = torch.zeros((total, leading), dtype=torch.int32, device=device)
-        self._shares = torch.zeros((total, leading), dtype=torch.float16, device=device)
-        starts, ends, is_anchor = torch.zeros(3, total, dtype=torch.int64)
+        self._allocate((rows, length), len(taps) * size, int(target.config.vocab_size), device, dtype, part)
+        total = rows * length
+        starts, ends, is_anchor, tokens = torch.zeros(4, total, dtype=torch.int64)
         for text, answer, place in zip(texts, usable, places, strict=True):
             inner = place % length
             starts[place : place + len(text)] = inner
             ends[place : place + len(text)] = inner + len(text)
+            tokens[place : place + len(text)] = torch.tensor(text)
             is_anchor[place + len(answer.prompt) : place + len(text) - 1] = 1
-        self._starts, self._ends = starts.to(device), ends.to(device)
-        self._is_anchor = is_anchor.bool().view(self.rows, length).to(device)
+        self._tokens.copy_(tokens)
+        self._starts.copy_(starts)
+        self._ends.copy_(ends)
+        self._is_anchor.copy_(is_anchor.bool().view(rows, length))
         self.anchors = int(is_anchor.sum())
         """Tokens after which a draft can be right."""
-        prompts = [len(answer.prompt) for answer in usable]
-        for batch in by_length([len(text) for text in texts], batch_tokens):
-            found = [(texts[number], prompts[number], places[number]) for number in batch]
+        own = [number for number, place in enumerate(places) if place // length % part[1] == part[0]]
+        for batch in by_length([len(texts[number]) for number in own], batch_tokens):
+            chosen = [own[index] for index in batch]
+            found = [(texts[number], len(usable[number].prompt), places[number]) for number in chosen]
             self._read(target, found, taps, temperature)
+
+    @classmethod
+    def empty(
+        cls, size: tuple[int, int], width: int, vocabulary: int, device: torch.device, dtype: torch.dtype
+    ) -> TextRows:
+        """Rows without texts, of the memory that they take with texts.
+
+        `size` is the number of rows and their length, `width` the number of taps times the hidden size.
+        """
+        found = cls.__new__(cls)
+        found.tokens = found.anchors = 0
+        found._allocate(size, width, vocabulary, device, dtype)
+        return found
+
+    def _allocate(
+        self,
+        size: tuple[int, int],
+        width: int,
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.rows, self.length = size
+        self.device, (self._first, self._parts) = device, part
+        total, leading = self.rows * self.length, min(_LEADING, vocabulary)
+        own = max(0, -(-(self.rows - self._first) // self._parts)) * self.length
+        self._tokens, self._starts, self._ends = (
+            torch.zeros(total, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self._taps = torch.zeros((own, width), dtype=dtype, device=device)
+        self._leading = torch.zeros((own, leading), dtype=torch.int32, device=device)
+        self._shares = torch.zeros((own, leading), dtype=torch.float16, device=device)
+        self._is_anchor = torch.zeros(size, dtype=torch.bool, device=device)
 
     @torch.inference_mode()
     def _read(
@@ -103,8 +139,9 @@ class TextRows:
         found = target.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         states = torch.cat([found.hidden_states[tap] for tap in taps], dim=-1).flatten(0, 1)
         is_token = inner < lengths
+        stored = stored // self.length // self._parts * self.length + stored % self.length  # among own rows
         where, chosen = stored[is_token].to(self.device), is_token.flatten().nonzero().flatten().to(self.device)
-        self._tokens[where], self._taps[where] = tokens.flatten()[chosen], states[chosen]
+        self._taps[where] = states[chosen]
         is_drafted = (inner >= torch.tensor(prompts).unsqueeze(1)) & (inner < lengths - 1)
         where, chosen = stored[is_drafted].to(self.device), is_drafted.flatten().nonzero().flatten().to(self.device)
         head, final = target.get_output_embeddings(), found.last_hidden_state.flatten(0, 1)[chosen]
@@ -113,8 +150,8 @@ class TextRows:
             self._leading[goal], self._shares[goal] = leading.int(), shares.half()
 
     def tap_scale(self) -> Tensor:
-        """One divided by the root mean square of each element of the taps, [taps x hidden size]."""
-        places = self._ends.nonzero().flatten()
+        """One divided by the root mean square of each element of the own taps, [taps x hidden size]."""
+        places = self._ends.view(self.rows, self.length)[self._first :: self._parts].flatten().nonzero().flatten()
         chosen = self._taps[places[:: max(1, len(places) // _SCALE_TOKENS)]].float()
         return chosen.pow(2).mean(dim=0).add_(1e-6).rsqrt_()
 
@@ -125,8 +162,8 @@ class TextRows:
         return found
 
     def taps(self, rows: Tensor) -> Tensor:
-        """Taps [rows, length, taps x hidden size]."""
-        return self._taps.view(self.rows, self.length, -1)[rows]
+        """Taps [rows, length, taps x hidden size] of own rows."""
+        return self._taps.view(-1, self.length, self._taps.shape[1])[rows // self._parts]
 
     def drawn(self, rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Different anchors of rows [rows, count] by chance, and whether each is one: a row may have fewer."""
@@ -140,13 +177,13 @@ class TextRows:
         return [row.nonzero().flatten().tolist() for row in found]
 
     def blocks(self, rows: Tensor, anchors: Tensor, slots: int) -> tuple[Blocks, Goal]:
-        """The blocks of anchors [rows, blocks], and what their slots should predict [rows, blocks, slots]."""
+        """The blocks of anchors [rows, blocks] of own rows, and what slots should predict [rows, blocks, slots]."""
         places = anchors.unsqueeze(2) + torch.arange(slots + 1, device=self.device)
         stored = (rows * self.length).view(-1, 1, 1) + places.clamp(max=self.length - 1)
         tokens = self._tokens[stored]
         ends = self._ends[stored[:, :, :1]]
         block = Blocks(anchors, self._starts[stored[:, :, 0]], tokens[:, :, :-1])
-        read = stored[:, :, :-1]
+        read = (rows // self._parts * self.length).view(-1, 1, 1) + places[:, :, :-1].clamp(max=self.length - 1)
         goal = Goal(self._leading[read].long(), self._shares[read].float(), tokens[:, :, 1:], places[:, :, 1:] < ends)
         return block, goal
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cluster.core.errors import ConfigurationError
 from workers.distill.device_training import DevicePlan, DeviceTraining, Measured
 from workers.distill.dspark.loss import SlotGoals, head_loss
 from workers.distill.dspark.measure import measure
@@ -23,7 +24,12 @@ class BlockPlan(DevicePlan):
     learning_rate: float = 1.5e-3
     warm_up: float = 0.02
     rows: int = 12
-    """Rows of a batch."""
+    """Rows of a batch, of all processes together."""
+    parts: int = 1
+    """Each batch has as many of rows 0, n, 2n, … as of rows 1, n + 1, …: one part for each of n processes.
+
+    One process with n parts draws the batches that n processes draw.
+    """
     blocks: int = 224
     """Blocks of a row."""
     overlap: float = 1.0
@@ -64,13 +70,23 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
 
     def _batches(self, texts: TextRows) -> Iterator[tuple[int, Anchors]]:
         generator = torch.Generator(texts.device).manual_seed(self._plan.seed)
-        count = min(self._plan.rows, texts.rows)
+        parts, peers = self._plan.parts, self._peers
+        if peers.count not in (1, parts):
+            raise ConfigurationError(f"parts: {parts} is refused; it must be {peers.count}, the number of processes")
+        count = min(self._plan.rows, texts.rows) // parts
+        if not count:
+            raise ConfigurationError(f"parts: {parts} is refused; it must be at most {texts.rows}, the rows of texts")
+        own = slice(peers.rank * count, (peers.rank + 1) * count) if peers.count > 1 else slice(None)
         epoch = 0
         while True:
-            order = torch.randperm(texts.rows, generator=generator, device=texts.device)
-            for first in range(0, texts.rows - count + 1, count):
-                rows = order[first : first + count]
-                yield epoch, Anchors(rows, *texts.drawn(rows, self._plan.blocks, generator))
+            orders = []
+            for part in range(parts):
+                size = -(-(texts.rows - part) // parts)
+                orders.append(torch.randperm(size, generator=generator, device=texts.device) * parts + part)
+            for first in range(0, texts.rows // parts - count + 1, count):
+                rows = torch.cat([order[first : first + count] for order in orders])
+                places, is_drawn = texts.drawn(rows, self._plan.blocks, generator)
+                yield epoch, Anchors(rows[own], places[own], is_drawn[own])
             epoch += 1
 
     def _losses(self, texts: TextRows, batch: Anchors) -> tuple[Tensor, Tensor]:
@@ -79,9 +95,9 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         blocks, goal = texts.blocks(batch.rows, batch.places, slots)
         depths = torch.arange(slots, device=texts.device)
         weights = (goal.is_text & batch.is_drawn.unsqueeze(2)) * plan.decay**depths
-        weights = (weights / weights.sum().clamp(min=1e-9)).flatten()
+        weights = (weights / self._peers.summed(weights.sum()).clamp(min=1e-9)).flatten()
         with self._autocast():
-            hidden = module(texts.taps(batch.rows), blocks)
+            hidden = module(texts.taps(batch.rows), blocks, recomputes=plan.recomputes)
             mixed, embedded = module.mixed(hidden, blocks.tokens)
             goals = SlotGoals(goal.tokens.flatten(0, 2), goal.probabilities.flatten(0, 2), weights, plan.overlap)
             vectors = torch.cat([hidden, mixed.to(hidden.dtype)], dim=-1).flatten(0, 2)
@@ -98,14 +114,14 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         AdamW also has vectors and matrices with a row for each token. Muon multiplies in bfloat16, for which many CPUs
         have no instructions.
         """
-        plan, is_cuda = self._plan, self._device.type == "cuda"
+        plan, is_gpu = self._plan, self._device.type != "cpu"
         named = dict(self._module.named_parameters())
         inner = [
             value
             for name, value in named.items()
-            if is_cuda and value.dim() == 2 and len(value) > 1 and name not in (FIRST, SECOND)
+            if is_gpu and value.dim() == 2 and len(value) > 1 and name not in (FIRST, SECOND)
         ]
         known = set(map(id, inner))
         others = [value for value in named.values() if id(value) not in known]
-        adam = torch.optim.AdamW(others, lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=is_cuda)
+        adam = torch.optim.AdamW(others, lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=is_gpu)
         return (self._muon(inner), adam) if inner else (adam,)

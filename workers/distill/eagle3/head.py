@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.parts import Mlp, Norm, attend
+from workers.distill.parts import Mlp, Norm, attend, run_layer
 from workers.model.drafting.layer import rotate
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import FeatureShape
@@ -145,7 +145,9 @@ class Eagle3Head(nn.Module):
                 self.fc.weight[:, -size:].fill_diagonal_(1.0)
 
 
-def roll_out(head: Eagle3Head, taps: Tensor, following: Tensor, depths: int) -> list[Tensor]:
+def roll_out(
+    head: Eagle3Head, taps: Tensor, following: Tensor, depths: int, *, recomputes: bool = False
+) -> list[Tensor]:
     """The outputs [rows, tokens, hidden size] of each depth.
 
     This is EAGLE-3's training-time test: a head drafts several steps from its own outputs, all rows at once. The input
@@ -155,7 +157,7 @@ def roll_out(head: Eagle3Head, taps: Tensor, following: Tensor, depths: int) -> 
 
     `taps` [rows, tokens, taps x target's hidden size] are the target's at the first positions of each row, `following`
     [rows, tokens, hidden size] embeddings of the tokens after them. Outputs of depth d at positions below d are of no
-    use.
+    use. With `recomputes`, the backward pass computes the activations of each depth again.
     """
     features = head.features(taps)
     places = torch.arange(features.shape[1], device=features.device)
@@ -165,7 +167,9 @@ def roll_out(head: Eagle3Head, taps: Tensor, following: Tensor, depths: int) -> 
     for depth in range(depths):
         own = [behind == depth - earlier for earlier in range(1, depth + 1)]
         mask = torch.cat([behind >= depth, *own], dim=1)
-        output, keys, values = head(features, following, places, context, mask)
+        # The context of this depth: what is computed again must not see later ones.
+        seen = tuple(context)
+        output, keys, values = run_layer(head, features, following, places, seen, mask, recomputes=recomputes)
         context.append((keys, values))
         outputs.append(output)
         features = torch.cat([output[:, :1], output[:, :-1]], dim=1)

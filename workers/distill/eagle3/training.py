@@ -93,7 +93,8 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         """The outputs of each depth at all positions of a batch but the last one."""
         following = self._embedding[batch.tokens[:, 1:]].float()
         with self._autocast():
-            return roll_out(self._module, batch.taps[:, :-1], following, self._plan.depths)
+            plan = self._plan
+            return roll_out(self._module, batch.taps[:, :-1], following, plan.depths, recomputes=plan.recomputes)
 
     def _logits(self, outputs: Tensor) -> Tensor:
         with self._autocast():

@@ -216,6 +216,17 @@ def test_a_step_reads_nothing_back_from_the_device(target: Any, texts: TextRows)
     assert not {name for name in calls.names if "_local_scalar_dense" in name or "nonzero" in name or "equal" in name}
 
 
+def test_activations_that_are_computed_again_give_the_same_gradients(target: Any, texts: TextRows) -> None:
+    found = []
+    for recomputes in (False, True):
+        module = random_module(target, texts)
+        plan = BlockPlan(rows=2, blocks=8, recomputes=recomputes, is_bfloat16=False)
+        training = BlockTraining(target, module, plan)
+        loss, _ = training._losses(texts, next(training._batches(texts))[1])
+        found.append(torch.autograd.grad(loss, tuple(module.parameters())))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.slow
 def test_a_drafter_learns_to_draft_the_texts(target: Any, texts: TextRows) -> None:
     torch.manual_seed(0)
