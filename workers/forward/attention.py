@@ -18,6 +18,7 @@ from torch import nn
 
 from cluster.core.errors import ModelLoadError
 from workers.forward.backends.base import AttentionBackend
+from workers.forward.latent_heads import latent_heads
 from workers.forward.operators import define
 
 ATTENTION_NAME = "pilotfish_paged"
@@ -89,7 +90,8 @@ class PagedAttention:
         reads_source = READS_SOURCE in vars(module)
         backend, metadata = self.step.backend, self.step.sources if reads_source else self.step.metadata
         width, padded = value.shape[3], max(key.shape[3], value.shape[3])
-        if width != key.shape[3]:  # zeros change neither the products nor the values that are kept
+        if width != key.shape[3] and latent_heads(module) is None:
+            # Zeros change neither the products nor the values that are kept.
             scaling = key.shape[3] ** -0.5 if scaling is None else scaling
             query, key, value = (nn.functional.pad(one, (0, padded - one.shape[3])) for one in (query, key, value))
         if not reads_source:
@@ -118,15 +120,20 @@ def paged_attention_forward(
     Masks, windows, soft caps and `others` are read by the probe pass, when the model is loaded. The step's layout
     replaces the masks, and the backend knows the rest of each layer.
     """
+    latents = latent_heads(module)
+    if latents is not None:
+        query, scaling = latents.absorb(query, scaling)
     if torch.compiler.is_compiling():
-        return torch.ops.pilotfish.attend(query, key, value, module.attention_handle, scaling, s_aux), None
+        found = torch.ops.pilotfish.attend(query, key, value, module.attention_handle, scaling, s_aux)
+        return found if latents is None else latents.expand(found), None
     paged = getattr(module, "paged_attention", None)
     if not isinstance(paged, PagedAttention):
         raise UnsupportedModel(f"{type(module).__name__} attends without a layer_idx, so its keys have no place")
     if paged.probe is not None:
         call = AttentionCall(query, key, value, attention_mask, sliding_window, softcap, s_aux is not None, others)
         paged.probe.record(module, call, reads_source=READS_SOURCE in vars(module))
-    return paged.attend(module, query, key, value, scaling, s_aux), None
+    found = paged.attend(module, query, key, value, scaling, s_aux)
+    return found if latents is None else latents.expand(found), None
 
 
 # The compiler sees attention as one opaque operator, since its arguments do not include the pool and the layout.

@@ -17,8 +17,8 @@ from torch import nn
 
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_experts import PackedExperts
+from workers.forward.native.packed_linear import can_pack
 from workers.forward.operators import define
-from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
 from workers.forward.weights.experts import (
     WHOLE_LAYER,
@@ -29,7 +29,6 @@ from workers.forward.weights.experts import (
     StoredExperts,
     gate_of,
 )
-from workers.forward.weights.plain import PlainStorage
 from workers.ranks import sum_over_ranks
 
 
@@ -169,14 +168,7 @@ def _on_cpu(experts: Sequence[Expert], gate: Gate, directory: str | None) -> Exp
 
 def _is_packed(expert: Expert) -> bool:
     """Whether the CPU kernels take the matrices of an expert."""
-    return all(one.device.type == "cpu" and (one.is_widened or _is_plain(one)) for one in (expert.first, expert.second))
-
-
-def _is_plain(storage: Storage) -> bool:
-    if not isinstance(storage, PlainStorage):
-        return False
-    dtype = storage.weight.dtype
-    return dtype is torch.float32 or (dtype is torch.bfloat16 and storage.inputs % 2 == 0)
+    return can_pack(expert.first) and can_pack(expert.second)
 
 
 def _mix(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import eager_mask
 
 from workers.forward.attention import AttentionCall, UnsupportedModel, bind, paged_attention_forward
+from workers.forward.latent_heads import latent_heads
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.recurrent import CACHE_NAMES, RecurrentLayers, bind_recurrent, cache_name
 from workers.kv.spec import LayerShape
@@ -77,6 +78,7 @@ class AttentionProbe:
         if heads % kv_heads or call.query.shape[3] != call.key.shape[3]:
             raise UnsupportedModel(f"layer {layer}: {heads} query heads do not fit {kv_heads} KV heads")
         width = max(call.key.shape[3], call.value.shape[3])
+        latent = call.value.shape[3] if latent_heads(module) is not None else None
         if layer in (self._sources if reads_source else self.layers):
             raise UnsupportedModel(f"layer {layer} attends twice in a pass, and would overwrite its keys and values")
         if reads_source:
@@ -86,7 +88,7 @@ class AttentionProbe:
         seen = self._seen(module, layer, call)
         if seen.chunk is not None:
             self._bound("its layers attend in chunks", seen.chunk)
-        shape = LayerShape(kv_heads, width, seen.window, heads // kv_heads, call.soft_cap, call.has_sinks)
+        shape = LayerShape(kv_heads, width, seen.window, heads // kv_heads, call.soft_cap, call.has_sinks, latent)
         self.layers[layer] = shape
 
     def _check_counting(self, module: nn.Module, layer: int) -> None:

@@ -110,7 +110,7 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
     styles = [_style(layer, f"{path}.{name}", plan) for layer, name in zip(layers, names, strict=True)]
     if any(style not in ("whole", "colwise") for style in styles):
         return
-    storages, biases = zip(*(_stored(layer, how[0]) for layer in layers), strict=True)
+    storages, biases = zip(*(own_storage(layer, how[0]) for layer in layers), strict=True)
     if len({bias is None for bias in biases}) > 1:
         return
     joined = storages[0].joined(storages[1:])
@@ -124,7 +124,7 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
 
 def _replace(layer: nn.Module, path: str, style: str, how: _How) -> FastLinear:
     is_cut = style == "rowwise"
-    storage, bias = _stored(layer, how[0], cut_inputs=is_cut)
+    storage, bias = own_storage(layer, how[0], cut_inputs=is_cut)
     kernel = _kernel(storage, None if is_cut else bias, path, how)
     fast = FastLinear(kernel, storage.outputs, reduce=is_cut, bias=bias if is_cut else None)
     if isinstance(layer.weight, torch.Tensor):
@@ -140,7 +140,9 @@ def _kernel(storage: Storage, bias: torch.Tensor | None, path: str, how: _How) -
         raise NoGpuProduct(f"{path.removeprefix('.')}: {error}") from error
 
 
-def _stored(layer: nn.Module, quantization: str, *, cut_inputs: bool = False) -> tuple[Storage, torch.Tensor | None]:
+def own_storage(
+    layer: nn.Module, quantization: str, *, cut_inputs: bool = False
+) -> tuple[Storage, torch.Tensor | None]:
     """This rank's matrix in its storage, and its bias `[out]`. `cut_inputs`: see `store`."""
     from torch.distributed.tensor import DTensor
 

@@ -73,7 +73,7 @@ def group_layers(spec: KvCacheSpec, section: PoolSection, truncatable: bool = Fa
         groups.setdefault(window, []).append(layer)
     depth = gcd(*(len(layers) for layers in groups.values()))
     is_lossless = not any(_hides_positions(section, shape, spec.max_context_len) for shape in spec.layers)
-    same_shape = len({(shape.kv_heads, shape.head_dim) for shape in spec.layers}) == 1
+    same_shape = len({(shape.kv_heads, shape.head_dim, shape.latent_dim) for shape in spec.layers}) == 1
     if truncatable or not same_shape or len(spec.layers) // depth > _MAX_TABLES:
         placements = tuple(LayerPlacement(0, layer, window) for layer, window in enumerate(windows))
         return KvCacheGroups(KvLayout(section.block_size), placements, spec.layers, is_lossless)

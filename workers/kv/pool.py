@@ -79,11 +79,11 @@ def stored_type(section: PoolSection) -> torch.dtype | None:
 
 def block_bytes(kv_groups: KvCacheGroups, dtype: torch.dtype, stored: torch.dtype | None = None) -> int:
     """Bytes of keys and values in one block on this rank, scales included. `stored` is their 8-bit type, if any."""
-    if stored is None:
-        token = sum(shape.kv_heads * shape.head_dim * dtype.itemsize for shape in kv_groups.block_layers)
-    else:
-        token = sum(record_bytes(shape) for shape in kv_groups.block_layers)
-    return 2 * token * kv_groups.layout.block_size
+    token = 0
+    for shape in kv_groups.block_layers:
+        own = shape.kv_heads * shape.head_dim * dtype.itemsize if stored is None else record_bytes(shape)
+        token += shape.records * own
+    return token * kv_groups.layout.block_size
 
 
 def state_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
@@ -133,20 +133,22 @@ def _allocate_tensors(
     """Allocate the keys and values of each block layer, `[blocks, block_size, heads, dim]`, or records in 8 bits.
 
     The third list holds the stacks `[2 * layers, blocks, …]` that they are views of, one per shape. Copying blocks
-    inside a stack takes one operation, whatever the number of layers.
+    inside a stack takes one operation, whatever the number of layers. Where keys hold their values, the stack has the
+    keys alone, and the values are empty.
     """
-    layers_of: dict[tuple[int, ...], list[int]] = {}
+    layers_of: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for layer, shape in enumerate(kv_groups.block_layers):
         width: tuple[int, ...] = (shape.kv_heads, shape.head_dim) if stored is None else (record_bytes(shape),)
-        layers_of.setdefault(width, []).append(layer)
+        layers_of.setdefault((width, shape.records), []).append(layer)
     keys, values = ([torch.empty(0)] * len(kv_groups.block_layers) for _ in range(2))
     stacks: list[torch.Tensor] = []
-    for width, layers in layers_of.items():
+    for (width, records), layers in layers_of.items():
         # Zeros: a masked position is multiplied by zero, and zero times NaN would be NaN.
-        size = (2 * len(layers), blocks, kv_groups.layout.block_size, *width)
+        size = (records * len(layers), blocks, kv_groups.layout.block_size, *width)
         stacks.append(_zeros(size, spec.dtype if stored is None else torch.uint8, spec.device))
         for index, layer in enumerate(layers):
-            keys[layer], values[layer] = stacks[-1][2 * index], stacks[-1][2 * index + 1]
+            keys[layer] = stacks[-1][records * index]
+            values[layer] = stacks[-1][2 * index + 1] if records == 2 else keys[layer].new_empty(0)
     return keys, values, stacks
 
 
@@ -458,5 +460,5 @@ class KvPool:
             self._tiers.save(key, self._parts(block))
 
     def _parts(self, block: BlockId) -> list[torch.Tensor]:
-        """A block's content: views of its keys in every block layer, then of its values."""
-        return [store[block] for store in (*self.keys, *self.values)]
+        """A block's content: views of its keys in every block layer, then of its values, where they have their own."""
+        return [store[block] for store in (*self.keys, *self.values) if len(store)]

@@ -24,6 +24,19 @@ class LayerShape:
     """Bound of the products of queries and keys: `cap * tanh(product / cap)`; `None`: they have none."""
     has_learned_sinks: bool = False
     """Whether each head has a learned logit that takes a share of the softmax."""
+    latent_dim: int | None = None
+    """Numbers of a value that are the first ones of its key, and are stored once, with it; `None`: values are stored
+    by themselves, as wide as keys."""
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value."""
+        return self.head_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def records(self) -> int:
+        """What is stored of a token: a key and a value, or one record for both."""
+        return 2 if self.latent_dim is None else 1
 
 
 @dataclass(frozen=True, slots=True)

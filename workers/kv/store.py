@@ -8,13 +8,15 @@ import torch
 
 from workers.kv.eight_bits import dequantize, numbers_in, quantize, scales_in
 from workers.kv.groups import KvCacheGroups
+from workers.kv.spec import LayerShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvStore:
     """The blocks' content. `keys[block_layer]` and `values[block_layer]` are `[blocks, block_size, heads, dim]`.
 
-    In 8 bits they are records, uint8 `[blocks, block_size, record]`; see `workers.kv.eight_bits`.
+    In 8 bits they are records, uint8 `[blocks, block_size, record]`; see `workers.kv.eight_bits`. Values that are the
+    first numbers of their keys (`LayerShape.latent_dim`) have no tensor of their own: theirs is empty.
     """
 
     kv_groups: KvCacheGroups
@@ -26,38 +28,47 @@ class KvStore:
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a layer of the model, `[blocks, block_size, heads, dim]` each, as they are stored."""
         index = self.kv_groups.placements[layer].block_layer
-        if self.stored is None:
-            return self.keys[index], self.values[index]
         shape = self.kv_groups.block_layers[index]
-        return numbers_in(self.keys[index], shape, self.stored), numbers_in(self.values[index], shape, self.stored)
+        keys, values = self.keys[index], self.values[index]
+        if self.stored is not None:
+            keys = numbers_in(keys, shape, self.stored)
+            values = keys if shape.latent_dim is not None else numbers_in(values, shape, self.stored)
+        return keys, values if shape.latent_dim is None else keys[..., : shape.latent_dim]
 
     def scales_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The scales of a layer's keys and values in 8 bits, float32 `[blocks, block_size, heads]` each."""
         index = self.kv_groups.placements[layer].block_layer
         shape = self.kv_groups.block_layers[index]
-        return scales_in(self.keys[index], shape), scales_in(self.values[index], shape)
+        keys = scales_in(self.keys[index], shape)
+        return keys, keys if shape.latent_dim is not None else scales_in(self.values[index], shape)
 
     def read(self, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of `blocks` `[n]`, `[n, block_size, heads, dim]` each; of `dtype` if stored in 8 bits."""
-        keys, values = self.of(layer)
-        if self.stored is None:
-            return keys.index_select(0, blocks), values.index_select(0, blocks)
-        read = []
-        for numbers, scales in zip((keys, values), self.scales_of(layer), strict=True):
+        shape, read = self._shape(layer), []
+        scales = self.scales_of(layer) if self.stored is not None else (None, None)
+        for numbers, own in list(zip(self.of(layer), scales, strict=True))[: shape.records]:
+            if own is None or self.stored is None:
+                read.append(numbers.index_select(0, blocks))
+                continue
             chosen = numbers.view(torch.int8).index_select(0, blocks).view(self.stored)
-            read.append(dequantize(chosen, scales.index_select(0, blocks), dtype))
-        return read[0], read[1]
+            read.append(dequantize(chosen, own.index_select(0, blocks), dtype))
+        return read[0], read[1] if shape.latent_dim is None else read[0][..., : shape.latent_dim]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store `keys`, `values` `[tokens, heads, dim]` at `slots` `[tokens]` of the layer's table.
 
         NaN and infinities are replaced by finite numbers: the next sequence that gets the block may read it, masked.
+        `values` that are the first numbers of their keys are stored with these.
         """
+        fresh = (keys, values)[: self._shape(layer).records]
         if self.stored is None:
-            for store, fresh in zip(self.of(layer), (keys, values), strict=True):
-                store.view(-1, *store.shape[2:]).index_copy_(0, slots, fresh.nan_to_num())
+            for store, one in zip(self.of(layer), fresh, strict=False):
+                store.view(-1, *store.shape[2:]).index_copy_(0, slots, one.nan_to_num())
             return
-        for store, scales, fresh in zip(self.of(layer), self.scales_of(layer), (keys, values), strict=True):
-            numbers, factors = quantize(fresh, self.stored)
+        for store, scales, one in zip(self.of(layer), self.scales_of(layer), fresh, strict=False):
+            numbers, factors = quantize(one, self.stored)
             store.view(torch.int8).flatten(0, 1).index_copy_(0, slots, numbers.view(torch.int8))
             scales.flatten(0, 1).index_copy_(0, slots, factors)
+
+    def _shape(self, layer: int) -> LayerShape:
+        return self.kv_groups.block_layers[self.kv_groups.placements[layer].block_layer]

@@ -50,6 +50,7 @@ from workers.model.encoder_decoder.split import (
     split_encoder_decoder,
 )
 from workers.model.kernel_handover import KernelMismatch, try_native_kernels, with_fast_encoder
+from workers.model.latents import attend_over_latents, drop_expansions
 from workers.model.model_files import end_of_sequence_ids
 from workers.model.sharding import check_divisible, check_inner, complete_plan, divide, has_own_plan, keep_own_part
 from workers.model.share import Share
@@ -200,11 +201,17 @@ class _Request:
             return _draw(self)
         return _read(self) if self.section.quantization != "stored" else (_read_stored(self), None)
 
+    def read_decoder(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
+        """As `read`, and layers with latent attention attend over latents."""
+        module, vocabulary = self.read()
+        attend_over_latents(module, self.section.compile_directory)
+        return module, vocabulary
+
 
 def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     """Load a model without an encoder. With `native`, the CPU kernels compute its layers if they can."""
     section, share, text = request.section, request.share, request.config.get_text_config()
-    module, vocabulary = request.read()
+    module, vocabulary = request.read_decoder()
     measured = measure_layers(module, request.device, longest_context(text))
     if measured.states and share.ranks > 1:
         raise UnsupportedModel("the states of its recurrent layers are not divided among ranks")
@@ -241,7 +248,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
         try:
             kernels = try_native_kernels(model, section.quantization)
         except KernelMismatch:
-            model = replace(model, module=request.read()[0])
+            model = replace(model, module=request.read_decoder()[0])
         else:
             if kernels is not None:
                 return replace(model, native=kernels)
@@ -250,6 +257,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
 
 def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     """Replace linear layers and experts, and fuse the decoder layers or compile them. `compile: on` always compiles."""
+    drop_expansions(model.module)
     replace_linear_layers(model.module, section.quantization, section.compile_directory)
     # Binds attention again, and checks that the replaced layers run.
     measure_layers(model.module, model.device, model.max_context_len)

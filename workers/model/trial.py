@@ -32,6 +32,7 @@ from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.kept_files import code_digest, model_state
+from workers.model.latents import expanded
 from workers.ranks import least_of_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Trial:
             ids = {"input_ids": [source] * len(rows), "decoder_input_ids": ids["input_ids"]}
         inputs = {name: torch.tensor(tokens, device=device) for name, tokens in ids.items()}
         for attention in ("eager", "sdpa"):
-            with attention_named(module, attention):
+            with attention_named(module, attention), expanded(module):
                 logits = module(**inputs, use_cache=False).logits.float()
             # Eager products overflow in float16 where large ones are scaled only afterwards.
             if module.dtype is not torch.float16 or least_of_all_ranks(int(bool(logits.isfinite().all())), ranks):

@@ -49,6 +49,8 @@ class Feature(Enum):
     """Products of queries and keys that tanh bounds."""
     LEARNED_SINKS = "learned sinks"
     """A learned logit of each head that takes a share of the softmax."""
+    LATENTS = "latents"
+    """Values that are the first numbers of their keys, and are not stored by themselves."""
 
 
 class StepKind(Enum):
@@ -95,6 +97,7 @@ class AttentionSetting:
         needed |= {Feature.SINKS for window in windows if window.sinks}
         needed |= {Feature.SOFT_CAP for shape in self.layers if shape.soft_cap is not None}
         needed |= {Feature.LEARNED_SINKS for shape in self.layers if shape.has_learned_sinks}
+        needed |= {Feature.LATENTS for shape in self.layers if shape.latent_dim is not None}
         if self.relative_bias is not None:
             needed.add(Feature.RELATIVE_BIAS)
         if self.has_sources and kind is StepKind.RAGGED:
@@ -115,8 +118,10 @@ class Capabilities:
     stored_types: frozenset[torch.dtype] = frozenset()
     """8-bit types of stored keys and values that it quantizes and reads; see `workers.kv.eight_bits`."""
     head_sizes: range | None = None
+    latent_sizes: range | None = None
+    """Numbers of keys that hold their values, which count in place of `head_sizes`."""
     most_heads_per_kv: int | None = None
-    """Most query heads that share one KV head."""
+    """Most query heads that share one KV head with values of its own."""
     block_sizes: frozenset[int] | None = None
     """Tokens per block."""
     most_table_blocks: int | None = None
@@ -142,9 +147,11 @@ class Capabilities:
 
     def _size_problem(self, setting: AttentionSetting) -> str | None:
         for shape in setting.layers:
-            if self.head_sizes is not None and shape.head_dim not in self.head_sizes:
+            has_latents = shape.latent_dim is not None
+            sizes, most = (self.latent_sizes, None) if has_latents else (self.head_sizes, self.most_heads_per_kv)
+            if sizes is not None and shape.head_dim not in sizes:
                 return f"it does not support heads of {shape.head_dim} numbers"
-            if self.most_heads_per_kv is not None and shape.heads_per_kv > self.most_heads_per_kv:
+            if most is not None and shape.heads_per_kv > most:
                 return f"it does not support {shape.heads_per_kv} query heads per KV head"
         if self.block_sizes is not None and setting.block_size not in self.block_sizes:
             return f"it does not support blocks of {setting.block_size} tokens"
@@ -172,7 +179,8 @@ class AttentionBackend(Protocol[Metadata]):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: Metadata) -> None:
         """Store the keys and values of the step's tokens, `[tokens, kv_heads, dim]`, in the pool.
 
-        NaN and infinities are replaced by finite numbers: the next sequence that gets the block may read it, masked.
+        Values of `Feature.LATENTS` are the first numbers of their keys, and are stored with them. NaN and infinities
+        are replaced by finite numbers: the next sequence that gets the block may read it, masked.
         """
         ...
 
@@ -183,7 +191,7 @@ class AttentionBackend(Protocol[Metadata]):
         return queries
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: Metadata, scaling: float | None) -> torch.Tensor:
-        """Attention of the queries `[tokens, heads, dim]` to what is stored, of the same shape.
+        """Attention of the queries `[tokens, heads, dim]` to what is stored, `[tokens, heads, value dim]`.
 
         `scaling` multiplies the products of queries and keys; `None` stands for dim ** -0.5.
         """

@@ -112,11 +112,12 @@ def _trial_setting(setting: AttentionSetting, shape: LayerShape) -> AttentionSet
     generator = torch.Generator().manual_seed(0)
     numbers = blocks + 1, size, shape.kv_heads, shape.head_dim  # the last block is scratch
     keys, values = (torch.randn(numbers, generator=generator).to(setting.device, setting.dtype) for _ in range(2))
+    nothing = keys.new_empty(0)
     if stored is None:
-        store = KvStore(groups, [keys], [values])
+        store = KvStore(groups, [keys], [values if shape.latent_dim is None else nothing])
     else:
         empty = torch.zeros((blocks + 1, size, record_bytes(shape)), dtype=torch.uint8, device=setting.device)
-        store = KvStore(groups, [empty], [empty.clone()], stored)
+        store = KvStore(groups, [empty], [empty.clone() if shape.latent_dim is None else nothing], stored)
         slots = torch.arange((blocks + 1) * size, device=setting.device)
         store.write(0, slots, keys.flatten(0, 1), values.flatten(0, 1))
     return replace(setting, store=store, layers=(shape, shape), blocks=blocks, relative_bias=None, has_sources=False)
@@ -164,6 +165,8 @@ def _trial_step(backend: AttentionBackend[Any], setting: AttentionSetting, kind:
         torch.cat((part, part.new_zeros((width - tokens, *part.shape[1:])))).to(setting.device, setting.dtype)
         for part in drawn
     )
+    if shape.latent_dim is not None:
+        values = keys[..., : shape.latent_dim]
     found = []
     for layer in range(len(setting.layers)):
         backend.write(layer, keys, values, metadata)

@@ -23,6 +23,7 @@ from workers.forward.layout import RowShape
 from workers.forward.native.attention import (
     KINDS,
     MOST_DIM,
+    MOST_LATENT,
     MOST_VECTORS,
     LayerHeader,
     NativeStep,
@@ -32,16 +33,19 @@ from workers.forward.native.attention import (
 )
 from workers.forward.native.build import load_library
 
+_MOST_OF_A_GROUP = 16
+"""Query heads that read a latent together. More would not fit the kernel's working memory."""
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8"}
 """Names of the kernels by the type of what is stored."""
 
 CAPABILITIES = Capabilities(
     steps=frozenset({StepKind.RAGGED}),
-    features=frozenset({Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOURCES}),
+    features=frozenset({Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOURCES, Feature.LATENTS}),
     devices=frozenset({"cpu"}),
     kv_types=frozenset({torch.bfloat16, torch.float32}),
     stored_types=frozenset({torch.int8}),
     head_sizes=range(1, MOST_DIM + 1),
+    latent_sizes=range(1, MOST_LATENT + 1),
     most_heads_per_kv=MOST_VECTORS,
     is_batch_invariant=True,
 )
@@ -56,6 +60,7 @@ class NativeBackend(AttentionBackend[NativeStep]):
         if library is None:
             raise BackendUnavailable("the CPU kernels cannot be built")
         self._store = setting.store
+        self._layers = setting.layers
         self._write, self._attend = (
             library[f"pilotfish_{verb}_{_NAMES[setting.store.stored or setting.dtype]}"] for verb in ("write", "attend")
         )
@@ -84,7 +89,7 @@ class NativeBackend(AttentionBackend[NativeStep]):
     def attend(self, layer: int, queries: torch.Tensor, metadata: NativeStep, scaling: float | None) -> torch.Tensor:
         """Attend to the blocks of each row's table."""
         queries = _dense(queries)
-        output = torch.empty(queries.shape, dtype=queries.dtype)
+        output = torch.empty((*queries.shape[:2], self._layers[layer].value_dim), dtype=queries.dtype)
         header = self._header(layer)
         header.query, header.output = queries.data_ptr(), output.data_ptr()
         header.query_token, header.query_head, _ = queries.stride()
@@ -98,15 +103,22 @@ class NativeBackend(AttentionBackend[NativeStep]):
         """The arguments of a layer that both calls share."""
         placement = self._store.kv_groups.placements[layer]
         keys, values = self._store.of(layer)
+        shape = self._layers[layer]
         return LayerHeader(
             keys=keys.data_ptr(),
             values=values.data_ptr(),
-            kv_heads=keys.shape[2],
+            kv_heads=keys.shape[2] if shape.latent_dim is None else _groups(shape.heads_per_kv),
+            latent=shape.latent_dim or 0,
             dim=keys.shape[3],
             table=placement.table,
             window=placement.window.size or 0,
             sinks=placement.window.sinks,
         )
+
+
+def _groups(heads: int) -> int:
+    """Groups of the query heads that share a record, as large as they may be: each is work of its own."""
+    return next(heads // size for size in range(_MOST_OF_A_GROUP, 0, -1) if heads % size == 0)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
     ) -> torch.Tensor:
         if len(metadata.groups) == 1:  # the group's tokens are the step's, in order
             return self._attend_group(layer, queries, metadata.groups[0], scaling, sinks)
-        output = torch.empty_like(queries)
+        output = queries.new_empty((*queries.shape[:2], self._layers[layer].value_dim))
         for group in metadata.groups:
             output[group.targets] = self._attend_group(layer, queries, group, scaling, sinks)
         return output

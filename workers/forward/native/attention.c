@@ -22,18 +22,19 @@
 #define QUERIES 48      /* approximate number of query vectors of one KV head per item of work */
 #define LEAST_QUERIES 12 /* items are not divided further: each reads all keys and values */
 #define MOST_VECTORS 64 /* most query heads per KV head */
+#define MOST_LATENT 576 /* largest dimension of a key that holds its value */
 #define MOST_STATES 256 /* query vectors per item, of all its KV heads */
 #define ITEMS 4         /* items per thread, because items take unequal time */
 
 typedef struct {
-    int64_t padded;                               /* dim, to full vectors */
+    int64_t padded, value_padded;                 /* numbers of a key and of a value, to full vectors */
     ALIGNED float query[MOST_VECTORS * MOST_DIM]; /* [vectors, padded] */
     ALIGNED float sum[MOST_VECTORS * MOST_DIM];   /* [vectors, padded] weighted sums of the values so far */
     float most[MOST_STATES];
     ALIGNED Vector total[MOST_STATES];            /* sums of the weights, by lane */
     ALIGNED float weight[GROUP * KEYS];           /* weights of the tile's positions */
-    ALIGNED float keys[MOST_DIM * KEYS];          /* [padded, KEYS], or pairs of bfloat16 numbers [dim / 2, KEYS] */
-    ALIGNED float values[KEYS * MOST_DIM];        /* [KEYS, padded], where they cannot be read as they are stored */
+    ALIGNED float keys[MOST_LATENT * KEYS];       /* [padded, KEYS], or pairs of bfloat16 numbers [dim / 2, KEYS] */
+    ALIGNED float values[KEYS * MOST_LATENT];     /* [KEYS, padded], where they cannot be read as they are stored */
     const void *value[KEYS];                      /* [padded] each */
     ALIGNED float key_scale[KEYS], value_scale[KEYS]; /* of 8-bit keys and values; 0 where there are none */
 } Work;
@@ -68,7 +69,7 @@ static inline float finite_float32(float value)
 /* Quantize one head's numbers of the kind, from index `at` on. */
 static void quantize_head(const void *from, int64_t kind, int64_t at, int64_t dim, int8_t *to, float *scale)
 {
-    float number[MOST_DIM], most = LEAST;
+    float number[MOST_LATENT], most = LEAST;
     for (int64_t d = 0; d < dim; d++) {
         const float x = kind == BFLOAT16 ? widen_bfloat16(((const uint16_t *)from)[at + d]) : ((const float *)from)[at + d];
         const float some = x == x ? x : 0.0f, upper = some < BOUND ? some : BOUND;
@@ -218,7 +219,7 @@ INLINE void weigh_tile(Work *work, const int64_t *which, const uint32_t *seen, c
         for (int k = 0; HAS_SCALES(form) && k < KEYS; k += LANES)
             *(Vector *)(weight + k) *= *(const Vector *)(work->value_scale + k);
         if (kept != 1.0f)
-            for (int64_t d = 0; d < padded; d += LANES) *(Vector *)(work->sum + v * padded + d) *= kept;
+            for (int64_t d = 0; d < work->value_padded; d += LANES) *(Vector *)(work->sum + v * padded + d) *= kept;
     }
 }
 
@@ -262,7 +263,7 @@ INLINE void add_values(Work *work, const int64_t *which, int keys, int64_t d, co
    on the other vectors; a position that it does not see adds zero. */
 INLINE void accumulate_tile(Work *work, const int64_t *which, const uint32_t *seen, int keys, const int count, const int form)
 {
-    const int64_t padded = work->padded;
+    const int64_t padded = work->value_padded;
     if (keys > LANES) weigh_tile(work, which, seen, count, form, 2);
     else weigh_tile(work, which, seen, count, form, 1);
     for (int64_t d = 0; d < padded; d += WIDTH * LANES) {
@@ -304,20 +305,32 @@ static void prefetch_positions(const Step *step, const Layer *layer, int64_t row
         if (blocks[at / size] < 0) continue; /* it left the window */
         for (int64_t byte = 0; byte < some * bytes; byte += LINE) {
             __builtin_prefetch((const char *)layer->keys + from + byte, 0, 2);
-            __builtin_prefetch((const char *)layer->values + from + byte, 0, 2);
+            if (!layer->latent) __builtin_prefetch((const char *)layer->values + from + byte, 0, 2);
         }
     }
-}
-
-static inline int64_t tokens_per_item(const Layer *layer, int64_t on_tiles)
-{
-    const int64_t shared = layer->heads / layer->kv_heads, most = on_tiles ? MOST_ON_TILES : QUERIES;
-    return shared >= most ? 1 : most / shared;
 }
 
 static inline int64_t padded_dim(const Layer *layer)
 {
     return (layer->dim + LANES - 1) / LANES * LANES;
+}
+
+static inline int64_t value_dim(const Layer *layer)
+{
+    return layer->latent ? layer->latent : layer->dim;
+}
+
+static inline int64_t tokens_per_item(const Layer *layer, int64_t on_tiles)
+{
+    const int64_t shared = layer->heads / layer->kv_heads, fit = MOST_VECTORS * MOST_DIM / padded_dim(layer);
+    const int64_t most = on_tiles ? MOST_ON_TILES : fit < QUERIES ? fit : QUERIES;
+    return shared >= most ? 1 : most / shared;
+}
+
+/* KV heads that store keys and values of their own. */
+static inline int64_t stored_heads(const Layer *layer)
+{
+    return layer->latent ? 1 : layer->kv_heads;
 }
 
 /* The number of KV heads whose queries fit into one item. */
@@ -368,26 +381,26 @@ Items pilotfish_items(const Step *step, const Layer *layer, int64_t kind, int64_
 void pilotfish_store_##NAME(const Step *step, const Layer *layer, int64_t token)                                       \
 {                                                                                                                      \
     const int64_t dim = layer->dim;                                                                                    \
-    const int64_t slot = step->slots[layer->table * step->tokens + token] * layer->kv_heads;                           \
-    for (int64_t head = 0; head < layer->kv_heads; head++) {                                                           \
+    const int64_t slot = step->slots[layer->table * step->tokens + token] * stored_heads(layer);                       \
+    for (int64_t head = 0; head < stored_heads(layer); head++) {                                                         \
         const TYPE *key = (const TYPE *)layer->key + head * layer->key_head + token * layer->key_token;                \
         const TYPE *value = (const TYPE *)layer->value + head * layer->value_head + token * layer->value_token;        \
         TYPE *to_key = (TYPE *)layer->keys + (slot + head) * dim;                                                      \
         TYPE *to_value = (TYPE *)layer->values + (slot + head) * dim;                                                  \
         for (int64_t d = 0; d < dim; d++) to_key[d] = FINITE(key[d]);                                                  \
-        for (int64_t d = 0; d < dim; d++) to_value[d] = FINITE(value[d]);                                              \
+        for (int64_t d = 0; d < dim && !layer->latent; d++) to_value[d] = FINITE(value[d]);                            \
     }                                                                                                                  \
 }
 
 /* One token's keys or values in 8 bits are a record: the numbers of all heads, then their scales, padded to 16 bytes. */
 static inline int64_t first_scale(const Layer *layer)
 {
-    return (layer->kv_heads * layer->dim + 3) / 4 * 4;
+    return (stored_heads(layer) * layer->dim + 3) / 4 * 4;
 }
 
 static inline int64_t record_bytes(const Layer *layer)
 {
-    return (first_scale(layer) + layer->kv_heads * (int64_t)sizeof(float) + 15) / 16 * 16;
+    return (first_scale(layer) + stored_heads(layer) * (int64_t)sizeof(float) + 15) / 16 * 16;
 }
 
 void pilotfish_store_int8(const Step *step, const Layer *layer, int64_t token)
@@ -395,25 +408,28 @@ void pilotfish_store_int8(const Step *step, const Layer *layer, int64_t token)
     const int64_t dim = layer->dim, scales = first_scale(layer);
     const int64_t at = step->slots[layer->table * step->tokens + token] * record_bytes(layer);
     int8_t *keys = (int8_t *)layer->keys + at, *values = (int8_t *)layer->values + at;
-    for (int64_t head = 0; head < layer->kv_heads; head++) {
+    for (int64_t head = 0; head < stored_heads(layer); head++) {
         const int64_t key = head * layer->key_head + token * layer->key_token;
         const int64_t value = head * layer->value_head + token * layer->value_token;
         quantize_head(layer->key, layer->query_kind, key, dim, keys + head * dim, (float *)(keys + scales) + head);
-        quantize_head(layer->value, layer->query_kind, value, dim, values + head * dim, (float *)(values + scales) + head);
+        if (!layer->latent)
+            quantize_head(layer->value, layer->query_kind, value, dim, values + head * dim, (float *)(values + scales) + head);
     }
 }
 
 /* Where the numbers of a slot and a head lie in a pool of the kind, in numbers. */
 static inline int64_t number_at(const Layer *layer, int64_t slot, int64_t head, const int kind)
 {
-    if (kind == INT8) return slot * record_bytes(layer) + head * layer->dim;
-    return (slot * layer->kv_heads + head) * layer->dim;
+    const int64_t own = layer->latent ? 0 : head;
+    if (kind == INT8) return slot * record_bytes(layer) + own * layer->dim;
+    return (slot * stored_heads(layer) + own) * layer->dim;
 }
 
 /* The scale of a slot and a head; 0 for a slot below 0. */
 static inline float scale_at(const Layer *layer, const void *records, int64_t slot, int64_t head)
 {
-    return slot < 0 ? 0.0f : ((const float *)((const char *)records + slot * record_bytes(layer) + first_scale(layer)))[head];
+    const char *scales = (const char *)records + slot * record_bytes(layer) + first_scale(layer);
+    return slot < 0 ? 0.0f : ((const float *)scales)[layer->latent ? 0 : head];
 }
 
 #define DEFINE(NAME, TYPE, KIND)                                                                                       \
@@ -427,7 +443,7 @@ static inline Vector take_##NAME(const TYPE *from, int64_t count)               
     return full_##NAME(some);                                                                                          \
 }                                                                                                                      \
                                                                                                                        \
-static const TYPE nothing_##NAME[MOST_DIM];                                                                            \
+static const TYPE nothing_##NAME[MOST_LATENT];                                                                         \
                                                                                                                        \
 /* The first `keys` of one head's keys and values of a tile, in the form that suits `vectors` query vectors; zeros where \
    there are none. */                                                                                                  \
@@ -464,7 +480,7 @@ static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, cons
             transpose(rows, KEYS, work->keys + d * KEYS + half);                                                       \
         }                                                                                                              \
     }                                                                                                                  \
-    for (int64_t d = 0; d < padded && !is_direct && (form == SINGLE || form == INT8_SINGLE); d += LANES)                                        \
+    for (int64_t d = 0; d < work->value_padded && !is_direct && (form == SINGLE || form == INT8_SINGLE); d += LANES)   \
         for (int k = 0; k < keys; k++)                                                                                 \
             *(Vector *)(work->values + k * padded + d) = take_##NAME(value[k] + d, dim - d);                           \
     return form;                                                                                                       \
@@ -474,9 +490,9 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
                           int64_t count)                                                                               \
 {                                                                                                                      \
     const int64_t dim = layer->dim, shared = layer->heads / layer->kv_heads, vectors = count * shared;                 \
-    const int64_t padded = padded_dim(layer);                                                                          \
+    const int64_t padded = padded_dim(layer), of_value = value_dim(layer);                                             \
     Work work;                                                                                                         \
-    work.padded = padded;                                                                                              \
+    work.padded = padded, work.value_padded = (of_value + LANES - 1) / LANES * LANES;                                  \
     int64_t nearest = INT64_MAX, last = 0; /* the first position that some window reaches, and the last of all */      \
     for (int64_t v = 0; v < heads * vectors; v++) { /* head by head, token by token */                                 \
         const int64_t of = (head + v / vectors) * shared + v % shared, at = token + v % vectors / shared;              \
@@ -486,7 +502,7 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
         const int64_t from = of * layer->query_head + at * layer->query_token;                                         \
         for (int64_t d = 0; d < dim; d++) work.query[v * padded + d] = query_at(layer, from + d) * layer->scale;       \
         for (int64_t d = dim; d < padded; d++) work.query[v * padded + d] = 0.0f;                                      \
-        for (int64_t d = 0; d < padded; d++) work.sum[v * padded + d] = 0.0f;                                          \
+        for (int64_t d = 0; d < work.value_padded; d++) work.sum[v * padded + d] = 0.0f;                               \
         work.most[v] = -INFINITY;                                                                                      \
         work.total[v] = (Vector){0};                                                                                   \
     }                                                                                                                  \
@@ -525,8 +541,8 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
     for (int64_t v = 0; v < heads * vectors; v++) {                                                                    \
         const int64_t of = (head + v / vectors) * shared + v % shared, at = token + v % vectors / shared;              \
         const float share = 1.0f / sum_of_lanes(work.total[v]);                                                        \
-        for (int64_t d = 0; d < dim; d++) work.sum[v * padded + d] *= share;                                           \
-        put(layer->output, layer->output_kind, (at * layer->heads + of) * dim, work.sum + v * padded, dim);            \
+        for (int64_t d = 0; d < of_value; d++) work.sum[v * padded + d] *= share;                                      \
+        put(layer->output, layer->output_kind, (at * layer->heads + of) * of_value, work.sum + v * padded, of_value);  \
     }                                                                                                                  \
 }                                                                                                                      \
                                                                                                                        \

@@ -18,13 +18,15 @@ typedef struct {
 
 typedef struct {
     const void *query, *key, *value; /* [heads, tokens, dim], contiguous in dim alone */
-    void *output;                    /* [tokens, heads, dim] */
+    void *output;                    /* [tokens, heads, dim], or of the numbers of a value */
     void *keys, *values;             /* [blocks, block_size, kv_heads, dim], or records in 8 bits [blocks, block_size, record] */
     int64_t query_head, query_token, key_head, key_token, value_head, value_token; /* strides, in elements */
     int64_t query_kind, output_kind; /* kinds of the queries (where the pool has 8 bits, of keys and values too) and the output */
     int64_t heads, kv_heads, dim, table;
     int64_t window, sinks; /* a window of 0 means no window */
     float scale;
+    int64_t latent; /* if not 0, all heads share one key per token, whose first so many numbers are its value; kv_heads counts
+                       groups of query heads, and values are the keys */
 } Layer;
 
 /* Store one token's key and value. */

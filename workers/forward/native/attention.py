@@ -16,6 +16,7 @@ from workers.kv.groups import KvCacheGroups
 
 MOST_VECTORS = 64  # query heads per KV head, as in attention.c
 MOST_DIM = 256  # head dimension, as in attention.c
+MOST_LATENT = 576  # dimension of a key that holds its value, as in attention.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _BEYOND = np.iinfo(np.int32).max
 """Stored length of rows that have no tree."""
@@ -44,6 +45,7 @@ class LayerHeader(ctypes.Structure):
             for name in ("query_kind", "output_kind", "heads", "kv_heads", "dim", "table", "window", "sinks")
         ),
         ("scale", ctypes.c_float),
+        ("latent", ctypes.c_int64),
     ]
 
 

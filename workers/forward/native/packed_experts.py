@@ -14,7 +14,9 @@ from workers.forward.weights.base import KernelLayout, taken_rows
 from workers.forward.weights.experts import Expert, Gate, gated_rows, swiglu
 
 
-class _Routing(ctypes.Structure):
+class Routing(ctypes.Structure):
+    """The C structure that says which expert computes which tokens. See experts.c for its fields."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("experts", "tokens", "each")),
         *((name, ctypes.c_void_p) for name in ("chosen", "ends", "rows")),
@@ -39,8 +41,8 @@ class PackedExperts:
             (Matrix * len(experts))(*(one.matrix for one in matrices)) for matrices in self._packed
         )
         self._ends = torch.empty(len(experts), dtype=torch.int64)
-        self._multiply_first = _function(library.pilotfish_experts_first, 5, 1)
-        self._multiply_second = _function(library.pilotfish_experts_second, 7, 0)
+        self._multiply_first = c_function(library.pilotfish_experts_first, 5, 1)
+        self._multiply_second = c_function(library.pilotfish_experts_second, 7, 0)
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +63,7 @@ class PackedExperts:
             return sums
         rows = torch.empty((tokens, each), dtype=torch.int64)
         addresses = chosen.data_ptr(), self._ends.data_ptr(), rows.data_ptr()
-        routing = ctypes.byref(_Routing(len(self._ends), tokens, each, *addresses))
+        routing = ctypes.byref(Routing(len(self._ends), tokens, each, *addresses))
         found = torch.empty((most, hidden))  # first the rows' inputs, later their products
         inner = self._inner if self._gate is None else 0
         product = torch.empty((most, inner or self._outputs))
@@ -84,7 +86,8 @@ def _interleaved(expert: Expert, columns: int) -> Expert:
     return replace(expert, first=expert.first.take_outputs(order), first_bias=bias)
 
 
-def _function(function: Callable[..., None], pointers: int, numbers: int) -> Callable[..., None]:
+def c_function(function: Callable[..., None], pointers: int, numbers: int) -> Callable[..., None]:
+    """A function of the kernels that takes so many addresses, then so many numbers, and returns nothing."""
     function.argtypes = [*[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers]  # type: ignore[attr-defined]
     function.restype = None  # type: ignore[attr-defined]
     return function

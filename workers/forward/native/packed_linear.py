@@ -18,6 +18,7 @@ from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
 from workers.forward.weights.base import Grouping, KernelLayout, Storage, Take, pad_rows, taken_rows
 from workers.forward.weights.choice import stored_as
+from workers.forward.weights.plain import PlainStorage
 from workers.kv.huge_pages import Arena
 
 
@@ -193,6 +194,14 @@ def kernel_layout(library: ctypes.CDLL) -> KernelLayout:
         return bool(library.pilotfish_splits_rows(ctypes.c_int64(inputs)))
 
     return KernelLayout(int(library.pilotfish_columns()), multiplies_integers)
+
+
+def can_pack(storage: Storage) -> bool:
+    """Whether the CPU kernels take this matrix as it is stored."""
+    if storage.device.type != "cpu" or not isinstance(storage, PlainStorage):
+        return storage.device.type == "cpu" and storage.is_widened
+    dtype = storage.weight.dtype
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and storage.inputs % 2 == 0)
 
 
 def has_int8_tiles(directory: str | None) -> bool:

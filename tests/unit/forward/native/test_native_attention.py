@@ -70,7 +70,7 @@ def check_case(case: Case, dtype: torch.dtype, code: str) -> None:
     library = build.load_library(code)
     assert library is not None
     on_tiles = dtype is torch.bfloat16 and library.pilotfish_has_tiles() and case.layers[0].head_dim % 32 == 0
-    on_tiles &= case.section.dtype == "auto"
+    on_tiles &= case.section.dtype == "auto" and case.layers[0].latent_dim is None
     for layer in range(len(case.layers)):
         found, expected = ours.attend(layer), theirs.attend(layer, natively=False)
         for one, other in zip(found, expected, strict=True):
@@ -78,6 +78,20 @@ def check_case(case: Case, dtype: torch.dtype, code: str) -> None:
             torch.testing.assert_close(one.float(), other, rtol=ROUNDING[dtype], atol=error)
     for one, other in zip((*ours.pool.keys, *ours.pool.values), (*theirs.pool.keys, *theirs.pool.values), strict=True):
         assert torch.equal(one.to(other.dtype), other)  # stored in the same slots, and no other slot was written
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("heads", [128, 7])
+def test_latents_of_the_width_of_deepseek_are_read_once_for_keys_and_values(heads: int, kv: str, code: str) -> None:
+    """576 numbers of a key, of which 512 are its value."""
+    shape = LayerShape(1, 576, None, heads, latent_dim=512)
+    case = Case((shape,), KvSection(dtype=kv), (Row(70, 1, (-1, -1, 0, 2)), Row(0, 9), Row(33, 1)))
+    for dtype in (torch.float32, torch.bfloat16):
+        check_case(case, dtype, code)
+    alone = torch.cat(Bench(case, torch.bfloat16, code).attend(0))
+    torch.set_num_threads(3)
+    assert torch.equal(torch.cat(Bench(case, torch.bfloat16, code).attend(0)), alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
