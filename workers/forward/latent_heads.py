@@ -76,7 +76,7 @@ class LatentHeads(nn.Module):
 
         Returns them with the factor of their products with the records.
         """
-        plain, rotated = query[0].transpose(0, 1).split([self.key_dim, self.rotary], dim=-1)
+        plain, rotated = torch.split(query[0].transpose(0, 1), [self.key_dim, self.rotary], dim=-1)
         absorbed = torch.ops.pilotfish.heads(plain, self.absorbing, self.latent)
         factor = float((self.key_dim + self.rotary) ** -0.5) if scaling is None else scaling
         return torch.cat((absorbed, rotated), dim=-1).transpose(0, 1)[None], factor

@@ -58,9 +58,12 @@ def kv_layers(directory: Path, section: TargetSection) -> tuple[KvLayer, ...]:
     layers = _first(config, "decoder_layers", "num_decoder_layers", "num_hidden_layers")
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
-    token_bytes = 2 * kv_heads * head_dim * _BYTES[section.dtype]
+    shape = LayerShape(kv_heads, head_dim)
+    if (latent := getattr(config, "kv_lora_rank", None)) is not None:
+        shape = LayerShape(1, latent + config.qk_rope_head_dim, latent_dim=latent)
+    token_bytes = shape.records * shape.kv_heads * shape.head_dim * _BYTES[section.dtype]
     if section.kv.dtype != "auto":
-        token_bytes = 2 * record_bytes(LayerShape(kv_heads, head_dim))
+        token_bytes = shape.records * record_bytes(shape)
     sliding = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if sliding else "full_attention"] * layers
     own = None if section.kv.window is None else section.kv.window + section.kv.sinks

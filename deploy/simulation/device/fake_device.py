@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from workers.forward import experts, linear
+from workers.forward import experts, latent_heads, linear
 
 DEVICE = "pilotfish_fake"
 """The type of the device."""
@@ -154,6 +154,7 @@ _OPAQUE: dict[str, Callable[..., Any]] = {
     "pilotfish.linear": linear._linear,
     "pilotfish.joined": linear._joined,
     "pilotfish.experts": experts._mix,
+    "pilotfish.heads": latent_heads.multiply_heads,
 }
 """Operators of our own, by what they do."""
 

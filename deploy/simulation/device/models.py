@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from workers.forward.weights.base import Offset
 from workers.forward.weights.groups import GroupStorage
 from workers.forward.weights.modules import StoredLinear
 from workers.kv.spec import LayerShape
+from workers.model.latents import attend_over_latents, drop_expansions
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _NARROW = 64
@@ -148,6 +149,8 @@ def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bflo
     read = sum(one.numel() * one.element_size() for one in module.parameters() if id(one) not in others)
     if model.group is not None:
         read += _quantize(module, model.group)
+    attend_over_latents(module, None)
+    drop_expansions(module)
     replace_linear_layers(module)
     loaded = LoadedModel(
         module=module,
@@ -189,4 +192,14 @@ def _layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     narrow.update({name: size for name, size in _NARROW_SIZES.items() if hasattr(config, name)})
     with unset_fake_temporarily(), torch.device("cpu"), no_init_weights():
         module = AutoModelForCausalLM.from_config(narrow, attn_implementation=ATTENTION_NAME).eval()
-        return measure_layers(module, torch.device("cpu"), config.max_position_embeddings).layers
+        shapes = measure_layers(module, torch.device("cpu"), config.max_position_embeddings).layers
+    return tuple(_over_latents(shape, config) for shape in shapes)
+
+
+def _over_latents(shape: LayerShape, config: Any) -> LayerShape:
+    """The shape of a layer whose heads read one latent per token, if the model has such layers."""
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent is None:
+        return shape
+    heads, width = config.num_attention_heads, latent + config.qk_rope_head_dim
+    return replace(shape, kv_heads=1, head_dim=width, heads_per_kv=heads, latent_dim=latent)

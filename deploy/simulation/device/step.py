@@ -115,18 +115,20 @@ class _CountedAttention(TritonBackend):
         scaling: float | None,  # noqa: ARG002 - part of the interface
     ) -> torch.Tensor:
         shape, placement = self._layers[layer], self._store.kv_groups.placements[layer]
-        heads, dim, element = queries.shape[1], queries.shape[2], queries.element_size()
-        own = 2 * queries.numel() * element
+        heads, dim, element, of_value = queries.shape[1], queries.shape[2], queries.element_size(), shape.value_dim
+        own = len(queries) * heads * (dim + of_value) * element
         size = placement.window.size
         read = sum(row.end if size is None else min(row.end, row.width + size) for row in self._rows)
-        read *= 2 * shape.kv_heads * dim * element
+        token = shape.records * shape.kv_heads * dim * element
+        read *= token
         seen = sum(_seen(row, size) for row in self._rows)
-        self.kv_bytes += read + 2 * len(queries) * shape.kv_heads * dim * element
+        self.kv_bytes += read + len(queries) * token
         for index, plan in enumerate(metadata.queries[placement.window]):
             first = index == 0
-            parts = plan.splits * len(plan.tokens) * heads * (dim + 2) * _FLOAT_BYTES if plan.splits > 1 else 0
-            self._counter.add(Kernel("attend_tiles", (own + read) * first + 2 * parts, 4 * heads * dim * seen * first))
-        return torch.empty_like(queries)
+            parts = plan.splits * len(plan.tokens) * heads * (of_value + 2) * _FLOAT_BYTES if plan.splits > 1 else 0
+            flops = 2 * heads * (dim + of_value) * seen * first
+            self._counter.add(Kernel("attend_tiles", (own + read) * first + 2 * parts, flops))
+        return queries.new_empty((*queries.shape[:2], of_value))
 
     def attend_with_sinks(
         self,
@@ -139,7 +141,8 @@ class _CountedAttention(TritonBackend):
         return self.attend(layer, queries, metadata, scaling)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:  # noqa: ARG002
-        size = sum(part.numel() * part.element_size() for part in (keys, values))
+        written = (keys, values)[: self._layers[layer].records]
+        size = sum(part.numel() * part.element_size() for part in written)
         self._counter.add(Kernel("store_tokens", 2 * size))
 
     def write_rotated(

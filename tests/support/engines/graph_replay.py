@@ -69,6 +69,7 @@ CONFIGURATIONS = {
     "learned positions": lambda: tiny.gpt2(
         pad_token_id=None
     ),  # a padding token makes transformers search every step for it
+    "latents": tiny.deepseek_v3,
     "window": lambda: tiny.mistral(sliding_window=WINDOW),
     "several tables": gemma3,
 }
@@ -99,7 +100,8 @@ class Bench:
             for position in range(table.stored_len)
             if blocks[position // BLOCK] != OUT_OF_WINDOW
         ]
-        return torch.cat([store.flatten(0, 1)[slots] for store in (*self.pool.keys, *self.pool.values)])
+        stored = [store for store in (*self.pool.keys, *self.pool.values) if len(store)]
+        return torch.cat([store.flatten(0, 1)[slots] for store in stored])
 
 
 def gathering(setting: AttentionSetting) -> ChosenBackend:

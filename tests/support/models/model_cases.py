@@ -77,4 +77,7 @@ CONFIGURATIONS = {
     "full": tiny.llama,
     "window": lambda: tiny.mistral(sliding_window=WINDOW),
     "hybrid": gemma3,
+    "latent": tiny.deepseek_v3,
 }
+USUAL_CONFIGURATIONS = ("full", "hybrid", "window")
+"""Those with keys and values of each head."""

@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
@@ -122,7 +124,35 @@ def opt(**changes: Any) -> PreTrainedConfig:
     return OPTConfig(**(shape | changes))
 
 
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
+
+def deepseek_v3(**changes: Any) -> PreTrainedConfig:
+    """Latent attention, with values narrower than keys, and a mixture of experts behind the first layer."""
+    return DeepseekV3Config(**(_SHAPE | _LATENT | changes))
+
+
+def deepseek_v2(**changes: Any) -> PreTrainedConfig:
+    """The same parts with other routing, and attention that ranks divide."""
+    return DeepseekV2Config(**(_SHAPE | _LATENT | changes))
+
+
 FAMILIES = {
+    "deepseek_v3": deepseek_v3,
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,

@@ -8,11 +8,12 @@ import pytest
 
 from tests.support.engines.engine_rows import open_engine
 from tests.support.models import tiny
-from tests.support.models.model_cases import CONFIGURATIONS, ModelCase, gemma3, save_case
+from tests.support.models.model_cases import CONFIGURATIONS, USUAL_CONFIGURATIONS, ModelCase, gemma3, save_case
+from tests.support.slow import slow_but
 from workers.verify.engine import TargetEngine
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGURATIONS))
+@pytest.fixture(scope="module", params=slow_but(USUAL_CONFIGURATIONS, sorted(CONFIGURATIONS)))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelCase:
     return save_case(tmp_path_factory.mktemp(request.param), CONFIGURATIONS[request.param]())
 

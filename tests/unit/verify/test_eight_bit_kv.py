@@ -28,6 +28,7 @@ MODELS = {
     "kernels": (tiny.llama, {}),
     "modules": (gemma3, {}),
     "bfloat16": (lambda: tiny.llama(head_dim=64), {"dtype": "bfloat16"}),
+    "latents": (tiny.deepseek_v3, {}),
     "fp8": (lambda: tiny.mistral(sliding_window=WINDOW), {"kv.dtype": "fp8"}),
 }
 

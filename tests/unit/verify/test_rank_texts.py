@@ -37,6 +37,8 @@ FAMILIES: Mapping[int, Mapping[str, PreTrainedConfig]] = {
         "mixtral": tiny.mixtral(num_key_value_heads=2, sliding_window=None),
         "qwen3_moe": tiny.qwen3_moe(num_key_value_heads=2),
         "gpt_oss": tiny.gpt_oss(num_key_value_heads=2),
+        "deepseek_v3": tiny.deepseek_v3(),
+        "deepseek_v2": tiny.deepseek_v2(),
     },
     3: {"phi3": tiny.phi3(), "gpt2": tiny.gpt2(), "opt": tiny.opt()},
     4: {
