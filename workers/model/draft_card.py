@@ -17,6 +17,8 @@ CARD = "pilotfish_draft.json"
 """Name of the file; a directory with it holds a distilled draft."""
 FORMAT_VERSION = 2
 """Version 1 has neither `kind` nor `taps` nor `shape`: a model of its own layers."""
+LAST_TAP = -1
+"""The tap of the target's residual stream after its last layer."""
 LAYERS = "layers"
 """The kind of a draft that is a language model of its own."""
 WEIGHTS = "model.safetensors"
@@ -44,7 +46,7 @@ class DraftDescription:
     vocabulary_size: int | None
     """Number of tokens that the draft can propose; `None`: all of the target's."""
     kind: str = LAYERS
-    """`layers`, `heads`, `eagle`, `block`, `exit` or `table`."""
+    """`layers`, `heads`, `eagle`, `block`, `mtp`, `exit` or `table`."""
     taps: tuple[Tap, ...] = ()
     """Taps of the target that it reads: tap `l` is the residual stream after `l` decoder layers."""
     shape: Shape | PublicShape | None = None

@@ -8,7 +8,7 @@ are read. Families store it under different names, see `LAYOUTS`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from cluster.core.errors import shorten
 from workers.model.formats.checkpoint import Checkpoint
@@ -72,7 +72,12 @@ LAYOUTS = (
         is_hidden_first=True,
     ),
 )
-"""The layouts that are read."""
+"""The layouts that are read from a target's own files."""
+_OF_SPECULATORS = (
+    MtpLayout(
+        "speculators", "mtp_layers.0.", *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    ),
+)
 _UNREAD_LAYOUTS = {"model.mtp.": "the layout of MiMo-V2, whose windows and sinks are not computed"}
 """Prefixes of layers that are known and not computed here."""
 _EXPERTS = re.compile(r"(?P<before>.*\.experts\.)(?P<part>gate_up_proj|down_proj)")
@@ -97,13 +102,16 @@ class MtpLayer:
     output_norm: nn.Module
 
 
-def load_mtp_layer(directory: Path, attention: str, dtype: torch.dtype, device: torch.device) -> MtpLayer:
-    """Load the first layer for multi-token prediction of the target in a directory.
+def load_mtp_layer(
+    directory: Path, attention: str, dtype: torch.dtype, device: torch.device, draft: Path | None = None
+) -> MtpLayer:
+    """Load the first layer for multi-token prediction of the target in a directory, or the one of a `draft` for it.
 
     `attention` names a function that is registered with `transformers`. Raises `ModelLoadError`.
     """
-    checkpoint, config = _checkpoint(directory), _config(directory)
-    layout, names = _own_tensors(checkpoint, config)
+    checkpoint = _checkpoint(directory if draft is None else draft)
+    config = _config(directory) if draft is None else _nested_config(checkpoint)
+    layout, names = _own_tensors(checkpoint, config, LAYOUTS if draft is None else _OF_SPECULATORS)
     parts = {part: names.pop(name) for name, part in layout.parts.items()}
     names = {name.removeprefix(layout.block): stored for name, stored in names.items()}
     config = _of_one_layer(config, attention, has_experts=any(name.startswith("mlp.experts.") for name in names))
@@ -159,9 +167,23 @@ def _config(directory: Path) -> PreTrainedConfig:
     return found
 
 
-def _own_tensors(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[MtpLayout, dict[str, str]]:
+def _nested_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The configuration of the decoder layer of a draft in the format of `speculators`. Raises `ModelLoadError`."""
+    body = checkpoint.nested("transformer_layer_config")
+    if body.model_type not in CONFIG_MAPPING:
+        body.refuse("model_type", "it must be a family of transformers")
+    try:
+        found: PreTrainedConfig = CONFIG_MAPPING[body.model_type](**body.config).get_text_config()
+    except (TypeError, ValueError) as error:
+        checkpoint.fail(f"transformer_layer_config in config.json: {error}")
+    return found
+
+
+def _own_tensors(
+    checkpoint: Checkpoint, config: PreTrainedConfig, layouts: Sequence[MtpLayout]
+) -> tuple[MtpLayout, dict[str, str]]:
     """The layout, and the names in the files of the layer's tensors by their names in it. Raises `ModelLoadError`."""
-    prefixes = {one: one.prefix.replace("N", str(config.num_hidden_layers)) for one in LAYOUTS}
+    prefixes = {one: one.prefix.replace("N", str(config.num_hidden_layers)) for one in layouts}
     layout = next((one for one, prefix in prefixes.items() if _has(checkpoint, prefix)), None)
     if layout is None:
         unread = next((words for start, words in _UNREAD_LAYOUTS.items() if _has(checkpoint, start)), None)

@@ -14,7 +14,14 @@ from workers.model.draft_card import DraftDescription
 from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
 from workers.model.formats.registry import read_draft
 from workers.model.public_shapes import FeatureShape, HydraShape, MaskedBlockShape, MedusaShape, Sizes
-from workers.model.weight_counts import count_layers, count_matrices, count_mtp_layer, count_part, count_weights
+from workers.model.weight_counts import (
+    count_layers,
+    count_matrices,
+    count_mtp_layer,
+    count_part,
+    count_weights,
+    tensor_shapes,
+)
 
 _EXIT, _MTP = "early_exit", "mtp"
 _OF_CONTEXT = ("fusion.", "contexts.")
@@ -66,6 +73,8 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
                 step += shape.slots * layers + shape.depths * _head(card) + parents * later
             case TableShape():
                 pass  # it looks tokens up
+            case _ if name == _MTP:
+                proposed += _matrices(tensor_shapes(directory)) + _head(card)
             case _ if name != _EXIT:
                 proposed += count_weights(directory).multiply_adds
     return DraftFlops(2.0 * proposed, 2.0 * step, 2.0 * committed)
@@ -80,7 +89,7 @@ def _without_modules(configuration: Configuration) -> int:
         part = part_of(configuration.draft.settings(_EXIT, EarlyExitSettings), configuration.target)
         part = part or default_part(count_layers(target))
         found += count_part(target, part.layers, part.skip_attention, part.skip_mlp)
-    if _MTP in configuration.draft.selected("method"):
+    if _MTP in configuration.draft.selected("method") and _MTP not in configuration.draft.modules:
         found += count_mtp_layer(target)
     return found
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a layer of the target's own checkpoint drafts a tree, depth by depth (DeepSeek-AI 2024).
+"""Multi-token prediction: a layer that was trained with the target drafts a tree, depth by depth (DeepSeek-AI 2024).
 
 Its input is the target's last hidden state and the embedding of the next token. Beyond the committed text, its own
 output takes the place of the hidden state.
@@ -10,23 +10,28 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from cluster.core.config.base import ModuleSection
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import EvidenceNeeds
 from workers.draft.common.modules.module_settings import ContextSettings
 from workers.draft.registry import ON_TARGET_FIRST, register
+from workers.model.draft_card import LAST_TAP
 
 if TYPE_CHECKING:
     from workers.draft.eagle.eagle_drafter import EagleTreeDrafter
 
-LAST_TAP = -1
-"""The target's residual stream after its last layer."""
 
+class MtpSettings(ModuleSection, ContextSettings):
+    """The layer, the form of the trees, and the type of the layer's weights."""
 
-class MtpSettings(ContextSettings):
-    """The form of the trees, and the type of the layer's weights."""
-
+    draft_kind: ClassVar[str] = "mtp"
     reads_target_files: ClassVar[bool] = True
+    path: str = ""
+    """A layer for the target in the format of `speculators`: a local directory or hub id; unset: the layer in the
+    target's own files."""
+    revision: str | None = None
+    """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     weights: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that the layer's weights are stored in."""
     candidates: Annotated[int, Field(ge=1, le=16)] = 4

@@ -23,12 +23,13 @@ from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.eagle.eagle_drafter import LEAST_SCRATCH, EagleTreeDrafter
 from workers.draft.eagle.eagle_growth import GrowthLimits
 from workers.draft.eagle.eagle_pass import EaglePiece
-from workers.draft.mtp import LAST_TAP, MtpSettings
+from workers.draft.mtp import MtpSettings
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.devices import choose_device
-from workers.model.draft_card import DraftDescription
+from workers.model.draft_card import LAST_TAP, DraftDescription
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.files import load_ends
+from workers.model.formats.registry import read_draft
 from workers.model.mtp_layers import MtpLayer, load_mtp_layer
 
 _ATTENTION = "pilotfish_windows"
@@ -149,9 +150,14 @@ def load_mtp_pass(settings: MtpSettings, target: TargetSection, scratch: int) ->
     """Load the layer of a target; see `MtpPass`. Raises `ModelLoadError`."""
     AttentionInterface.register(_ATTENTION, _attend)
     directory, device, dtype = Path(target.path), choose_device(target.device, 0), computed_type(settings.weights)
-    layer = load_mtp_layer(directory, _ATTENTION, dtype, device)
-    sizes = int(layer.config.vocab_size), int(layer.config.hidden_size)
-    card = DraftDescription(directory.name, *sizes, (), None, kind="mtp", taps=(LAST_TAP,), source="config.json")
+    draft = Path(settings.path) if settings.path else None
+    card = None if draft is None else read_draft(draft)
+    if card is not None and card.kind != settings.draft_kind:
+        raise ModelLoadError(f"draft.mtp.path: kind {card.kind!r} is refused; it must be {settings.draft_kind!r}")
+    layer = load_mtp_layer(directory, _ATTENTION, dtype, device, draft)
+    if card is None:
+        sizes = int(layer.config.vocab_size), int(layer.config.hidden_size)
+        card = DraftDescription(directory.name, *sizes, (), None, kind="mtp", taps=(LAST_TAP,), source="config.json")
     with torch.inference_mode():
         return MtpPass(layer, load_ends(directory, card, None, dtype, device), settings, scratch, target)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.core.drafting import Tap
-from workers.model.draft_card import WEIGHTS, WRITER, WRITTEN_BY, DraftDescription
+from cluster.core.errors import shorten
+from workers.model.draft_card import LAST_TAP, WEIGHTS, WRITER, WRITTEN_BY, DraftDescription
 from workers.model.formats.block_layout import BLOCK_KEYS, SELECTOR_KEYS, block_card, block_weights
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
@@ -33,6 +34,7 @@ _LAYOUT = Eagle3Layout("layers.0.")
 _EAGLE3, _PARALLEL = _HEADS_OF_FEATURES = ("eagle3", "peagle")
 _DSPARK = "dspark"
 _DFLASH2 = "dflash2"
+_MTP, _MTP_LAYER = "mtp", "mtp_layers.0."
 _BLOCKS = {"dflash": False, _DFLASH2: False, _DSPARK: True}
 """The types of block drafters, and whether a slot predicts the token after it where `sample_from_anchor` is unset."""
 _HEADS: dict[str, Any] = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
@@ -52,11 +54,14 @@ class SpeculatorsFormat:
 
     def kind(self, checkpoint: Checkpoint) -> str:
         """The kind of a type; see `DraftFormat.kind`."""
-        return "eagle" if _type(checkpoint) in _HEADS_OF_FEATURES else "block"
+        kind = _type(checkpoint)
+        return "eagle" if kind in _HEADS_OF_FEATURES else _MTP if kind == _MTP else "block"
 
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
         """Describe the draft; see `DraftFormat.card`."""
         kind = _type(checkpoint)
+        if kind == _MTP:
+            return _layer(checkpoint)
         if kind not in _HEADS_OF_FEATURES:
             return _block(checkpoint, taps)
         checkpoint.refuse_unknown_keys(_KNOWN if kind == _EAGLE3 else {*_KNOWN, MASK_KEYS[0]})
@@ -80,11 +85,13 @@ class SpeculatorsFormat:
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         """Read the draft; see `DraftFormat.weights`."""
+        if card.kind == _MTP:
+            return DraftWeights(checkpoint.tensors(checkpoint.sizes))
         return _LAYOUT.weights(checkpoint, card) if card.kind == "eagle" else block_weights(checkpoint, card)
 
 
 def _type(checkpoint: Checkpoint) -> str:
-    found, known = checkpoint.config[_TYPE], (*_HEADS_OF_FEATURES, *_BLOCKS)
+    found, known = checkpoint.config[_TYPE], (*_HEADS_OF_FEATURES, *_BLOCKS, _MTP)
     if found not in known:
         checkpoint.refuse(_TYPE, f"it must be one of {', '.join(known)}")
     return str(found)
@@ -102,6 +109,23 @@ def _proposed(checkpoint: Checkpoint) -> int | None:
     if not isinstance(first, dict) or first.get("speculative_tokens") is None:
         return None
     return Checkpoint(checkpoint.directory, first, "speculators_config.proposal_methods.0.").count("speculative_tokens")
+
+
+def _layer(checkpoint: Checkpoint) -> DraftDescription:
+    """The card of a layer for multi-token prediction, whose tensors are checked when it is loaded."""
+    checkpoint.refuse_unknown_keys(())
+    if checkpoint.count("num_nextn_predict_layers", 1) != 1:
+        checkpoint.refuse("num_nextn_predict_layers", "it must be 1")
+    checkpoint.allow("num_centroids")
+    body = checkpoint.nested(_BODY)
+    size, vocabulary = body.count("hidden_size"), body.count("vocab_size")
+    checkpoint.allow("draft_vocab_size", vocabulary)
+    strange = sorted(name for name in checkpoint.sizes if not name.startswith(_MTP_LAYER))
+    if strange:
+        checkpoint.fail(f"its weights have {shorten(strange[:3])} in excess, beside {_MTP_LAYER}*")
+    return DraftDescription(
+        _verifier(checkpoint), vocabulary, size, (), None, kind=_MTP, taps=(LAST_TAP,), source=CONFIG
+    )
 
 
 def _block(checkpoint: Checkpoint, taps: Sequence[Tap]) -> DraftDescription:
