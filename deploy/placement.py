@@ -1,7 +1,8 @@
 """Decides where every role runs: pure functions from a configuration and the resources of the cluster's nodes.
 
 One Serve replica is one placement group. The ranks of a target are packed on one node, because they all-reduce in every
-layer. A draft model takes a GPU that no rank uses, so that drafting and verifying can overlap.
+layer. A draft model takes a GPU that no rank uses, so that drafting and verifying can overlap. Where none is left, it
+drafts on the GPU of the target's rank 0, after each step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from math import ceil
 from typing import Literal
 
 from cluster.core.config.sections import Configuration
-from workers.draft.registry import placement_of
+from workers.draft.registry import can_share_gpu, placement_of
 
 Device = Literal["cpu", "cuda"]
 
@@ -122,6 +123,11 @@ class Placement:
         return (self.ingress, self.coordinator, self.draft, self.target)
 
     @property
+    def drafts_on_target(self) -> bool:
+        """Whether the target's rank 0 drafts."""
+        return self.draft.replicas == 0
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """The groups of bundles of all replicas."""
         whole_target = (*self.coordinator.bundles, *self.target.bundles)
@@ -164,14 +170,18 @@ def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
     # Drafters are identical replicas: either each has a GPU or none has.
     draft_device = _device(draft.weights.device, gpus_left // draft.replicas) if draft.weights is not None else "cpu"
 
-    drafters = 0 if placement_of(draft, target) == "target" else draft.replicas
+    shares_gpu = target_device == "cuda" and draft_device == "cpu" and gpus > 0 and can_share_gpu(draft)
+    on_target = shares_gpu or placement_of(draft, target) == "target"
+    if on_target and draft.weights is not None and draft.weights.device != "cpu":
+        draft_device = target_device
+    drafters = 0 if on_target else draft.replicas
     # The replicas of each role on one node, if they run on CPU.
     targets_here, drafters_here = ceil(target.replicas / hosts), ceil(draft.replicas / draft_hosts)
     ingresses = configuration.server.ingress_replicas
     helpers = targets_here + ingresses + (ceil(drafters / draft_hosts) if draft.weights is None else 0)
     cpus_left = max(0.0, cpus - helpers * HELPER_CPUS)
     draft_bundle = Bundle(HELPER_CPUS)
-    if draft.weights is not None:
+    if draft.weights is not None and not (on_target and draft_device == "cuda"):
         share = _draft_share(target_device) / drafters_here
         draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, share, draft.threads))
         cpus_left = max(0.0, cpus_left - draft_bundle.cpus * drafters_here)

@@ -219,6 +219,8 @@ def memory_problems(
     if draft is not None and weights is not None:
         key = f"draft.{configuration.draft.weights_method}"
         needs.append(_needs(key, weights, placement.draft, draft))
+        if placement.drafts_on_target and placement.draft.device == "cuda":
+            yield from _shared_gpu_problems(placement, nodes, (needs[0], needs.pop()), weights)
     found = fit(placement, nodes)
     for need in needs:
         gpus = [seat.node for seat in found.seats if seat.group.role == need.role and seat.node.gpu_memory_bytes]
@@ -238,6 +240,28 @@ def memory_problems(
                 f"{_gib(needed)} for weights and KV",
                 f"{_gib(node.memory_bytes)} free",
                 "lower target.kv.pool_bytes, set target.dtype=bfloat16, or choose a smaller model",
+            )
+
+
+def _shared_gpu_problems(
+    placement: Placement, nodes: Sequence[Resources], needs: tuple[_Needs, _Needs], weights: DraftModelSection
+) -> Iterator[Problem]:
+    """The problem of a target and a draft that share a GPU: both weights and the draft's KV pool exceed its memory.
+
+    The draft is loaded first, and its pool takes a part of what is then free.
+    """
+    target, draft = needs
+    free = [seat.node for seat in fit(placement, nodes).seats if seat.group.role == "target"]
+    for node in [node for node in free if node.gpu_memory_bytes][:1]:
+        left = node.gpu_memory_bytes - draft.process_bytes
+        pool = 0 if weights.kv.pool_bytes else int(max(0, left) * weights.kv.memory_fraction)
+        needed = draft.process_bytes + pool + target.process_bytes
+        if needed > node.gpu_memory_bytes >= target.process_bytes:
+            yield Problem(
+                "target GPU memory",
+                f"{_gib(needed)} for the weights of target and draft and for the draft's KV",
+                f"{_gib(node.gpu_memory_bytes)} free on {node.node}",
+                f"lower {draft.key}.kv.memory_fraction, set {draft.key}.device=cpu, or choose a smaller draft",
             )
 
 

@@ -50,6 +50,8 @@ def plan_command(
         output.print_json(json.dumps(description(settings.configuration, placement, nodes, problems)))
     else:
         output.print(placement_table(settings.configuration, placement, nodes))
+        for note in notes(settings.configuration, placement):
+            output.print(note, markup=False)
         for problem in problems:
             output.print(f"would not start: {problem}", markup=False)
     if problems:
@@ -100,13 +102,31 @@ def _node(
     return Resources(cpus, int(gpus), int(memory_gib * 2**30), int(gpu_memory_gib * 2**30), name)
 
 
+def notes(configuration: Configuration, placement: Placement) -> list[str]:
+    """What the table does not say: where drafts are made that have no process of their own, and why."""
+    draft = configuration.draft
+    if draft.weights is None or not placement.drafts_on_target:
+        return []
+    on_gpu = placement.draft.device == "cuda"
+    place = "on a GPU of the target (rank 0)" if on_gpu else "in the target's process (rank 0)"
+    if draft.placement == "target":
+        reason = "draft.placement is target"
+    else:
+        reason = "no GPU is left for it" if on_gpu else "it takes less time there"
+    return [
+        f"the draft {draft.weights.path} drafts {place}: {reason}; its KV pool, draft.{draft.weights_method}.kv, is "
+        "taken before the target's is sized"
+    ]
+
+
 def description(
     configuration: Configuration, placement: Placement, nodes: Sequence[Resources], problems: Sequence[Problem]
 ) -> dict[str, Any]:
-    """The placement as JSON values: nodes, processes and problems. The node of a group without a place is null."""
+    """The placement as JSON values: nodes, processes, notes and problems. A group without a place has no node."""
     return {
         "nodes": [asdict(node) for node in nodes],
         "processes": [row | {"what": _descriptions(configuration)[row["role"]]} for row in _rows(placement, nodes)],
+        "notes": notes(configuration, placement),
         "problems": [asdict(problem) for problem in problems],
     }
 

@@ -108,6 +108,8 @@ def _on_devices(configuration: Configuration, placement: Placement) -> Configura
     A process that claims no GPU may still see all GPUs. Paths of drafting modules stay as they are named.
     """
     named = configuration.draft
+    if named.is_enabled and placement.drafts_on_target:
+        named = named.model_copy(update={"placement": "target"})
     found = configuration.model_copy(update={"draft": with_module_directories(named)})
     implied = with_implied_settings(found)
     target = implied.target.model_copy(update={"device": placement.target.device})

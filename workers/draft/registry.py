@@ -192,6 +192,20 @@ def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Pl
     return place
 
 
+def can_share_gpu(draft: DraftSection) -> bool:
+    """Whether the drafting methods may draft on the target's rank 0 where no GPU is left for a draft model.
+
+    That is so if a method loads a model whose device is not the CPU, if all methods can draft there, and if
+    `draft.placement` and `draft.replicas` leave it open.
+    """
+    return (
+        draft.weights is not None
+        and draft.weights.device != "cpu"
+        and (draft.placement, draft.replicas) == ("auto", 1)
+        and all("target" in plugin.places.order for _, plugin in _selected(draft))
+    )
+
+
 def check_learning(draft: DraftSection) -> None:
     """Raise `ConfigurationError` if `draft.learn` is on with methods that cannot be trained while they draft.
 

@@ -62,7 +62,8 @@ class DraftSection(PluginHost):
     revision: str | None = None
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     placement: Literal["auto", "target", "drafter"] = "auto"
-    """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method."""
+    """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method, and a
+    draft model for which no GPU is left on rank 0."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 7
     """Most drafted tokens in one draft tree. With the last committed token, the default is 8 rows: the kernels for CPUs
     with AVX-512 compute them while they read the weights once."""

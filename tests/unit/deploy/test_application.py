@@ -9,10 +9,11 @@ import pytest
 
 from cluster.core.config.server import ServerSection
 from cluster.core.errors import ConfigurationError
-from deploy.placement import Bundle, RolePlacement
+from deploy.placement import Bundle, Resources, RolePlacement, plan
 from deploy.ray import application
 from deploy.ray.application import ApplicationArguments, actor_options, build_app
 from deploy.ray.running_serve import application_problems
+from workers.serve.configuration import load_configuration
 
 
 def built(**arguments: object) -> dict[str, Any]:
@@ -83,3 +84,13 @@ def test_a_role_on_a_gpu_keeps_the_environment_of_the_node() -> None:
 
 def test_a_role_without_a_model_keeps_the_environment_so_that_ray_gives_it_a_process_that_has_started() -> None:
     assert "runtime_env" not in actor_options(RolePlacement("coordinator", "cpu", (Bundle(0.1),), threads=1))
+
+
+def test_a_draft_model_without_a_gpu_of_its_own_drafts_on_the_targets() -> None:
+    given = {"draft.method": "model", "draft.model.path": "somewhere", "target.device": "auto"}
+    configuration = load_configuration({}, given)
+    for gpus, place in ((1, "target"), (2, "drafter")):
+        settled = application._on_devices(configuration, plan(configuration, [Resources(8, gpus, 1 << 40)]))
+        assert (settled.draft.placement, settled.draft.is_colocated) == (place, place == "target")
+        assert settled.draft.weights is not None
+        assert (settled.target.device, settled.draft.weights.device) == ("cuda", "cuda")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.core.config.sections import Configuration
@@ -78,9 +80,21 @@ def test_a_lookup_drafter_takes_no_gpu() -> None:
     assert placement.gpus == 4
 
 
-def test_a_draft_model_runs_on_cpu_when_the_target_has_the_last_gpu() -> None:
-    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 8}), [GPU_NODE])
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (8, 8)])
+def test_a_draft_model_shares_the_gpu_of_rank_0_when_the_target_has_the_last_one(gpus: int, ranks: int) -> None:
+    node = replace(GPU_NODE, gpus=gpus)
+    for changes in ({}, {"draft.placement": "target"}):
+        placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": ranks} | changes), [node])
+        assert placement.drafts_on_target
+        assert (placement.target.device, placement.draft.device) == ("cuda", "cuda")
+        assert (placement.draft.bundles, placement.gpus) == ((), gpus)
 
+
+@pytest.mark.parametrize("changes", [{"draft.placement": "drafter"}, {"draft.model.device": "cpu"}])
+def test_a_draft_model_runs_on_cpu_where_a_setting_says_so(changes: dict[str, str]) -> None:
+    placement = plan(load_configuration({}, DRAFT_MODEL | {"target.tensor_parallel": 8} | changes), [GPU_NODE])
+
+    assert not placement.drafts_on_target
     assert (placement.target.device, placement.draft.device) == ("cuda", "cpu")
     assert placement.draft.threads == 95
 

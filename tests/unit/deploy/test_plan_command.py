@@ -88,3 +88,17 @@ def test_a_node_that_is_not_understood_is_refused_with_the_form(
 ) -> None:
     assert run(monkeypatch, "--node", node) == 2
     assert f"--node {node}: needed [COUNT*]cpus=" in capsys.readouterr().err
+
+
+def test_it_says_why_a_draft_model_shares_the_targets_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--set", "draft.method=model", "--set", "draft.model.path=small", "--set", "draft.replicas=1")
+    one = ("--set", "target.replicas=1", "--set", "target.tensor_parallel=1", *model)
+    for gpus, notes in ((1, 1), (2, 0)):
+        found = planned(monkeypatch, capsys, *one, "--node", f"cpus=32,gpus={gpus}")
+        assert len(found["notes"]) == notes
+        assert [process["role"] for process in found["processes"]].count("draft") == 1 - notes
+    assert run(monkeypatch, *one, "--node", "cpus=32,gpus=1") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the draft small drafts on a GPU of the target (rank 0): no GPU is left for it" in printed

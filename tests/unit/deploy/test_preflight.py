@@ -191,6 +191,27 @@ def test_weights_and_pools_beyond_the_memory_are_refused(tmp_path: Path) -> None
     assert line.startswith("memory of this machine: needed 9.0 GiB for weights and KV, found 8.0 GiB free;")
 
 
+def test_a_draft_on_the_targets_gpu_needs_memory_there_beside_the_target(tmp_path: Path) -> None:
+    target, draft = (model_directory(tmp_path / name, rows=rows) for name, rows in (("t", 4096), ("d", 1024)))
+    overrides = {"draft.method": "model", "draft.model.path": "d", "draft.model.kv.memory_fraction": 0.5}
+    configuration = load_configuration({}, overrides)
+    target_bytes, draft_bytes = 4096 * 16, 1024 * 16
+    enough = draft_bytes + 2 * target_bytes  # half of what the draft's weights leave is its pool
+
+    def problems(free: int) -> list[str]:
+        nodes = [Resources(8, 1, 1 << 40, free)]
+        placement = plan(configuration, nodes)
+        assert placement.drafts_on_target
+        return [str(one) for one in preflight.memory_problems(configuration, placement, nodes, target, draft)]
+
+    assert problems(enough) == []
+    (line,) = problems(enough - 2)
+    assert line.startswith(
+        "target GPU memory: needed 0.0 GiB for the weights of target and draft and for the draft's KV"
+    )
+    assert "lower draft.model.kv.memory_fraction" in line
+
+
 def test_a_model_that_fits_is_no_problem(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m")
     configuration = load_configuration({}, {"target.kv.pool_bytes": 1 << 30})
