@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -83,6 +83,7 @@ def capacity(options: CapacityOptions) -> None:
 def step(
     model: Annotated[str, typer.Option(help="Name of a model whose configuration is known.")] = "Llama-3.1-8B",
     ranks: Annotated[int, typer.Option(help="Ranks that share the model; one of them is simulated.")] = 1,
+    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="As `target.kv.dtype`.")] = "auto",
 ) -> None:
     """Predict the time of a target's steps on an H100, from their kernels, bytes and operations; no GPU is needed."""
     from deploy.simulation.device.models import MODELS, RankModel, kv_heads
@@ -94,4 +95,6 @@ def step(
         raise ConfigurationError(f"--ranks {ranks}: refused; it must divide the {kv_heads(model)} KV heads of {model}")
     if ranks > 1 and MODELS[model].model_type == "gpt_oss":
         raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose experts have biases, it must be 1")
-    output.print(prediction_table(RankModel(model, ranks)))
+    if ranks > 1 and MODELS[model].model_type == "qwen3_next":
+        raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose states are not divided, it must be 1")
+    output.print(prediction_table(RankModel(model, ranks, kv_dtype=kv_dtype)))

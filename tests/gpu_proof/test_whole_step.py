@@ -116,6 +116,38 @@ def test_a_rank_of_a_model_with_latent_attention_runs_whole(monkeypatch: pytest.
     assert len(step.all_reduces) == 3 + 2 * 3 + 1  # three layers have no experts
 
 
+def test_recurrent_layers_are_launched_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four layers keep a state: it is read, changed and written for each token, and once more copied."""
+    shorten(monkeypatch, "Qwen3-Next-80B-A3B", 4)
+    model = RankModel("Qwen3-Next-80B-A3B")
+    one, two, verified, prompt = (
+        count_step(model, rows)
+        for rows in ((Rows(1, 300),), (Rows(2, 300),), (Rows(1, 300, nodes=3),), (Rows(1, 0, fresh=300),))
+    )
+    state = 32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2
+    assert (one.state_bytes, two.state_bytes, prompt.state_bytes) == (2 * 3 * state, 4 * 3 * state, 3 * state)
+    token = 2 * 2 * 256 * 2
+    assert (one.kv_bytes, prompt.kv_bytes) == (302 * token, 600 * token)
+    each = two.launches - one.launches
+    assert each > 3 * 50
+    assert verified.launches - one.launches == pytest.approx(3 * each, rel=0.02)
+    assert prompt.launches - one.launches == pytest.approx(299 * each, rel=0.02)
+    assert not one.is_captured
+    found = predict(one)
+    assert found.seconds == found.eager_seconds > found.floor_seconds
+
+
+def test_keys_and_values_are_counted_in_their_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, "Llama-3.1-8B", 2)
+    plain, packed = (
+        count_step(RankModel("Llama-3.1-8B", kv_dtype=kind), (Rows(8, 2048),)) for kind in ("auto", "int8")
+    )
+    tokens = 8 * (2049 + 1) * 2 * 2
+    assert (plain.kv_bytes, packed.kv_bytes) == (tokens * 8 * 128 * 2, tokens * 8 * (128 + 4))
+    assert plain.bytes - packed.bytes == plain.kv_bytes - packed.kv_bytes
+    assert plain.launches == packed.launches
+
+
 def test_a_rank_of_eight_reduces_twice_a_layer_and_once_for_the_decisions() -> None:
     step = count_step(LARGE, (Rows(1, 2048),))
     assert len(step.all_reduces) == 161

@@ -121,8 +121,15 @@ class RecurrentLayers:
         self._keys: dict[int, _Keys] = {}
         self._projections: dict[int, _Projections] = {}
 
-    def run(self, part: _Recurrent, hidden: torch.Tensor) -> torch.Tensor:
+    def run(self, part: Recurrent, hidden: torch.Tensor) -> torch.Tensor:
         """Compute all rows' tokens, `[1, tokens, hidden]` → `[1, tokens, hidden]`, and keep the states after them."""
+        with _computed_at_once(part.module, self._projections[part.layer], hidden) as products:
+            together = torch.cat(self.advance(part, hidden, products), dim=1)
+        name = self._projections[part.layer].output
+        return together if name is None else getattr(part.module, name)(together)
+
+    def advance(self, part: Recurrent, hidden: torch.Tensor, products: Products) -> list[torch.Tensor]:
+        """Advance the states by all rows' tokens, one after another. Returns the module's output for each of them."""
         if self.rows is None or self.store is None:
             raise RuntimeError("a model with recurrent layers was called outside its runner")
         layer = part.layer
@@ -133,25 +140,26 @@ class RecurrentLayers:
             products.index = index
             outputs.append(part.own(hidden[:, index : index + 1], **{part.cache: self._cache(layer, state)}))
 
-        with _computed_at_once(part.module, self._projections[layer], hidden) as products:
-            for row in self.rows:
-                state = _copied(self.store.last(row.states, layer))
-                for index in range(first, first + row.fresh):
-                    advance(index, state)
-                    if (kept := row.kept.get(index + 1 - first)) is not None:
-                        kept[layer] = _copied(state)
-                row.states.fresh[0][layer] = state
-                first += row.fresh
-                for node, parent in enumerate(row.tree.parents):
-                    state = _copied(row.states.fresh[parent - ROOT][layer])
-                    advance(first + node, state)
-                    row.states.fresh[node + 1][layer] = state
-                first += len(row.tree)
-        together = torch.cat(outputs, dim=1)
-        name = self._projections[layer].output
-        return together if name is None else getattr(part.module, name)(together)
+        for row in self.rows:
+            state = _copied(self.store.last(row.states, layer))
+            for index in range(first, first + row.fresh):
+                advance(index, state)
+                if (kept := row.kept.get(index + 1 - first)) is not None:
+                    kept[layer] = _copied(state)
+            row.states.fresh[0][layer] = state
+            first += row.fresh
+            for node, parent in enumerate(row.tree.parents):
+                state = _copied(row.states.fresh[parent - ROOT][layer])
+                advance(first + node, state)
+                row.states.fresh[node + 1][layer] = state
+            first += len(row.tree)
+        return outputs
 
-    def measure(self, part: _Recurrent, hidden: torch.Tensor) -> None:
+    def measure_like(self, other: RecurrentLayers) -> None:
+        """Take the measures of the same layers of another module."""
+        self._keys, self._projections, self.shapes = other._keys, other._projections, other.shapes
+
+    def measure(self, part: Recurrent, hidden: torch.Tensor) -> None:
         """Record the shape of the layer's state, from one token. Raises `UnsupportedModel` if it keeps none there."""
         cache = _RowCache({}, {})
         token = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)[None, None]
@@ -185,7 +193,7 @@ class RecurrentLayers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Recurrent:
+class Recurrent:
     """A recurrent module."""
 
     module: nn.Module
@@ -212,16 +220,16 @@ def _find_projections(
     return _Projections(tuple(inputs), output)
 
 
-class _Products:
+class Products:
     """The products of a module's linear layers for all tokens, of which it gets those of one."""
 
     index = 0
 
 
 @contextmanager
-def _computed_at_once(module: nn.Module, projections: _Projections, hidden: torch.Tensor) -> Iterator[_Products]:
+def _computed_at_once(module: nn.Module, projections: _Projections, hidden: torch.Tensor) -> Iterator[Products]:
     """Inside, these layers return what was computed for all tokens: it does not depend on the states between them."""
-    products = _Products()
+    products = Products()
 
     def part_of(values: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda _: values[:, products.index : products.index + 1]
@@ -268,7 +276,7 @@ def bind_recurrent(module: nn.Module) -> RecurrentLayers | None:
 
 
 def _wrap(module: nn.Module, layers: RecurrentLayers) -> None:
-    part = _Recurrent(module, int(module.layer_idx), str(cache_name(module)), module.forward)  # type: ignore[arg-type]
+    part = Recurrent(module, int(module.layer_idx), str(cache_name(module)), module.forward)  # type: ignore[arg-type]
 
     @wraps(part.own)
     def forward(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:

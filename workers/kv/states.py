@@ -133,6 +133,17 @@ class StateStore:
         states.committed = states.fresh[node + 1]
         self.drop(states)
 
+    def assume(self, states: SequenceStates) -> None:
+        """Give a sequence a committed state without values, as if a step had computed it."""
+        states.fresh = [
+            {
+                layer: tuple(torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in shape.parts)
+                for layer, shape in self.shapes.items()
+            }
+        ]
+        self._held += 1
+        self.commit(states)
+
     def drop(self, states: SequenceStates) -> None:
         """Drop what a step computed and no verdict selected."""
         self._held -= len(states.fresh)

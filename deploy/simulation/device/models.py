@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,14 +15,18 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.initialization import no_init_weights
 
 from workers.forward.attention import ATTENTION_NAME, register
 from workers.forward.experts import is_mixture
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.probe import measure_layers
+from workers.forward.probe import MeasuredLayers, measure_layers
+from workers.forward.recurrent import bind_recurrent
 from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.weights.base import Offset
 from workers.forward.weights.groups import GroupStorage
@@ -85,6 +89,13 @@ MODELS: dict[str, PreTrainedConfig] = {
         qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-6,
         tie_word_embeddings=False,
     ),
+    "Qwen3-Next-80B-A3B": Qwen3NextConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=2,
+        head_dim=256, intermediate_size=5120, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        num_experts=512, num_experts_per_tok=10, norm_topk_prob=True, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        max_position_embeddings=262144, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    ),
 }  # fmt: skip
 """Configurations as the models' authors publish them. Weights are in bfloat16."""
 _MXFP4 = {"gpt-oss-20b"}
@@ -108,6 +119,8 @@ class RankModel:
     ranks: int = 1
     group: int | None = None
     """Inputs of a group of the linear layers' weights in 4 bits, as AWQ stores them; `None`: they are plain."""
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """The type of stored keys and values, as `target.kv.dtype`."""
 
     def config(self) -> PreTrainedConfig:
         """The configuration of one rank's part: its heads, its columns of wide layers and experts, and of the head."""
@@ -152,10 +165,18 @@ def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bflo
     attend_over_latents(module, None)
     drop_expansions(module)
     replace_linear_layers(module)
+    measured, narrow = _measure(config, dtype)
+    if (recurrent := bind_recurrent(module)) is not None and (known := bind_recurrent(narrow)) is not None:
+        recurrent.measure_like(known)
+    for name, part in narrow.named_modules():
+        if hasattr(part, "kv_layer"):
+            module.get_submodule(name).kv_layer = part.kv_layer
     loaded = LoadedModel(
         module=module,
         name=model.name,
-        layers=_layer_shapes(config),
+        layers=measured.layers,
+        states=measured.states,
+        decoder_layers=len(list(decoder_layers(module))) if measured.states else 0,
         hidden_size=config.hidden_size,
         vocabulary_size=MODELS[model.name].vocab_size,
         vocabulary_offset=0,
@@ -186,14 +207,14 @@ def _quantize(module: nn.Module, group: int) -> int:
     return grown
 
 
-def _layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
-    """Measure the shapes of the layers on a narrow model on the CPU, since fake masks have no values to read."""
+def _measure(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[MeasuredLayers, PreTrainedModel]:
+    """Measure the layers on a narrow model on the CPU, since fake masks have no values to read. Returns both."""
     narrow = copy.deepcopy(config)
     narrow.update({name: size for name, size in _NARROW_SIZES.items() if hasattr(config, name)})
     with unset_fake_temporarily(), torch.device("cpu"), no_init_weights():
-        module = AutoModelForCausalLM.from_config(narrow, attn_implementation=ATTENTION_NAME).eval()
-        shapes = measure_layers(module, torch.device("cpu"), config.max_position_embeddings).layers
-    return tuple(_over_latents(shape, config) for shape in shapes)
+        module = AutoModelForCausalLM.from_config(narrow, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
+        measured = measure_layers(module, torch.device("cpu"), config.max_position_embeddings)
+    return replace(measured, layers=tuple(_over_latents(shape, config) for shape in measured.layers)), module
 
 
 def _over_latents(shape: LayerShape, config: Any) -> LayerShape:

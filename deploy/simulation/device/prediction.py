@@ -48,11 +48,11 @@ class Prediction:
     """Times of a step, in seconds."""
 
     seconds: float
-    """Predicted time of the step with the model's pass in a CUDA graph."""
+    """Predicted time of the step: with the model's pass in a CUDA graph, if it can be one."""
     eager_seconds: float
     """Predicted time of the step with each kernel launched by the host."""
     floor_seconds: float
-    """The weights and the keys and values once, or the operations at the peak, whichever takes longer."""
+    """The weights, keys, values and recurrent states once, or the operations at the peak, whichever takes longer."""
     all_reduce_seconds: float
     """Of all of them, those beside other work too."""
     sampling_seconds: float
@@ -68,14 +68,16 @@ def predict(step: StepCount, device: Device = H100) -> Prediction:
     the device's memory and multiprocessors is left out.
     """
     works = [
-        (kernel.name, max(kernel.bytes / device.bytes_per_second, kernel.flops / device.flops_per_second))
-        for kernel in step.kernels
+        (one.name, max(one.bytes / device.bytes_per_second, one.flops / device.flops_per_second), one.count)
+        for one in step.kernels
     ]
     reduced = sum(_reduce_seconds(count, device) for count in step.all_reduces)
-    sampling = sum(work + device.launch_seconds for name, work in works if name in _SAMPLING)
-    floor = max((step.weight_bytes + step.kv_bytes) / device.bytes_per_second, step.flops / device.flops_per_second)
-    graph, eager = (_seconds(step.sequence, device, in_graph=in_graph) for in_graph in (True, False))
-    return Prediction(graph, eager, floor, reduced, sampling)
+    sampling = sum(count * (work + device.launch_seconds) for name, work, count in works if name in _SAMPLING)
+    moved = step.weight_bytes + step.kv_bytes + step.state_bytes
+    floor = max(moved / device.bytes_per_second, step.flops / device.flops_per_second)
+    eager = _seconds(step.sequence, device, in_graph=False)
+    seconds = _seconds(step.sequence, device, in_graph=True) if step.is_captured else eager
+    return Prediction(seconds, eager, floor, reduced, sampling)
 
 
 def _reduce_seconds(count: int, device: Device) -> float:
@@ -96,9 +98,10 @@ def _seconds(sequence: Sequence[Kernel], device: Device, *, in_graph: bool) -> f
         else:
             work = max(kernel.bytes / device.bytes_per_second, kernel.flops / device.flops_per_second)
             if kernel.name in _SAMPLING:
-                now += work + device.launch_seconds
+                seconds = work + device.launch_seconds
             else:
-                now += work + device.graph_launch_seconds if in_graph else max(work, device.launch_seconds)
+                seconds = work + device.graph_launch_seconds if in_graph else max(work, device.launch_seconds)
+            now += kernel.count * seconds
     return now
 
 
@@ -125,11 +128,14 @@ def prediction_table(model: RankModel) -> Table:
         step = count_step(model, rows)
         found = predict(step)
         kind = "bfloat16, experts in MXFP4" if model.has_mxfp4 else "bfloat16"
-        compiled = "" if step.is_fused else ", layers compiled"
+        kind += "" if model.kv_dtype == "auto" else f", keys and values in {model.kv_dtype}"
+        compiled = (
+            "" if step.is_fused else ", layers compiled" if step.is_captured else ", neither compiled nor captured"
+        )
         table.title = f"{model.name}{part} in {kind} on H100{compiled}: predicted"
         table.add_row(
             name,
-            str(len(step.kernels)),
+            str(step.launches),
             str(step.layer_kernels),
             f"{step.bytes / 1e9:.1f}",
             f"{step.flops / 1e12:.2f}",

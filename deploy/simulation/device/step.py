@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from cluster.core.config.model_section import PoolSection
-from cluster.core.tree import TokenTree
+from cluster.core.config.target_section import KvSection
+from cluster.core.tree import EMPTY_TREE, TokenTree
 from deploy.simulation.device.fake_device import Kernel, KernelCounter, fake_device
 from deploy.simulation.device.models import RankModel, load
 from workers.forward.backends.base import AttentionSetting
@@ -24,14 +24,18 @@ from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.linear import FastLinear, sum_outputs
 from workers.forward.projections import Projections
+from workers.forward.recurrent import Products, Recurrent, RecurrentLayers, bind_recurrent
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.forward.triton.tiles import MOST_NORMALIZED, wide_tile
+from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 
 ALL_REDUCE, WAIT = "all_reduce", "wait"
 """Beginnings and ends of sums over ranks, among the kernels of a step in their order."""
 _FLOAT_BYTES = 4
+_MOST_SEQUENCES = 4096
+"""Sequences whose recurrent states have room."""
 _DIGIT_PASSES = 5
 """Passes over the logits that find the last token of top-k or top-p (`workers.sampling.triton.truncation`)."""
 
@@ -66,9 +70,18 @@ class StepCount:
     """Bytes of the weights that a step reads: all but the table of embeddings, and of experts those that are expected
     to be chosen."""
     kv_bytes: int
-    """Bytes of the keys and values that the step has to read and write."""
+    """Bytes of the keys and values that the step has to read and write, as they are stored."""
     is_fused: bool = True
     """Whether the layers run fused, and not compiled."""
+    state_bytes: int = 0
+    """Bytes of the states of recurrent layers that the step has to read and write."""
+    is_captured: bool = True
+    """Whether the model's pass is a CUDA graph. With recurrent layers it is not, and nothing is compiled."""
+
+    @property
+    def launches(self) -> int:
+        """Kernels that are launched."""
+        return sum(kernel.count for kernel in self.kernels)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -83,12 +96,12 @@ class StepCount:
     @property
     def bytes(self) -> int:
         """Bytes that all kernels read and write."""
-        return sum(kernel.bytes for kernel in self.kernels)
+        return sum(kernel.bytes * kernel.count for kernel in self.kernels)
 
     @property
     def flops(self) -> int:
         """Operations of all kernels."""
-        return sum(kernel.flops for kernel in self.kernels)
+        return sum(kernel.flops * kernel.count for kernel in self.kernels)
 
 
 class _CountedAttention(TritonBackend):
@@ -119,7 +132,7 @@ class _CountedAttention(TritonBackend):
         own = len(queries) * heads * (dim + of_value) * element
         size = placement.window.size
         read = sum(row.end if size is None else min(row.end, row.width + size) for row in self._rows)
-        token = shape.records * shape.kv_heads * dim * element
+        token = self._token_bytes(layer, element)
         read *= token
         seen = sum(_seen(row, size) for row in self._rows)
         self.kv_bytes += read + len(queries) * token
@@ -129,6 +142,12 @@ class _CountedAttention(TritonBackend):
             flops = 2 * heads * (dim + of_value) * seen * first
             self._counter.add(Kernel("attend_tiles", (own + read) * first + 2 * parts, flops))
         return queries.new_empty((*queries.shape[:2], of_value))
+
+    def _token_bytes(self, layer: int, element: int) -> int:
+        """Bytes of a token's key and value, or of its latent, as they are stored."""
+        shape = self._layers[layer]
+        numbers = shape.kv_heads * shape.head_dim * element
+        return shape.records * (numbers if self._store.stored is None else record_bytes(shape))
 
     def attend_with_sinks(
         self,
@@ -143,16 +162,19 @@ class _CountedAttention(TritonBackend):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:  # noqa: ARG002
         written = (keys, values)[: self._layers[layer].records]
         size = sum(part.numel() * part.element_size() for part in written)
-        self._counter.add(Kernel("store_tokens", 2 * size))
+        self._counter.add(Kernel("store_tokens", size + len(keys) * self._token_bytes(layer, keys.element_size())))
 
     def write_rotated(
         self,
-        layer: int,  # noqa: ARG002 - part of the interface
+        layer: int,
         fresh: Projections,
-        metadata: TritonStep,  # noqa: ARG002
+        metadata: TritonStep,  # noqa: ARG002 - part of the interface
     ) -> torch.Tensor:
-        parts = fresh.queries, fresh.keys, fresh.values, fresh.cosines
-        self._counter.add(Kernel("rotate_token", 2 * sum(part.numel() * part.element_size() for part in parts)))
+        element = fresh.keys.element_size()
+        rotated = 2 * sum(part.numel() * part.element_size() for part in (fresh.queries, fresh.cosines))
+        read = (fresh.keys.numel() + fresh.values.numel()) * element
+        written = len(fresh.keys) * self._token_bytes(layer, element)
+        self._counter.add(Kernel("rotate_token", rotated + read + written))
         return fresh.queries.new_empty((len(fresh.queries), fresh.queries.shape[1] // fresh.dim, fresh.dim))
 
 
@@ -252,6 +274,29 @@ class _CountedExperts:
         return torch.empty_like(x)
 
 
+class _CountedStates:
+    """Recurrent layers, which advance by one token. What that launches is counted for every token of the step."""
+
+    def __init__(self, layers: RecurrentLayers, counter: KernelCounter) -> None:
+        self._layers, self._counter = layers, counter
+        self._advance = layers.advance
+        layers.advance = self.advance  # type: ignore[method-assign]
+
+    def advance(self, part: Recurrent, hidden: torch.Tensor, products: Products) -> list[torch.Tensor]:
+        rows, begin = self._layers.rows or (), len(self._counter.operations)
+        self._layers.rows = tuple(replace(row, fresh=1, tree=EMPTY_TREE) for row in rows[:1])
+        (output,) = self._advance(part, hidden, products)
+        self._layers.rows = rows
+        launched = self._counter.operations[begin:]
+        copied = len(self._layers.shapes[part.layer].parts)  # the state, before the first token and before each node
+        copies = len(rows) + sum(len(row.tree) for row in rows)
+        self._counter.operations[begin:] = [
+            replace(one, kernel=replace(one.kernel, count=copies if index < copied else hidden.shape[1]))
+            for index, one in enumerate(launched)
+        ]
+        return [output.new_empty((1, hidden.shape[1], output.shape[-1]))]
+
+
 def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
     """Run a step of one rank on the fake device, decisions included, and count what it does.
 
@@ -261,7 +306,7 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
     with fake_device() as device:
         loaded, weight_bytes = load(model, device)
         counter = KernelCounter()
-        section = PoolSection(block_size=16)
+        section = KvSection(block_size=16, dtype=model.kv_dtype, sequences=_MOST_SEQUENCES, prefix_cache=False)
         tokens = sum(kind.count * (kind.stored + kind.fresh + kind.nodes + section.block_size) for kind in rows)
         tables = group_layers(loaded.kv_spec, section, truncatable=False).layout.tables
         pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size) * tables)
@@ -269,22 +314,32 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         runner = ModelRunner(loaded, pool, attention=ChosenBackend("triton", attention, CAPABILITIES))
         experts = _count_experts(loaded.module, model, counter)
         _sum_outputs(loaded.module, model)
-        is_fused = fuse_layers(loaded.module, _CountedKernels(counter))
+        is_fused = not loaded.states and fuse_layers(loaded.module, _CountedKernels(counter))
+        if (recurrent := bind_recurrent(loaded.module)) is not None:
+            _CountedStates(recurrent, counter)
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
         with _all_reduces(loaded.module, model, counter), _regions(loaded.module, counter) as begins, counter:
             logits = runner.forward(batch)
         counter.add(*_decisions(logits, rows))
         if model.ranks > 1:  # each rank's best scores and tokens
             counter.add(Kernel(ALL_REDUCE, len(logits) * 2 * 8), Kernel(WAIT, 0))
+        is_compiled = not loaded.states
         return StepCount(
-            sequence=tuple(counter.fused()),
-            eager_launches=len(counter.eager()),
-            layer_kernels=_usual_layer(counter, begins),
+            sequence=tuple(counter.fused() if is_compiled else counter.eager()),
+            eager_launches=sum(kernel.count for kernel in counter.eager()),
+            layer_kernels=_usual_layer(counter, begins, is_compiled),
             copies=counter.copies,
             weight_bytes=weight_bytes + sum(one.read for one in experts),
             kv_bytes=attention.kv_bytes,
             is_fused=is_fused,
+            state_bytes=0 if pool.states is None else pool.states.size * _state_moves(rows),
+            is_captured=is_compiled,
         )
+
+
+def _state_moves(rows: Sequence[Rows]) -> int:
+    """States that a step has to read and write: one of each row after its tokens, and the one before, if any."""
+    return sum(kind.count * (1 + bool(kind.stored)) for kind in rows)
 
 
 def _count_experts(module: nn.Module, model: RankModel, counter: KernelCounter) -> list[_CountedExperts]:
@@ -319,11 +374,12 @@ def _regions(module: nn.Module, counter: KernelCounter) -> Iterator[list[int]]:
         yield begins
 
 
-def _usual_layer(counter: KernelCounter, begins: Sequence[int]) -> int:
+def _usual_layer(counter: KernelCounter, begins: Sequence[int], is_compiled: bool) -> int:
     """Kernels of the last layer but one, which is like most."""
     layer = KernelCounter()
     layer.operations = counter.operations[begins[-2] : begins[-1]]
-    return sum(kernel.name not in (ALL_REDUCE, WAIT) for kernel in layer.fused())
+    kernels = layer.fused() if is_compiled else layer.eager()
+    return sum(kernel.count for kernel in kernels if kernel.name not in (ALL_REDUCE, WAIT))
 
 
 def _seen(row: RowShape, window: int | None) -> int:
@@ -337,11 +393,13 @@ def _forward_rows(pool: KvPool, kind: Rows) -> Iterator[ForwardRow]:
         table = pool.new_table()
         if kind.stored:
             pool.reserve(table, kind.stored)
+            if pool.states is not None:
+                pool.states.assume(table.states)
             pool.commit(table, (0,) * kind.stored)
         tree = TokenTree.chain(range(kind.nodes))
         select = tuple(range(kind.fresh - 1, kind.fresh + kind.nodes))
         row = ForwardRow(table, (0,) * kind.fresh, tree, select)
-        pool.reserve(table, row.end)
+        pool.reserve(table, row.end, len(tree))
         yield row
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.core.ids import SequenceId
+from cluster.core.ids import CacheSalt, SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenRow, StepBatch, VerifyRow
@@ -51,7 +51,7 @@ def plain(case: ModelCase) -> TargetEngine:
 
 def begin(engine: TargetEngine, prompt: Sequence[int], salt: str = "", name: str = "a") -> int:
     """Open a sequence. Returns how many of its tokens are stored."""
-    start = SequenceStart(len(prompt), GREEDY, salt)
+    start = SequenceStart(len(prompt), GREEDY, CacheSalt(salt))
     return engine.open([OpenRow(SequenceId(name), tuple(prompt), start)]).stored_lens[0]
 
 
@@ -201,7 +201,7 @@ def test_a_preempted_sequence_goes_on_behind_its_last_full_block(short: ModelCas
     engine = short.engine()
     expected = decode(short.engine(prefix_cache=False), SHARED)[1]
     begin(engine, SHARED)
-    tokens, pending = list(SHARED), SHARED
+    tokens, pending = list(SHARED), tuple(SHARED)
     for _ in range(8):
         verdict = verify(engine, VerifyRow(SequenceId("a"), len(tokens), tuple(pending)))
         tokens, pending = [*tokens, *verdict.tokens], verdict.tokens
