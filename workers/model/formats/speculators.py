@@ -35,6 +35,8 @@ _EAGLE3, _PARALLEL = _HEADS_OF_FEATURES = ("eagle3", "peagle")
 _DSPARK = "dspark"
 _DFLASH2 = "dflash2"
 _MTP, _MTP_LAYER = "mtp", "mtp_layers.0."
+_UNUSED = "verifier_lm_head.weight"
+"""A matrix that the library may store beside such a layer, and that no pass reads."""
 _BLOCKS = {"dflash": False, _DFLASH2: False, _DSPARK: True}
 """The types of block drafters, and whether a slot predicts the token after it where `sample_from_anchor` is unset."""
 _HEADS: dict[str, Any] = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
@@ -120,7 +122,7 @@ def _layer(checkpoint: Checkpoint) -> DraftDescription:
     body = checkpoint.nested(_BODY)
     size, vocabulary = body.count("hidden_size"), body.count("vocab_size")
     checkpoint.allow("draft_vocab_size", vocabulary)
-    strange = sorted(name for name in checkpoint.sizes if not name.startswith(_MTP_LAYER))
+    strange = sorted(name for name in checkpoint.sizes if not name.startswith(_MTP_LAYER) and name != _UNUSED)
     if strange:
         checkpoint.fail(f"its weights have {shorten(strange[:3])} in excess, beside {_MTP_LAYER}*")
     return DraftDescription(
