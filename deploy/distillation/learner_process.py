@@ -24,7 +24,7 @@ from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
 from workers.draft.registry import create
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.heads import MedusaHeads
-from workers.sampling.rules.coupled import walk
+from workers.sampling.acceptance import DecidedTree
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.messages import Candidate, Task
 
@@ -79,7 +79,7 @@ def rounds_of(method: LearnsOnline, configuration: Configuration, text: Collecte
             end = length + depth
             is_right = end < len(tokens) and tree.path_tokens(node) == tokens[length:end]
             decisions.append(tokens[end] if is_right else -1)
-        synced, length, rounds = length, length + len(walk(tree, decisions).tokens), rounds + 1
+        synced, length, rounds = length, length + len(DecidedTree(tree, decisions).walk().tokens), rounds + 1
     method.release([name])
     return rounds
 

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from torch import Tensor
 
-from cluster.core.drafting import DraftDistribution
-from cluster.core.tree import ROOT, TokenTree
+from cluster.core.tree import ROOT
 from tests.support.models.drawn_drafts import TABLES, Draft, Drafter, Drawing, WithSharedNoise, no_draft, write
 from tests.support.models.enumerable import BAR, SETTINGS, VOCABULARY, p_value
-from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition
+from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree
 from workers.sampling.noise import gumbel
 from workers.sampling.residual import draft_probabilities, draw, residual
 from workers.sampling.rules.block import Block
@@ -90,26 +88,17 @@ class SimpleRejection:
     is_lossless: bool = field(default=True, init=False)
     needs_distribution: bool = field(default=True, init=False)
 
-    def accept(
-        self,
-        tree: TokenTree,
-        decisions: Sequence[int],
-        root: RootPosition,
-        log_probabilities: Tensor | None,
-        distributions: Sequence[DraftDistribution],
-    ) -> Accepted:
-        assert log_probabilities is not None
+    def accept(self, step: DecidedTree) -> Accepted:
+        tree, root, log_probabilities = step.tree, step.root, step.known_log_probabilities
         nodes: list[int] = []
-        tokens: list[int] = []
         while True:
             node, position = nodes[-1] if nodes else ROOT, root.position + len(nodes)
             left, rejected = log_probabilities[node + 1].double().exp(), []
             for rank, child in enumerate(tree.children(node)):
                 token = tree.tokens[child]
-                draft: Mapping[int, float] = draft_probabilities(tree, child, distributions, rejected)
+                draft: Mapping[int, float] = draft_probabilities(tree, child, step.distributions, rejected)
                 if uniform(b"rejection", root.seed, position, rank) * draft[token] < float(left[token]):
                     nodes.append(child)
-                    tokens.append(token)
                     break
                 if self.removes:
                     rejected.append(token)
@@ -121,7 +110,7 @@ class SimpleRejection:
                     last = draw(left, uniform(b"residual", root.seed, position))
                 else:
                     last = int((left.log() + gumbel([root.seed], [position], 0, VOCABULARY, "cpu")[0]).argmax())
-                return Accepted(tuple(nodes), (*tokens, last))
+                return step.accepted(nodes, last)
 
 
 def without_improbable_tokens(drafter: Drafter) -> Drafter:

@@ -29,11 +29,10 @@ from tests.support.models.enumerable import (
     p_value,
     pair_after,
 )
-from workers.sampling.acceptance import Accepted
+from workers.sampling.acceptance import Accepted, DecidedTree
 from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import decide
 from workers.sampling.noise import gumbel
-from workers.sampling.rules.coupled import walk
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +148,11 @@ DRAFTS: dict[str, Draft] = {
     "random chain": Drafter.random_chain,
     "random tree": Drafter.random_tree,
 }
+
+
+def walk(tree: TokenTree, decisions: Sequence[int]) -> Accepted:
+    """What the rule `coupled` accepts."""
+    return DecidedTree(tree, decisions).walk()
 
 
 def speculate(

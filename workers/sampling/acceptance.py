@@ -53,6 +53,51 @@ class RootPosition:
     """Whether every decision is the most probable token, without sampling."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecidedTree:
+    """A drafted tree of `n` nodes, and what the target showed at its root and nodes.
+
+    Raises `ValueError` for a number of decisions other than `n + 1`.
+    """
+
+    tree: TokenTree
+    decisions: Sequence[int]
+    """The target's tokens: `decisions[0]` after the root, `decisions[i + 1]` after node `i`. A decision is -1 where all
+    logits are NaN or −inf; an accepted -1 fails the row."""
+    root: RootPosition = RootPosition()
+    log_probabilities: Tensor | None = None
+    """Float32 `[n + 1, vocabulary]` in the order of the decisions, of the distribution that they are drawn from (after
+    penalties, temperature, top-k, top-p and min-p), in a greedy row at temperature 1; `None` unless the rule needs
+    them."""
+    distributions: Sequence[DraftDistribution] = ()
+    """Those that the nodes' tokens were drawn from by the drafter: one per node, or none if all are deterministic."""
+
+    def __post_init__(self) -> None:
+        if len(self.decisions) != len(self.tree) + 1:
+            raise ValueError(f"{len(self.decisions)} decisions for a tree of {len(self.tree)} nodes and its root")
+
+    @property
+    def known_log_probabilities(self) -> Tensor:
+        """The log-probabilities. Raises `ValueError` if there are none."""
+        if self.log_probabilities is None:
+            raise ValueError("log_probabilities: the rule needs them, found None")
+        return self.log_probabilities
+
+    def accepted(self, nodes: Sequence[int], last: int | None = None) -> Accepted:
+        """The path `nodes` as accepted, and the token `last` after it: if unset, the target's decision there."""
+        decided = self.decisions[(nodes or (ROOT,))[-1] + 1]
+        return Accepted(tuple(nodes), (*(self.tree.tokens[node] for node in nodes), decided if last is None else last))
+
+    def walk(self) -> Accepted:
+        """Descend while the decision is among the children; the last decision is the token after the path."""
+        nodes: list[int] = []
+        node = self.tree.child(ROOT, self.decisions[0])
+        while node is not None:
+            nodes.append(node)
+            node = self.tree.child(node, self.decisions[node + 1])
+        return self.accepted(nodes)
+
+
 class DrawnDrafts(Enum):
     """Which drafts a rule accepts more of if their tokens are drawn at random and their distributions are known."""
 
@@ -80,24 +125,8 @@ class AcceptanceRule(Protocol):
         """
         ...
 
-    def accept(
-        self,
-        tree: TokenTree,
-        decisions: Sequence[int],
-        root: RootPosition,
-        log_probabilities: Tensor | None,
-        distributions: Sequence[DraftDistribution],
-    ) -> Accepted:
-        """Accept a path of `tree`, which has `n` nodes.
-
-        `decisions` are the target's tokens: `decisions[0]` after the root, `decisions[i + 1]` after node `i`. A
-        decision is -1 where all logits are NaN or −inf; an accepted -1 fails the row. `log_probabilities`,
-        float32 `[n + 1, vocabulary]` in the same order, are those of the distribution that the decisions are drawn
-        from (after penalties, temperature, top-k, top-p and min-p), or `None` unless the rule needs them. In a greedy
-        row they are those at temperature 1. `distributions` are those that the nodes' tokens were drawn from by the
-        drafter: one per node, or none if all tokens are deterministic. Raises `ValueError` for a number of decisions
-        other than `n + 1`, and for missing log-probabilities.
-        """
+    def accept(self, step: DecidedTree) -> Accepted:
+        """Accept a path of the tree. Raises `ValueError` if log-probabilities are needed and missing."""
         ...
 
 
@@ -137,19 +166,6 @@ def create_rule(target: TargetSection) -> AcceptanceRule:
     """Create the rule that `target.acceptance` selects. Raises `ConfigurationError` for an unknown name."""
     plugin = RULES.get(target.acceptance)
     return plugin.create(target.settings(target.acceptance, plugin.settings))
-
-
-def check_decisions(tree: TokenTree, decisions: Sequence[int]) -> None:
-    """Raise `ValueError` unless there is one decision for the root and one for each node."""
-    if len(decisions) != len(tree) + 1:
-        raise ValueError(f"{len(decisions)} decisions for a tree of {len(tree)} nodes and its root")
-
-
-def check_log_probabilities(log_probabilities: Tensor | None) -> Tensor:
-    """Return the log-probabilities. Raises `ValueError` if there are none."""
-    if log_probabilities is None:
-        raise ValueError("log_probabilities: the rule needs them, found None")
-    return log_probabilities
 
 
 def longest_path(tree: TokenTree, is_accepted: Sequence[bool]) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.dequantized import dequantized_from
-from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition, create_rule
+from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree, RootPosition, create_rule
 from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
 from workers.sampling.grammar import GrammarError
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
@@ -358,7 +358,7 @@ class TargetEngine:
         known = decisions.log_probabilities
         distribution = None if known is None else known[own.start : own.stop]
         tokens = decisions.tokens[own.start : own.stop]
-        return self._rule.accept(row.tree, tokens, root, distribution, row.distributions)
+        return self._rule.accept(DecidedTree(row.tree, tokens, root, distribution, row.distributions))
 
     def _draft(self, ready: Sequence[ReadyRow], verdicts: dict[SequenceId, Verdict]) -> None:
         """Let the drafter on this rank propose the next trees, and put them into the verdicts.

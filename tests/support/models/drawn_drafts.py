@@ -13,7 +13,7 @@ from cluster.core.drafting import DraftDistribution
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 from tests.support.models.enumerable import LENGTH, PROMPT, TABLE, VOCABULARY, Answers, pair_after
-from workers.sampling.acceptance import AcceptanceRule, Accepted, RootPosition
+from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree, RootPosition
 from workers.sampling.context import DecisionContext
 from workers.sampling.noise import gumbel
 from workers.sampling.warp import log_distribution
@@ -124,7 +124,7 @@ def write(rule: AcceptanceRule, sampling: SamplingParameters, drafter: Drafter, 
             paths = [(), *(draft.tree.path_tokens(node) for node in range(len(draft.tree)))]
             logs = torch.stack([log_probabilities((*tokens, *path)) for path in paths])
             root = RootPosition(seed, len(tokens), VOCABULARY)
-            accepted: Accepted = rule.accept(draft.tree, [0] * len(paths), root, logs, draft.distributions)
+            accepted: Accepted = rule.accept(DecidedTree(draft.tree, [0] * len(paths), root, logs, draft.distributions))
             accepted_first += len(accepted.nodes) if tokens == PROMPT else 0
             tokens = (*tokens, *accepted.tokens)
         answers.append(tokens[len(PROMPT) : len(PROMPT) + LENGTH])

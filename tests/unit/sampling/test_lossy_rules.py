@@ -11,9 +11,8 @@ import torch
 
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.sampling.acceptance import RootPosition, create_rule, longest_path
+from workers.sampling.acceptance import DecidedTree, RootPosition, create_rule, longest_path
 from workers.sampling.rules.blockwise import Blockwise
-from workers.sampling.rules.coupled import walk
 from workers.sampling.rules.typical import Typical
 from workers.serve.configuration import load_configuration
 
@@ -40,31 +39,34 @@ def test_a_token_is_typical_from_epsilon_on() -> None:
     chain = TokenTree.chain([5, 7])
     rule = Typical(epsilon=0.1, delta=1.0)
     peaked = logs({5: 0.11, 3: 0.8}, {7: 0.09, 3: 0.8}, {1: 0.9})
-    assert rule.accept(chain, [3, 3, 1], SAMPLED, peaked).tokens == (5, 3)
+    assert rule.accept(DecidedTree(chain, [3, 3, 1], SAMPLED, peaked)).tokens == (5, 3)
 
 
 def test_the_threshold_falls_with_the_entropy() -> None:
     """A uniform distribution over 10 tokens has the entropy ln 10, so the threshold is 0.3 · 0.1."""
     chain = TokenTree.chain([5])
     flat = logs({}, {})
-    assert Typical(epsilon=1.0, delta=0.3).accept(chain, [3, 1], SAMPLED, flat).tokens == (5, 1)
-    assert Typical(epsilon=1.0, delta=1.2).accept(chain, [3, 1], SAMPLED, flat).tokens == (3,)
+    assert Typical(epsilon=1.0, delta=0.3).accept(DecidedTree(chain, [3, 1], SAMPLED, flat)).tokens == (5, 1)
+    assert Typical(epsilon=1.0, delta=1.2).accept(DecidedTree(chain, [3, 1], SAMPLED, flat)).tokens == (3,)
 
 
 def test_the_longest_typical_path_is_taken_and_the_targets_decision_follows() -> None:
     everything = logs(*[{}] * 6)
-    accepted = Typical(epsilon=0.05, delta=1.0).accept(TREE, [0, 1, 2, 3, 4, 5], SAMPLED, everything)
+    accepted = Typical(epsilon=0.05, delta=1.0).accept(DecidedTree(TREE, [0, 1, 2, 3, 4, 5], SAMPLED, everything))
     assert (accepted.nodes, accepted.tokens) == ((0, 2, 3), (5, 7, 8, 4))
 
 
 def test_an_impossible_token_is_not_typical() -> None:
     impossible = logs({5: 0.0}, {})
-    assert Typical(0.09, 0.3).accept(TokenTree.chain([5]), [3, 1], SAMPLED, impossible).tokens == (3,)
+    assert Typical(0.09, 0.3).accept(DecidedTree(TokenTree.chain([5]), [3, 1], SAMPLED, impossible)).tokens == (3,)
 
 
 @pytest.mark.parametrize("decisions", [[5, 7, 0, 9, 0, 4], [1, 7, 0, 8, 0, 0]])
 def test_at_temperature_zero_typical_is_coupled(decisions: list[int]) -> None:
-    assert Typical(0.09, 0.3).accept(TREE, decisions, GREEDY, logs(*[{}] * 6)) == walk(TREE, decisions)
+    assert (
+        Typical(0.09, 0.3).accept(DecidedTree(TREE, decisions, GREEDY, logs(*[{}] * 6)))
+        == DecidedTree(TREE, decisions).walk()
+    )
 
 
 # --- blockwise ------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ def test_at_temperature_zero_typical_is_coupled(decisions: list[int]) -> None:
 @pytest.mark.parametrize("decisions", [[5, 7, 0, 9, 0, 4], [6, 7, 2, 0, 0, 0], [1, 7, 0, 8, 0, 0]])
 def test_strict_blockwise_is_coupled_and_lossless(decisions: list[int]) -> None:
     rule = Blockwise()
-    assert rule.accept(TREE, decisions, SAMPLED) == walk(TREE, decisions)
+    assert rule.accept(DecidedTree(TREE, decisions, SAMPLED)) == DecidedTree(TREE, decisions).walk()
     assert rule.is_lossless
     assert not rule.needs_distribution
 
@@ -81,29 +83,29 @@ def test_strict_blockwise_is_coupled_and_lossless(decisions: list[int]) -> None:
 def test_tokens_among_the_most_probable_are_accepted() -> None:
     chain = TokenTree.chain([5, 7])
     ranked = logs({3: 0.5, 5: 0.3}, {3: 0.5, 5: 0.3, 7: 0.1}, {})
-    assert Blockwise(top_k=2).accept(chain, [3, 3, 1], SAMPLED, ranked).tokens == (5, 3)
-    assert Blockwise(top_k=3).accept(chain, [3, 3, 1], SAMPLED, ranked).tokens == (5, 7, 1)
+    assert Blockwise(top_k=2).accept(DecidedTree(chain, [3, 3, 1], SAMPLED, ranked)).tokens == (5, 3)
+    assert Blockwise(top_k=3).accept(DecidedTree(chain, [3, 3, 1], SAMPLED, ranked)).tokens == (5, 7, 1)
 
 
 def test_the_decision_is_accepted_even_if_it_is_not_among_the_most_probable() -> None:
     ranked = logs({3: 0.5, 4: 0.3}, {})
-    assert Blockwise(top_k=2).accept(TokenTree.chain([5]), [5, 1], SAMPLED, ranked).tokens == (5, 1)
+    assert Blockwise(top_k=2).accept(DecidedTree(TokenTree.chain([5]), [5, 1], SAMPLED, ranked)).tokens == (5, 1)
 
 
 def test_tokens_near_the_decision_are_accepted() -> None:
     chain = TokenTree.chain([5, 7])
-    assert Blockwise(distance=2).accept(chain, [7, 4, 1], SAMPLED).tokens == (5, 4)
+    assert Blockwise(distance=2).accept(DecidedTree(chain, [7, 4, 1], SAMPLED)).tokens == (5, 4)
 
 
 def test_a_step_commits_at_least_the_minimum_block() -> None:
-    assert Blockwise(minimum_block=3).accept(TREE, [0, 0, 0, 3, 0, 0], SAMPLED).tokens == (5, 7, 3)
-    assert Blockwise(minimum_block=9).accept(TREE, [0, 0, 0, 3, 4, 0], SAMPLED).tokens == (5, 7, 8, 4)
-    assert Blockwise(minimum_block=3).accept(EMPTY_TREE, [8], SAMPLED).tokens == (8,)
+    assert Blockwise(minimum_block=3).accept(DecidedTree(TREE, [0, 0, 0, 3, 0, 0], SAMPLED)).tokens == (5, 7, 3)
+    assert Blockwise(minimum_block=9).accept(DecidedTree(TREE, [0, 0, 0, 3, 4, 0], SAMPLED)).tokens == (5, 7, 8, 4)
+    assert Blockwise(minimum_block=3).accept(DecidedTree(EMPTY_TREE, [8], SAMPLED)).tokens == (8,)
 
 
 def test_nothing_is_close_to_a_missing_decision() -> None:
     chain = TokenTree.chain([0])
-    assert Blockwise(distance=5).accept(chain, [-1, 2], SAMPLED).tokens == (-1,)
+    assert Blockwise(distance=5).accept(DecidedTree(chain, [-1, 2], SAMPLED)).tokens == (-1,)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ def test_settings_outside_their_bounds_are_refused(setting: str, value: float) -
 
 def test_missing_log_probabilities_are_refused() -> None:
     with pytest.raises(ValueError, match="log_probabilities"):
-        Typical(0.09, 0.3).accept(EMPTY_TREE, [1], SAMPLED, None)
+        Typical(0.09, 0.3).accept(DecidedTree(EMPTY_TREE, [1], SAMPLED))
 
 
 def test_rules_and_their_settings_are_read_without_torch() -> None:

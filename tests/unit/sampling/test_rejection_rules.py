@@ -7,10 +7,9 @@ import torch
 
 from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.sampling.acceptance import AcceptanceRule, RootPosition
+from workers.sampling.acceptance import AcceptanceRule, DecidedTree, RootPosition
 from workers.sampling.residual import draft_probabilities, draw, residual
 from workers.sampling.rules.block import Block
-from workers.sampling.rules.coupled import walk
 from workers.sampling.rules.rejection import Rejection
 from workers.sampling.uniform import random_bits, uniform
 
@@ -22,50 +21,53 @@ FLAT = torch.full((6, 10), 0.1).log()
 @pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
 def test_at_temperature_zero_the_rules_are_coupled(rule: AcceptanceRule) -> None:
     for decisions in ([5, 7, 0, 9, 0, 4], [6, 7, 2, 0, 0, 0], [1, 7, 0, 8, 0, 0]):
-        assert rule.accept(TREE, decisions, RootPosition(is_greedy=True), FLAT, ()) == walk(TREE, decisions)
+        assert (
+            rule.accept(DecidedTree(TREE, decisions, RootPosition(is_greedy=True), FLAT))
+            == DecidedTree(TREE, decisions).walk()
+        )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
 def test_the_same_seed_and_position_yield_the_same_tokens(rule: AcceptanceRule) -> None:
-    first, again = (rule.accept(TREE, [0] * 6, RootPosition(3, 20), FLAT, ()) for _ in range(2))
+    first, again = (rule.accept(DecidedTree(TREE, [0] * 6, RootPosition(3, 20), FLAT)) for _ in range(2))
     assert first == again
-    others = {rule.accept(TREE, [0] * 6, RootPosition(seed, 20), FLAT, ()).tokens for seed in range(20)}
+    others = {rule.accept(DecidedTree(TREE, [0] * 6, RootPosition(seed, 20), FLAT)).tokens for seed in range(20)}
     assert len(others) > 5
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
 def test_logits_without_a_number_yield_no_token(rule: AcceptanceRule) -> None:
     nothing = torch.full((1, 10), -torch.inf)
-    assert rule.accept(EMPTY_TREE, [-1], RootPosition(), nothing, ()).tokens == (-1,)
+    assert rule.accept(DecidedTree(EMPTY_TREE, [-1], RootPosition(), nothing)).tokens == (-1,)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
 def test_a_token_that_its_distribution_excludes_is_never_accepted(rule: AcceptanceRule) -> None:
     stated = (DraftDistribution((1, 2), (0.5, 0.5)),)
     for seed in range(20):
-        accepted = rule.accept(TokenTree.chain([5]), [0, 0], RootPosition(seed), FLAT[:2], stated)
+        accepted = rule.accept(DecidedTree(TokenTree.chain([5]), [0, 0], RootPosition(seed), FLAT[:2], stated))
         assert accepted.nodes == ()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
 def test_draft_tokens_beyond_the_targets_vocabulary_are_harmless(rule: AcceptanceRule) -> None:
     stated = (DraftDistribution((5, 700), (0.1, 0.9)),)
-    assert rule.accept(TokenTree.chain([5]), [0, 0], RootPosition(1), FLAT[:2], stated).nodes == (0,)
+    assert rule.accept(DecidedTree(TokenTree.chain([5]), [0, 0], RootPosition(1), FLAT[:2], stated)).nodes == (0,)
 
 
 def test_block_ignores_all_but_first_children() -> None:
     certain = torch.zeros(6, 10)
     certain[:, 6] = 1.0  # 6 is the second child of the root
-    assert Block().accept(TREE, [0] * 6, RootPosition(), certain.log(), ()).tokens == (6,)
-    assert Rejection().accept(TREE, [0] * 6, RootPosition(), certain.log(), ()).tokens == (6, 6)
+    assert Block().accept(DecidedTree(TREE, [0] * 6, RootPosition(), certain.log())).tokens == (6,)
+    assert Rejection().accept(DecidedTree(TREE, [0] * 6, RootPosition(), certain.log())).tokens == (6, 6)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
 def test_the_target_must_have_computed_its_distribution(rule: AcceptanceRule) -> None:
     with pytest.raises(ValueError, match="log_probabilities"):
-        rule.accept(EMPTY_TREE, [1], RootPosition(), None, ())
+        rule.accept(DecidedTree(EMPTY_TREE, [1], RootPosition()))
     with pytest.raises(ValueError, match="2 decisions for a tree of 0 nodes"):
-        rule.accept(EMPTY_TREE, [1, 2], RootPosition(), FLAT, ())
+        rule.accept(DecidedTree(EMPTY_TREE, [1, 2], RootPosition(), FLAT))
 
 
 def test_earlier_siblings_are_removed_from_the_draft_distribution() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.drafting import DraftDistribution
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.support.models import tiny
 from tests.support.models.sampling_reference import probabilities
-from workers.sampling.acceptance import RULES, Accepted, RootPosition, register_rule
+from workers.sampling.acceptance import RULES, Accepted, DecidedTree, register_rule
 from workers.serve.configuration import load_configuration
 from workers.verify import decider
 from workers.verify.build import build_engine
@@ -48,22 +46,14 @@ class Threshold:
     is_lossless: bool = False
     needs_distribution: bool = True
 
-    def accept(
-        self,
-        tree: TokenTree,
-        decisions: Sequence[int],
-        root: RootPosition,
-        log_probabilities: Tensor | None,
-        distributions: Sequence[DraftDistribution],
-    ) -> Accepted:
-        self.seen.append(log_probabilities)
-        assert log_probabilities is not None
+    def accept(self, step: DecidedTree) -> Accepted:
+        self.seen.append(step.log_probabilities)
         nodes: list[int] = []
-        for node, token in enumerate(tree.tokens):  # a chain
-            if float(log_probabilities[node, token].exp()) < self.least:
+        for node, token in enumerate(step.tree.tokens):  # a chain
+            if float(step.known_log_probabilities[node, token].exp()) < self.least:
                 break
             nodes.append(node)
-        return Accepted(tuple(nodes), (*tree.tokens[: len(nodes)], decisions[len(nodes)]))
+        return step.accepted(nodes)
 
 
 @pytest.fixture(scope="module")

@@ -11,26 +11,13 @@ reads tokens after the accepted prefix, so the same numbers would not be indepen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import ROOT, TokenTree
-from workers.sampling.acceptance import (
-    Accepted,
-    DrawnDrafts,
-    RootPosition,
-    check_decisions,
-    check_log_probabilities,
-    register_rule,
-)
-from workers.sampling.rules.coupled import walk
+from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, register_rule
 from workers.sampling.uniform import uniform
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +27,23 @@ class Block:
     is_lossless: bool = True
     needs_distribution: bool = True
 
-    def accept(
-        self,
-        tree: TokenTree,
-        decisions: Sequence[int],
-        root: RootPosition,
-        log_probabilities: Tensor | None,
-        distributions: Sequence[DraftDistribution] = (),
-    ) -> Accepted:
+    def accept(self, step: DecidedTree) -> Accepted:
         """Accept the longest block.
 
         The random numbers depend on (seed, position of the root, depth) alone.
         """
         from workers.sampling.residual import draft_probabilities, draw, residual
 
-        if root.is_greedy:
-            return walk(tree, decisions)
-        check_decisions(tree, decisions)
-        targets = check_log_probabilities(log_probabilities)
+        if step.root.is_greedy:
+            return step.walk()
+        targets = step.known_log_probabilities
+        tree, root = step.tree, step.root
         chain = tuple(_first_children(tree))
         joint = 1.0  # min(1, p / q) of the tokens so far together: the probability that at least these are accepted
         accepted, left = 0, targets[0]
         for depth, node in enumerate((ROOT, *chain)):
             target = targets[node + 1].double().exp()
-            draft = draft_probabilities(tree, chain[depth], distributions) if depth < len(chain) else {}
+            draft = draft_probabilities(tree, chain[depth], step.distributions) if depth < len(chain) else {}
             # What the token after this prefix is drawn from if the prefix is accepted and nothing longer.
             weights = residual(target * joint, draft) if draft else target
             mass = float(weights.sum())
@@ -75,7 +55,7 @@ class Block:
                 proposed = draft.get(token, 0.0)
                 joint = min(1.0, joint * float(target[token]) / proposed) if proposed > 0.0 else 0.0
         last = draw(left, uniform(b"block residual", root.seed, root.position))
-        return Accepted(chain[:accepted], (*(tree.tokens[node] for node in chain[:accepted]), last))
+        return step.accepted(chain[:accepted], last)
 
 
 def _first_children(tree: TokenTree) -> Iterator[int]:

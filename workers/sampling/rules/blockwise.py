@@ -9,26 +9,14 @@ is taken, and the target's own decision follows it. With the default settings th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.drafting import DraftDistribution
-from cluster.core.tree import ROOT, TokenTree
-from workers.sampling.acceptance import (
-    Accepted,
-    RootPosition,
-    check_decisions,
-    check_log_probabilities,
-    longest_path,
-    register_rule,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from cluster.core.tree import ROOT
+from workers.sampling.acceptance import Accepted, DecidedTree, longest_path, register_rule
 
 
 class BlockwiseSettings(PluginSettings):
@@ -60,17 +48,10 @@ class Blockwise:
     def needs_distribution(self) -> bool:
         return self.top_k > 1
 
-    def accept(
-        self,
-        tree: TokenTree,
-        decisions: Sequence[int],
-        root: RootPosition,  # noqa: ARG002 - part of the interface
-        log_probabilities: Tensor | None = None,
-        distributions: Sequence[DraftDistribution] = (),  # noqa: ARG002 - part of the interface
-    ) -> Accepted:
+    def accept(self, step: DecidedTree) -> Accepted:
         """Accept the longest path of close nodes, then the forced ones: first children below that path."""
-        check_decisions(tree, decisions)
-        close = self._most_probable(log_probabilities)
+        tree, decisions = step.tree, step.decisions
+        close = self._most_probable(step)
         is_close = [
             decisions[parent + 1] >= 0
             and (abs(token - decisions[parent + 1]) <= self.distance or token in close.get(parent + 1, ()))
@@ -82,13 +63,13 @@ class Blockwise:
             if not children:
                 break
             nodes = (*nodes, children[0])
-        return Accepted(nodes, (*(tree.tokens[node] for node in nodes), decisions[(nodes or (ROOT,))[-1] + 1]))
+        return step.accepted(nodes)
 
-    def _most_probable(self, log_probabilities: Tensor | None) -> dict[int, set[int]]:
+    def _most_probable(self, step: DecidedTree) -> dict[int, set[int]]:
         """The `top_k` most probable tokens at the root (0) and at each node (`node + 1`); empty if `top_k` is 1."""
         if self.top_k == 1:
             return {}
-        logs = check_log_probabilities(log_probabilities)
+        logs = step.known_log_probabilities
         best = logs.topk(min(self.top_k, logs.shape[1]), dim=1)
         return {
             row: {token for token, value in zip(tokens, values, strict=True) if value > -math.inf}

@@ -18,22 +18,12 @@ conditions:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.drafting import DraftDistribution
-from cluster.core.tree import ROOT, TokenTree
-from workers.sampling.acceptance import (
-    Accepted,
-    DrawnDrafts,
-    RootPosition,
-    check_decisions,
-    check_log_probabilities,
-    register_rule,
-)
-from workers.sampling.rules.coupled import walk
+from cluster.core.tree import ROOT
+from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, register_rule
 from workers.sampling.uniform import uniform
 
 if TYPE_CHECKING:
@@ -47,51 +37,36 @@ class Rejection:
     is_lossless: bool = True
     needs_distribution: bool = True
 
-    def accept(
-        self,
-        tree: TokenTree,
-        decisions: Sequence[int],
-        root: RootPosition,
-        log_probabilities: Tensor | None,
-        distributions: Sequence[DraftDistribution] = (),
-    ) -> Accepted:
+    def accept(self, step: DecidedTree) -> Accepted:
         """Accept or reject siblings in turn.
 
         The random numbers depend on (seed, position, rank among siblings) alone.
         """
-        if root.is_greedy:
-            return walk(tree, decisions)
-        check_decisions(tree, decisions)
-        targets = check_log_probabilities(log_probabilities)
+        if step.root.is_greedy:
+            return step.walk()
+        targets = step.known_log_probabilities
         nodes: list[int] = []
         while True:
             node = nodes[-1] if nodes else ROOT
-            position = root.position + len(nodes)
-            child, last = _try_children(tree, node, targets[node + 1], distributions, root.seed, position)
+            child, last = _try_children(step, node, targets[node + 1], step.root.position + len(nodes))
             if child is None:
-                return Accepted(tuple(nodes), (*(tree.tokens[accepted] for accepted in nodes), last))
+                return step.accepted(nodes, last)
             nodes.append(child)
 
 
-def _try_children(
-    tree: TokenTree,
-    node: int,
-    log_probabilities: Tensor,
-    distributions: Sequence[DraftDistribution],
-    seed: int,
-    position: int,
-) -> tuple[int | None, int]:
+def _try_children(step: DecidedTree, node: int, log_probabilities: Tensor, position: int) -> tuple[int | None, int]:
     """The accepted child of `node`, or `None` and the token that is drawn instead (-1 if none can be drawn).
 
     `log_probabilities` [vocab] are the target's after `node`, and `position` is that of the children.
     """
     from workers.sampling.residual import draft_probabilities, draw, residual
 
+    tree, seed = step.tree, step.root.seed
     target = log_probabilities.double().exp()  # what the rejections so far leave, normalised
     rejected: list[int] = []
     for rank, child in enumerate(tree.children(node)):
         token = tree.tokens[child]
-        draft = draft_probabilities(tree, child, distributions, rejected)
+        draft = draft_probabilities(tree, child, step.distributions, rejected)
         rejected.append(token)
         if token not in draft:
             continue  # the drafter cannot have drawn it

@@ -5,20 +5,15 @@ This measures the gain from a draft of a given quality and speed before such a d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from cluster.core.config.base import PluginSettings, Rate
-from cluster.core.drafting import DraftDistribution
-from cluster.core.tree import ROOT, TokenTree
-from workers.sampling.acceptance import Accepted, RootPosition, check_decisions, register_rule
+from cluster.core.tree import ROOT
+from workers.sampling.acceptance import Accepted, DecidedTree, RootPosition, register_rule
 from workers.sampling.uniform import random_bits
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class SyntheticRuleSettings(PluginSettings):
@@ -49,28 +44,19 @@ class Synthetic:
     is_lossless: bool = False
     needs_distribution: bool = False
 
-    def accept(
-        self,
-        tree: TokenTree,
-        decisions: Sequence[int],
-        root: RootPosition,
-        log_probabilities: Tensor | None = None,  # noqa: ARG002 - part of the interface
-        distributions: Sequence[DraftDistribution] = (),  # noqa: ARG002 - part of the interface
-    ) -> Accepted:
+    def accept(self, step: DecidedTree) -> Accepted:
         """Accept first children at random, then add one decided or synthetic token. See `AcceptanceRule`."""
-        check_decisions(tree, decisions)
+        root = step.root
         nodes: list[int] = []
         node = ROOT
         while self._accepts(root, len(nodes)):
-            child = next(iter(tree.children(node)), None)
+            child = next(iter(step.tree.children(node)), None)
             if child is None:
-                last = synthetic_token(root.seed, root.position + len(nodes), root.vocabulary_size)
-                break
+                token = synthetic_token(root.seed, root.position + len(nodes), root.vocabulary_size)
+                return step.accepted(nodes, token)
             nodes.append(child)
             node = child
-        else:
-            last = decisions[node + 1]
-        return Accepted(tuple(nodes), (*(tree.tokens[index] for index in nodes), last))
+        return step.accepted(nodes)
 
     def _accepts(self, root: RootPosition, depth: int) -> bool:
         rate = self.rates[min(depth, len(self.rates) - 1)]

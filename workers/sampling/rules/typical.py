@@ -7,27 +7,13 @@ target's own decision follows it. Accepted tokens are plausible, but they are no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.drafting import DraftDistribution
-from cluster.core.tree import ROOT, TokenTree
-from workers.sampling.acceptance import (
-    Accepted,
-    RootPosition,
-    check_decisions,
-    check_log_probabilities,
-    longest_path,
-    register_rule,
-)
-from workers.sampling.rules.coupled import walk
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from workers.sampling.acceptance import Accepted, DecidedTree, longest_path, register_rule
 
 
 class TypicalSettings(PluginSettings):
@@ -48,27 +34,18 @@ class Typical:
     is_lossless: bool = False
     needs_distribution: bool = True
 
-    def accept(
-        self,
-        tree: TokenTree,
-        decisions: Sequence[int],
-        root: RootPosition,
-        log_probabilities: Tensor | None,
-        distributions: Sequence[DraftDistribution] = (),  # noqa: ARG002 - part of the interface
-    ) -> Accepted:
-        if root.is_greedy:
-            return walk(tree, decisions)
-        check_decisions(tree, decisions)
-        logs = check_log_probabilities(log_probabilities)  # [nodes + 1, vocab]
+    def accept(self, step: DecidedTree) -> Accepted:
+        if step.root.is_greedy:
+            return step.walk()
+        logs = step.known_log_probabilities  # [nodes + 1, vocab]
         probabilities = logs.exp()
         entropies = -(probabilities * logs).nan_to_num(nan=0.0).sum(dim=1)  # 0 · −inf is NaN
         thresholds = (self.delta * (-entropies).exp()).clamp(max=self.epsilon)
         is_typical = [
             0.0 < float(probabilities[parent + 1, token]) >= float(thresholds[parent + 1])
-            for token, parent in zip(tree.tokens, tree.parents, strict=True)
+            for token, parent in zip(step.tree.tokens, step.tree.parents, strict=True)
         ]
-        nodes = longest_path(tree, is_typical)
-        return Accepted(nodes, (*(tree.tokens[node] for node in nodes), decisions[(nodes or (ROOT,))[-1] + 1]))
+        return step.accepted(longest_path(step.tree, is_typical))
 
 
 @register_rule("typical", TypicalSettings)
