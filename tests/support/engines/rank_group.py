@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
@@ -17,7 +16,7 @@ from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, StepSample, TargetInfo
 from cluster.wire.codec.step import decode_step_result, encode_step_result
 from pilotfish.v1.target_pb2 import TargetServiceStepResponse
-from tests.support.engines.rank_processes import start_ranks
+from tests.support.engines.rank_processes import end_ranks, free_port, start_ranks
 
 PROFILE = (StepSample(1, 1, 0.01), StepSample(1, 8, 0.02))
 """Times of steps that no group measures again."""
@@ -87,9 +86,7 @@ class RankGroup:
 @contextmanager
 def rank_group(ranks: int) -> Iterator[RankGroup]:
     """Processes for a number of ranks, which end with the context."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     pairs = [Pipe() for _ in range(ranks)]
     processes = start_ranks(_serve, [(ranks, port, theirs) for _, theirs in pairs])
     for _, theirs in pairs:
@@ -99,10 +96,7 @@ def rank_group(ranks: int) -> Iterator[RankGroup]:
     finally:
         for ours, _ in pairs:
             ours.close()
-        for process in processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
+        end_ranks(processes)
 
 
 def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:

@@ -34,6 +34,14 @@ def start_ranks(run: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) 
     return processes
 
 
+def end_ranks(processes: Sequence[BaseProcess]) -> None:
+    """Wait for processes that were told to end, and kill those that do not."""
+    for process in processes:
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens at."""
     with socket.socket() as probe:

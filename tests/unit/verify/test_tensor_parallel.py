@@ -23,7 +23,7 @@ from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenRow, StepBatch, VerifyRow
 from cluster.wire.codec.step import step_batch_to_bytes
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import Group, free_port, start_ranks
+from tests.support.engines.rank_processes import Group, end_ranks, free_port, start_ranks
 from tests.support.models import tiny, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -141,10 +141,7 @@ def group(directory: Path) -> Iterator[Group]:
     yield Group(ours, processes)
     with contextlib.suppress(OSError):  # the process may have ended already
         ours.send(("exit", ()))
-    for process in processes:
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
+    end_ranks(processes)
 
 
 PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from itertools import count
 from multiprocessing import Pipe
@@ -20,7 +19,7 @@ from cluster.core.errors import ConfigurationError
 from tests.support.engines.colocated_decoding import decode_together
 from tests.support.engines.engine_sequence import GREEDY, drafts_near, some_tokens
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import start_ranks
+from tests.support.engines.rank_processes import free_port, start_ranks
 from tests.support.engines.sourced import SAMPLED, SOURCE, sourced, translate
 from tests.support.models import context_free, tiny
 from workers.draft.registry import create
@@ -147,9 +146,7 @@ def test_ranks_write_what_one_rank_writes(tmp_path: Path) -> None:
     with_heads = [context_free.save_sourced_target(tmp_path / f"{name}-with-heads", name) for name in families]
     for directory in with_heads:
         context_free.save_untrained(directory, directory / "heads", "heads", (2,), HeadsShape(3, 16, 8))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     pipes = [Pipe() for _ in range(RANKS)]
     processes = start_ranks(run_rank, [(directories, with_heads, port, theirs) for _, theirs in pipes])
     for _, theirs in pipes:

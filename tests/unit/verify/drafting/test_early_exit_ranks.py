@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from cluster.core.request import SamplingParameters
 from cluster.core.verification import StepBatch, StepResult
 from tests.support.engines.colocated_decoding import decode_together, plain_answers
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import start_ranks
+from tests.support.engines.rank_processes import Group, end_ranks, free_port, start_ranks
 from tests.support.models import tiny
 from workers.serve.configuration import load_configuration
 
@@ -89,24 +88,6 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
             os._exit(0)
 
 
-class TwoRanks:
-    """Both ranks' processes."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def ask(self, called: str, *arguments: object) -> Any:
-        self._pipe.send((called, arguments))
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def step(self, batch: StepBatch) -> StepResult:
-        result: StepResult = self.ask("step", batch)
-        return result
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"num_hidden_layers": LAYERS, "num_key_value_heads": 2, "vocab_size": 95}
@@ -114,29 +95,28 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(directory: Path) -> Iterator[TwoRanks]:
+def group(directory: Path) -> Iterator[Group]:
     ours, theirs = Pipe()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     processes = start_ranks(serve_rank, [(directory, port, theirs if rank == 0 else None) for rank in range(RANKS)])
     theirs.close()
     assert ours.recv() == "ready"
-    yield TwoRanks(ours)
+    yield Group(ours, processes)
     with contextlib.suppress(OSError):
         ours.send(("close", ()))
-    for process in processes:
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
+    end_ranks(processes)
+
+
+def step_of(group: Group) -> Callable[[StepBatch], StepResult]:
+    return partial(group.ask, "step")
 
 
 @pytest.mark.slow
-def test_two_ranks_draft_and_decide_as_one_does(group: TwoRanks, directory: Path) -> None:
+def test_two_ranks_draft_and_decide_as_one_does(group: Group, directory: Path) -> None:
     from workers.verify.build import build_engine
 
     expected = plain_answers(build_engine(configure(directory, 1).target).step, REQUESTS, COUNT)
-    found = decode_together(group.step, REQUESTS, COUNT, BUDGET)
+    found = decode_together(step_of(group), REQUESTS, COUNT, BUDGET)
     assert {name: one.answer[:COUNT] for name, one in found.items()} == expected
     for one in found.values():
         assert one.accepted == one.deepest > 0  # the draft has all layers
@@ -145,11 +125,11 @@ def test_two_ranks_draft_and_decide_as_one_does(group: TwoRanks, directory: Path
     assert occupancy.blocks_free == occupancy.blocks_total
 
 
-def test_an_error_of_the_method_on_one_rank_breaks_the_group(group: TwoRanks) -> None:
+def test_an_error_of_the_method_on_one_rank_breaks_the_group(group: Group) -> None:
     from cluster.core.errors import TargetUnavailable
 
     group.ask("break")
     with pytest.raises(TargetUnavailable, match="ZeroDivisionError"):
-        decode_together(group.step, REQUESTS, COUNT, BUDGET)
+        decode_together(step_of(group), REQUESTS, COUNT, BUDGET)
     with pytest.raises(TargetUnavailable, match="group is broken"):
         group.ask("release_all")
