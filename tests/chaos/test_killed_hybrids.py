@@ -44,7 +44,7 @@ def request(prompt: list[int], bias: dict[int, float]) -> generation_pb2.Generat
     )
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", [*KINDS, "granitemoehybrid", "qwen3_5_text"])
 async def test_a_killed_target_changes_no_text(family: str, tmp_path: Path) -> None:
     case = save_hybrid(tiny_tokenizer.byte_level(tmp_path / "target"), family, vocab_size=VOCABULARY)
     target = {"path": str(case.directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}

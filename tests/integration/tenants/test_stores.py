@@ -176,6 +176,7 @@ STORES: dict[str, Trial] = {
     "KvPool.store": finds_blocks,
     "KvPool.values": finds_blocks,
     "KvPool._stacks": finds_blocks,
+    "PrefixStates._entries": finds_blocks,  # states of recurrent layers have the keys of the blocks that they follow
     # drafts from earlier texts
     "OutputStore._indexes": drafts_the_text,
     "OutputStore._outputs": drafts_the_text,
