@@ -66,3 +66,16 @@ def test_experts_are_chosen_listed_and_added_without_spills(capability: int) -> 
     arguments = dict.fromkeys(("logits", "weights"), "*bf16") | {"chosen": "*i64", "row": "i32"}
     constants = {"EXPERTS": 128, "WIDTH": 128, "EACH": 8, "EACH_WIDTH": 8, "OF_ALL": False}
     assert assembled(choose_experts, arguments, constants, capability, warps=1).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [2880, 4096])
+def test_experts_are_added_to_the_stream_and_normalized_without_spills(capability: int, dim: int) -> None:
+    from workers.forward.triton.experts import add_rows_and_normalize
+    from workers.forward.triton.norm import NORM_WARPS
+
+    names = ("products", "weights", "stream", "norm", "sums", "normalized")
+    arguments = dict.fromkeys(names, "*bf16") | {"rows": "*i32", "epsilon": "fp32"}
+    constants = {"EACH": 8, "DIM": dim, "WIDTH": 4096}
+    found = assembled(add_rows_and_normalize, arguments, constants, capability, warps=NORM_WARPS)
+    assert found.spilled_bytes == 0

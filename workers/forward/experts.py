@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -39,6 +39,25 @@ class ExpertsKernel(Protocol):
         """`x` `[tokens, hidden]` → the weighted sums of its experts' outputs, `[tokens, hidden]`; on CPU in float32.
 
         `chosen` and `weights` are `[tokens, experts of a token]`. No token's sum depends on the other tokens.
+        """
+        ...
+
+
+@runtime_checkable
+class StreamExperts(Protocol):
+    """Experts whose sums can be added to the residual stream and normalized in the same launch."""
+
+    def mix_add_and_normalize(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        stream: torch.Tensor,
+        norm: tuple[torch.Tensor, float],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream` `[tokens, hidden]` plus what `mix` returns, and the RMSNorm of that.
+
+        `norm` is the norm's weight and epsilon.
         """
         ...
 
@@ -76,6 +95,14 @@ class FastExperts(nn.Module):
         """
         output: torch.Tensor = torch.ops.pilotfish.experts(x, chosen, weights, self.handle)
         return output
+
+
+def stream_experts(layer: nn.Module) -> StreamExperts | None:
+    """The experts of a layer, if they can be added to the residual stream at once: no ranks sum theirs before."""
+    if not isinstance(layer, FastExperts) or not isinstance(layer.kernel, StreamExperts):
+        return None
+    part = _entries[int(cast("torch.Tensor", layer.handle))].part
+    return None if part.sums_ranks or part.first_expert else layer.kernel
 
 
 def is_mixture(layer: nn.Module) -> bool:

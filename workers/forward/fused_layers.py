@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from workers.forward.activations import RowwiseActivation
 from workers.forward.expert_choice import ExpertChoice
+from workers.forward.experts import stream_experts
 from workers.forward.layer_kernels import LayerKernels
 from workers.forward.layer_lists import decoder_layers, decoder_list
 from workers.forward.linear import FastLinear, MergedLinear, local_product
@@ -170,6 +171,7 @@ class FusedLayer:
         self._norms = [_Norm.of(getattr(layer, name), family) for name in _NORMS]
         self._mixture = mixture_of(layer)
         self._attention_output = _Output(layer.self_attn.o_proj, kernels)
+        self._experts = None if self._mixture is None else stream_experts(self._mixture.experts)
         self._network_output = _Output(layer.mlp.down_proj, kernels) if self._mixture is None else None
 
     def __call__(
@@ -230,6 +232,9 @@ class FusedLayer:
             return self._network_output.add_and_normalize(self._inner(normalized), stream, self._following)
         mixture = cast("Mixture", self._mixture)
         weights, chosen = self._kernels.choose(mixture.logits(normalized), mixture.choice)
+        if self._experts is not None:
+            norm = self._following.weight, self._following.epsilon
+            return self._experts.mix_add_and_normalize(normalized, chosen, weights, stream, norm)
         added = mixture.experts(normalized, chosen, weights)
         return self._kernels.add_and_normalize(stream, added, self._following.weight, self._following.epsilon)
 

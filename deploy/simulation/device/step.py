@@ -260,6 +260,12 @@ class _CountedExperts:
         """Bytes of the matrices that a step reads."""
 
     def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        rows = self._multiply(x, chosen)
+        self._counter.add(Kernel("add_rows", (rows * x.shape[1] + x.numel()) * x.element_size()))
+        return torch.empty_like(x)
+
+    def _multiply(self, x: torch.Tensor, chosen: torch.Tensor) -> int:
+        """Count the routing and the products. Returns the number of rows of all experts."""
         matrices, rows, element = self._matrices, chosen.numel(), x.element_size()
         experts = len(matrices.first)
         share = 1 - (1 - chosen.shape[1] / experts) ** len(chosen)  # of the experts: each token chooses by itself
@@ -270,8 +276,24 @@ class _CountedExperts:
             flops = 2 * rows * matrix.shape[1] * matrix.shape[2]
             self._counter.add(Kernel("multiply_tiles", read + (inputs + rows * outputs) * element, flops))
             self.read += read
-        self._counter.add(Kernel("add_rows", (rows * x.shape[1] + x.numel()) * element))
-        return torch.empty_like(x)
+        return rows
+
+
+class _CountedStreamExperts(_CountedExperts):
+    """Experts that add to the residual stream, as they do where no ranks sum theirs before."""
+
+    def mix_add_and_normalize(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,  # noqa: ARG002 - part of the interface
+        stream: torch.Tensor,
+        norm: tuple[torch.Tensor, float],  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._multiply(x, chosen)
+        numbers = rows * x.shape[1] + 3 * x.numel()
+        self._counter.add(Kernel("add_rows_and_normalize", numbers * x.element_size()))
+        return torch.empty_like(stream), torch.empty_like(stream)
 
 
 class _CountedStates:
@@ -350,7 +372,8 @@ def _count_experts(module: nn.Module, model: RankModel, counter: KernelCounter) 
             if is_mixture(child):
                 if (matrices := matrices_of(child)) is None:
                     raise RuntimeError(f"{type(child).__name__} is not multiplied by the kernels")
-                found.append(_CountedExperts(matrices, model.expert_bytes, counter))
+                kind = _CountedExperts if model.ranks > 1 else _CountedStreamExperts
+                found.append(kind(matrices, model.expert_bytes, counter))
                 setattr(parent, name, FastExperts(found[-1]))
     return found
 

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from workers.forward.expert_choice import ExpertChoice
 from workers.forward.triton.attention import product
+from workers.forward.triton.norm import NORM_WARPS, store_normalized
 from workers.forward.weights.experts import ClampedSwiglu, Gate, swiglu
 
 NARROW_TILE, WIDE_TILE = 16, 64
@@ -101,12 +102,31 @@ class TritonExperts:
 
         `chosen` and `weights` are `[tokens, experts of a token]`.
         """
+        return add_experts(*self._products(x, chosen), weights)
+
+    def mix_add_and_normalize(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        stream: torch.Tensor,
+        norm: tuple[torch.Tensor, float],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream` `[tokens, hidden]`, contiguous, plus what `mix` returns, and the RMSNorm of that sum.
+
+        `norm` is the norm's weight and epsilon.
+        """
+        products, routing = self._products(x, chosen)
+        return add_experts_and_normalize(products, routing, weights, stream, norm)
+
+    def _products(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+        """The outputs of the chosen experts, `[rows, hidden]`, and their places."""
         routing = route(chosen, len(self._first.weights))
         is_fused = self._gate is swiglu or isinstance(self._gate, ClampedSwiglu)
         inner = multiply_grouped(x, self._first, routing, each=chosen.shape[1], gate=self._gate if is_fused else None)
         if not is_fused:
             inner = self._gate(inner).contiguous()
-        return add_experts(multiply_grouped(inner, self._second, routing), routing, weights)
+        return multiply_grouped(inner, self._second, routing), routing
 
 
 def choose(logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,6 +218,24 @@ def add_experts(products: torch.Tensor, routing: Routing, weights: torch.Tensor)
         products, routing.rows, weights.contiguous(), output, EACH=each, WIDTH=width, COLUMNS=_SUM
     )
     return output
+
+
+def add_experts_and_normalize(
+    products: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor,
+    stream: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`stream` `[tokens, out]` plus the sums of `add_experts`, and the RMSNorm of that, in one launch."""
+    tokens, each = weights.shape
+    width = products.shape[1]
+    sums, normalized = torch.empty_like(stream), torch.empty_like(stream)
+    add_rows_and_normalize[(tokens,)](
+        products, routing.rows, weights.contiguous(), stream, norm[0], sums, normalized, norm[1],
+        EACH=each, DIM=width, WIDTH=triton.next_power_of_2(width), num_warps=NORM_WARPS,
+    )  # fmt: skip
+    return sums, normalized
 
 
 @triton.jit
@@ -370,10 +408,34 @@ def gated(gate, up, alpha, limit, GATE: tl.constexpr):
 def add_rows(products, rows, weights, output, EACH: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """The weighted sum of one token's products, in the order of its choice."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = weighted_sum(products, rows, weights, token, column, EACH, WIDTH, COLUMNS)
+    tl.store(output + token * WIDTH + column, sums.to(output.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def add_rows_and_normalize(
+    products, rows, weights, stream, norm, sums, normalized, epsilon,
+    EACH: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of one token's products, added to the residual stream, and its RMSNorm. It is rounded before."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    is_column, place = column < DIM, token * DIM + column
+    held = tl.load(stream + place, mask=is_column, other=0.0)
+    added = weighted_sum(products, rows, weights, token, column, EACH, DIM, WIDTH).to(held.dtype)
+    number = (held.to(tl.float32) + added.to(tl.float32)).to(held.dtype)
+    tl.store(sums + place, number, mask=is_column)
+    store_normalized(number, norm, normalized + token * DIM, column, epsilon, DIM)
+
+
+@triton.jit
+def weighted_sum(
+    products, rows, weights, token, column, EACH: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Some columns of the weighted sum of one token's products, in the order of its choice, float32 `[COLUMNS]`."""
     sums = tl.zeros([COLUMNS], tl.float32)
     for one in range(EACH):
         row = tl.load(rows + token * EACH + one).to(tl.int64)
         weight = tl.load(weights + token * EACH + one).to(tl.float32)
         is_number = column < tl.where(row < 0, 0, WIDTH)
         sums += weight * tl.load(products + row * WIDTH + column, mask=is_number, other=0.0).to(tl.float32)
-    tl.store(output + token * WIDTH + column, sums.to(output.dtype.element_ty), mask=column < WIDTH)
+    return sums
