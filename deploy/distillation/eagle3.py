@@ -131,7 +131,7 @@ of {chosen.depths} steps. `slots` are the shares of right tokens after right one
 
 def main() -> int:
     """Run the command. Returns its exit code."""
-    return run_command(lambda: Run(options()))
+    return run_command(lambda: Run(options()).run())
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from transformers import AutoConfig
@@ -24,13 +23,17 @@ from cluster.core.errors import ConfigurationError, PilotfishError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.distillation.conversations import AnswerPlan, BatchedTarget
 from workers.distill.answers import Answer, AnswerFile, read_answers
-from workers.distill.device_training import DeviceTraining, State
+from workers.distill.device_training import DeviceTraining, Resumed, State
 from workers.distill.eagle3.states import lengthened
 from workers.distill.output import replaced_directory
-from workers.distill.prompts import evaluation_tasks, read_prompts, schedule
+from workers.distill.peers import ALONE, Peers
+from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedule
 from workers.distill.target_model import device_name, load_target
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
+
+_REPORTS = 10
+"""Reports of a training by several processes."""
 
 States = TypeVar("States")
 """Texts with the hidden states that a training reads."""
@@ -86,6 +89,40 @@ def layers_like(config: Any, layers: int) -> DecoderShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a training is."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best: float = -math.inf
+    """The most tokens per step that were measured."""
+
+
+class Checkpoints(Protocol):
+    """Keeps the state of a training that may be interrupted."""
+
+    def load(self, training: DeviceTraining[Any, Any, Any]) -> Progress:
+        """Give module and optimizers the last state that was saved, if there is one."""
+        ...
+
+    def save(self, training: DeviceTraining[Any, Any, Any], progress: Progress) -> None:
+        """Save the state of module and optimizers."""
+        ...
+
+
+class _NoCheckpoints:
+    def load(self, _: DeviceTraining[Any, Any, Any]) -> Progress:
+        return Progress()
+
+    def save(self, _: DeviceTraining[Any, Any, Any], __: Progress) -> None:
+        pass
+
+
+NO_CHECKPOINTS = _NoCheckpoints()
+"""For a training that does not resume."""
+
+
+@dataclass(frozen=True, slots=True)
 class Texts:
     """Answers of the target by their use."""
 
@@ -100,8 +137,15 @@ class SingleProcess(ABC):
     command: ClassVar[str]
     """The name of its module."""
 
-    def __init__(self, chosen: argparse.Namespace, told: Callable[[str], None] | None = None) -> None:
-        """`told` gets each line of the progress; unset: standard output. Raises `ModelLoadError`."""
+    def __init__(
+        self, chosen: argparse.Namespace, told: Callable[[str], None] | None = None, peers: Peers = ALONE
+    ) -> None:
+        """`told` gets each line of the progress; unset: standard output. `peers` train with this process.
+
+        Raises `ModelLoadError`.
+        """
+        self.peers = peers
+        self.checkpoints: Checkpoints = NO_CHECKPOINTS
         self.options = chosen
         self._told, self._lines = told or _print, list[str]()
         self._began = time.monotonic()
@@ -121,10 +165,16 @@ class SingleProcess(ABC):
 
     def run(self) -> Texts:
         """Write texts, train, measure and save. Returns the texts. Raises `PilotfishError`."""
-        texts = self._texts()
+        texts = self.texts()
         self.train(texts)
         self.tell(f"{self.options.out} is written")
         return texts
+
+    def release(self) -> None:
+        """Free the memory of the target."""
+        del self.target
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def tell(self, text: str) -> None:
         """Tell a line with the seconds since the start."""
@@ -162,6 +212,7 @@ class SingleProcess(ABC):
             "learning_rate": chosen.learning_rate,
             "is_bfloat16": self.device.type == "cuda",
             "seed": chosen.seed,
+            "report_steps": max(1, chosen.steps // _REPORTS) if chosen.steps and self.peers.count > 1 else None,
         }
 
     def fit(
@@ -176,23 +227,29 @@ class SingleProcess(ABC):
         The first of the `measured` texts decide: those that were held back, then those of `--evaluate`. Without any,
         the latest state is saved.
         """
-        best = -math.inf
+        begun = self.checkpoints.load(training)
+        best = begun.best
 
         def report(state: State) -> None:
             nonlocal best
             found = {name: training.measure(each) for name, each in measured.items()}
             self.tell(f"training {state}; {'; '.join(f'{name} {one}' for name, one in found.items())}")
-            reached = next((one.tokens_per_step for one in found.values()), math.inf)
+            own = next((one.tokens_per_step for one in found.values()), math.inf)
+            # Processes agree, though their measures may differ in the last bit.
+            reached = float(self.peers.summed(torch.tensor(own, device=self.device))) / self.peers.count
             if reached >= best:
                 best = reached
                 save()
+            self.checkpoints.save(training, Progress(state.step, state.seconds, best))
 
-        training.run(texts, report, self.options.report_seconds)
+        training.run(texts, report, self.options.report_seconds, resumed=Resumed(begun.step, begun.seconds))
         if best == -math.inf:
             save()
 
     def save(self, card: str, write: Callable[[Path], None]) -> None:
         """Write the checkpoint and its model card, in the place of an earlier one."""
+        if self.peers.rank:
+            return
         with replaced_directory(self.options.out, card, {}) as scratch:
             write(scratch)
 
@@ -218,7 +275,7 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
 {lines}
 {notes}"""
 
-    def _texts(self) -> Texts:
+    def texts(self) -> Texts:
         """The answers of the file, and those that the target writes in the time."""
         chosen = self.options
         kept: list[Answer] = list(read_answers(chosen.answers)) if chosen.answers and chosen.answers.exists() else []
@@ -237,18 +294,11 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
             chosen.seed,
             time.monotonic() + chosen.write_seconds,
         )
-        tokenizer = Tokenizer.load(self.directory)
         # What is measured on may be longer; it shares no batch, whose rows all have the length of the longest.
         judging = replace(plan, max_prompt=chosen.max_length - chosen.max_tokens, ends=None)
-        groups = [(judging, evaluation)] + ([(plan, tasks)] if chosen.write_seconds else [])
+        groups = ([(judging, evaluation)] if evaluation else []) + ([(plan, tasks)] if chosen.write_seconds else [])
         total = sum(len(one.prompt) + len(one.answer) for one in kept)
-        written = chain.from_iterable(
-            BatchedTarget(self.target, tokenizer, each, self.tell).answers(
-                task for task in wanted if f"{task.key}:0" not in known
-            )
-            for each, wanted in groups
-        )
-        for found in written:
+        for found in self._written(groups, known):
             kept += found
             total += sum(len(one.prompt) + len(one.answer) for one in found)
             self.tell(f"{len(kept):,} texts, {total:,} tokens")
@@ -268,6 +318,16 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
             tuple(one for one in kept if not one.held_out), {name: found for name, found in measured.items() if found}
         )
 
+    def _written(
+        self, groups: Sequence[tuple[AnswerPlan, Iterable[Task]]], known: Collection[str]
+    ) -> Iterator[list[Answer]]:
+        """What the target answers to tasks whose answers are not known, batch by batch."""
+        tokenizer = Tokenizer.load(self.directory) if groups else None
+        for plan, wanted in groups:
+            if tokenizer is not None:
+                unknown = (task for task in wanted if f"{task.key}:0" not in known)
+                yield from BatchedTarget(self.target, tokenizer, plan, self.tell).answers(unknown)
+
 
 def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
@@ -281,10 +341,10 @@ def _word(value: object) -> str:
     return Path(value).name if isinstance(value, (str, Path)) else str(value)
 
 
-def run_command(start: Callable[[], SingleProcess]) -> int:
+def run_command(execute: Callable[[], Texts]) -> int:
     """Run a command. Returns its exit code."""
     try:
-        start().run()
+        execute()
     except PilotfishError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -7,7 +7,6 @@ from dataclasses import fields
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import flag
 from deploy.distillation import dspark, eagle3
-from deploy.distillation.single_process import SingleProcess
 from workers.distill.data import ANSWERS
 from workers.distill.job import DistillJob
 from workers.distill.options import DSPARK, DistillOptions
@@ -32,10 +31,7 @@ def distill_in_one_process(job: DistillJob) -> None:
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
     words = [*_common(job), *(block_words(given) if is_block else _head_words(job))]
     told = job.notices.print
-    run: SingleProcess = (
-        dspark.Run(dspark.options(words), told) if is_block else eagle3.Run(eagle3.options(words), told)
-    )
-    texts = run.run()
+    texts = dspark.execute(dspark.options(words), told) if is_block else eagle3.Run(eagle3.options(words), told).run()
     for name, answers in texts.measured.items():
         prompts = [one.prompt for one in sorted(answers, key=lambda each: each.key)[:_SERVED_PROMPTS]]
         found = job.served.draft_with(given.out, "block" if is_block else "eagle", prompts, _SERVED_TOKENS)
@@ -76,4 +72,4 @@ def block_words(given: DistillOptions) -> list[str]:
     slots = given.depths or _SLOTS
     blocks = max(1, given.max_length // 8)
     rows = max(1, given.batch_tokens // (blocks * slots))
-    return ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows)]
+    return ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows), "--workers", str(given.workers)]

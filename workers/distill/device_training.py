@@ -10,11 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from cluster.core.errors import ConfigurationError
 from workers.distill.learning_rate import learning_rate
 from workers.distill.peers import ALONE, Peers
 
@@ -41,6 +44,16 @@ class DevicePlan:
     recomputes: bool = False
     """Whether a layer's activations are computed again for the backward pass instead of kept in memory."""
     seed: int = 0
+    report_steps: int | None = None
+    """Steps between two reports, instead of seconds. Several processes need it, and `steps`: their clocks differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a training goes on whose module and optimizers have the state of then."""
+
+    step: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +109,18 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
         """
         self._target, self._module, self._plan, self._peers = target, module, plan, peers
         self._device = target.get_output_embeddings().weight.device
+        if peers.count > 1 and (plan.steps is None or plan.report_steps is None):
+            raise ConfigurationError("steps: needed a number of steps, since several processes train together")
+
+    @property
+    def module(self) -> Module:
+        """What is trained."""
+        return self._module
+
+    @cached_property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Optimizers that have all parameters together."""
+        return self._optimizers()
 
     @abstractmethod
     def measure(self, texts: Texts) -> Measured:
@@ -119,18 +144,22 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
         report: Callable[[State], None],
         report_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        resumed: Resumed = Resumed(),
     ) -> State:
-        """Train. `report` is called each `report_seconds`, and at the end.
+        """Train. `report` is called each `report_seconds` or `report_steps` of the plan, and at the end.
+
+        A training that is resumed takes the batches that it would have taken.
 
         Raises `ConfigurationError` without a text to learn from, and `FloatingPointError` if the loss is not finite.
         """
         plan = self._plan
-        optimizers = self._optimizers()
-        began = reported = clock()
+        optimizers = self.optimizers
+        reported = clock()
+        began = reported - resumed.seconds
         state, found = State(0, 0.0, math.nan, None, 0), list[Tensor]()
-        step = 0
+        step = resumed.step
         self._module.train()
-        for epoch, batch in self._batches(texts):
+        for epoch, batch in islice(self._batches(texts), step, None):
             seconds = clock() - began
             done = step / plan.steps if plan.steps is not None else seconds / max(1e-9, plan.seconds)
             if done >= 1:
@@ -140,7 +169,8 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
                     group["lr"] = learning_rate(plan.learning_rate, plan.warm_up, done)
             found.append(self._step(texts, batch, optimizers))
             step += 1
-            if clock() - reported >= report_seconds:
+            every = plan.report_steps
+            if step % every == 0 if every is not None else clock() - reported >= report_seconds:
                 state = self._state(step, clock() - began, found, epoch)
                 report(state)
                 reported = clock()

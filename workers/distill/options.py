@@ -19,7 +19,7 @@ Their modules are of the kinds `eagle` and `block`.
 
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
-    *("evaluate_prompts", "minutes", "steps", "depths", "device_gb"),
+    *("evaluate_prompts", "minutes", "steps", "depths", "device_gb", "workers"),
 )
 
 
@@ -124,6 +124,9 @@ class DistillOptions:
     max_length: Annotated[int, "Maximum number of tokens in a prompt and its answer together."] = 512
     precision: Annotated[str, "Precision of matrix products: bfloat16 or float32."] = "bfloat16"
     device: Annotated[str, "Device to train on: auto, cpu or cuda."] = "auto"
+    workers: Annotated[
+        int, "For dspark: processes that train together, each with a GPU or a core, by Ray Train. They need --steps."
+    ] = 1
     seed: Annotated[int, "Seed of all random draws."] = 0
     notes: Annotated[Path | None, "A Markdown file to append to the model card."] = None
 
@@ -155,6 +158,8 @@ class DistillOptions:
     def _check_run(self) -> None:
         if self.json:
             raise ConfigurationError("--json: refused without --plan")
+        if self.workers > 1 and (self.kind != DSPARK or self.steps is None):
+            raise ConfigurationError(f"--workers: {self.workers} is refused; several need --kind {DSPARK} and --steps")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigurationError("--minutes and --steps: needed one of them")
         if self.start is not None and (self.layers or self.student_config is not None):

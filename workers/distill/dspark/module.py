@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.parts import Mlp, Norm, attend, run_layer
+from workers.distill.peers import whole
 from workers.model.drafting.public import rotary_steps
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import DecoderShape, MarkovShape, MaskedBlockShape
@@ -200,8 +201,8 @@ class SparkModule(nn.Module):
         return found.squeeze(-1)
 
     def weights(self) -> DraftWeights:
-        """What is stored of the drafter."""
-        tensors = {name: value.detach() for name, value in self.state_dict().items()}
+        """What is stored of the drafter. All processes that share a sharded one have to call it."""
+        tensors = {name: value.detach() for name, value in whole(self.state_dict()).items()}
         tensors["fc.weight"] = tensors["fc.weight"] * self._scale
         return DraftWeights(tensors, None)
 

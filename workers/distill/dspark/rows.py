@@ -14,11 +14,14 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.dspark.module import Blocks
 from workers.distill.eagle3.states import by_length
+from workers.distill.peers import ALONE, Peers
 
 _LEADING = 64
 """Tokens whose probabilities are stored for a position: the most probable ones."""
 _CHUNK = 4096
 """Positions whose logits over the target's whole vocabulary are computed at once."""
+_BATCH_TOKENS = 16384
+"""Tokens of one pass of the target, padding included."""
 _SCALE_TOKENS = 1 << 16
 """About how many tokens the scale of taps is computed from."""
 
@@ -51,7 +54,6 @@ class TextRows:
         *,
         length: int,
         temperature: float = 1.0,
-        batch_tokens: int = 16384,
         part: tuple[int, int] = (0, 1),
     ) -> None:
         """Compute the states of all answers, each cut to `length` tokens, the size of a row.
@@ -87,7 +89,7 @@ class TextRows:
         self.anchors = int(is_anchor.sum())
         """Tokens after which a draft can be right."""
         own = [number for number, place in enumerate(places) if place // length % part[1] == part[0]]
-        for batch in by_length([len(texts[number]) for number in own], batch_tokens):
+        for batch in by_length([len(texts[number]) for number in own], _BATCH_TOKENS):
             chosen = [own[index] for index in batch]
             found = [(texts[number], len(usable[number].prompt), places[number]) for number in chosen]
             self._read(target, found, taps, temperature)
@@ -149,11 +151,13 @@ class TextRows:
             shares, leading = head(part).float().div_(heat).softmax(dim=-1).topk(self._leading.shape[1])
             self._leading[goal], self._shares[goal] = leading.int(), shares.half()
 
-    def tap_scale(self) -> Tensor:
-        """One divided by the root mean square of each element of the own taps, [taps x hidden size]."""
+    def tap_scale(self, peers: Peers = ALONE) -> Tensor:
+        """One divided by the root mean square of each element of all peers' taps, [taps x hidden size]."""
         places = self._ends.view(self.rows, self.length)[self._first :: self._parts].flatten().nonzero().flatten()
         chosen = self._taps[places[:: max(1, len(places) // _SCALE_TOKENS)]].float()
-        return chosen.pow(2).mean(dim=0).add_(1e-6).rsqrt_()
+        squares = torch.cat([chosen.pow(2).sum(dim=0), chosen.new_full((1,), len(chosen))])
+        squares = peers.summed(squares)
+        return (squares[:-1] / squares[-1]).add_(1e-6).rsqrt_()
 
     def text(self, row: int, place: int) -> list[int]:
         """The tokens of a row from `place` to the end of the text there."""

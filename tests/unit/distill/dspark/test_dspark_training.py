@@ -17,6 +17,7 @@ from cluster.core.request import SamplingParameters
 from tests.support.models import tiny
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
+from workers.distill.dspark import rows
 from workers.distill.dspark.loss import SlotGoals, head_loss
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
@@ -40,7 +41,9 @@ GREEDY = SamplingParameters(temperature=0.0)
 
 @pytest.fixture(scope="module")
 def texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> TextRows:
-    return TextRows(target, answers, TAPS, length=ROW, batch_tokens=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_BATCH_TOKENS", 64)  # several passes of the target
+        return TextRows(target, answers, TAPS, length=ROW)
 
 
 def random_module(
