@@ -40,6 +40,7 @@ class Shape:
     kv_heads: int
     dim: int
     size: int
+    latent: int | None = None
 
 
 def setting_of(
@@ -50,16 +51,23 @@ def setting_of(
     stored: torch.dtype | None = None,
 ) -> AttentionSetting:
     """Layers with each window over one pool of random numbers, in 8 bits if `stored` says so."""
-    layer = LayerShape(shape.kv_heads, shape.dim, heads_per_kv=shape.heads // shape.kv_heads, soft_cap=soft_cap)
+    layer = LayerShape(
+        shape.kv_heads,
+        shape.dim,
+        heads_per_kv=shape.heads // shape.kv_heads,
+        soft_cap=soft_cap,
+        latent_dim=shape.latent,
+    )
     placements = tuple(LayerPlacement(0, 0, window) for window in WINDOWS)
     groups, generator = KvCacheGroups(KvLayout(shape.size), placements, (layer,)), torch.Generator().manual_seed(0)
     numbers = blocks + 1, shape.size, shape.kv_heads, shape.dim
     keys, values = (torch.randn(numbers, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    nothing = keys.new_empty(0)
     if stored is None:
-        store = KvStore(groups, [keys], [values])
+        store = KvStore(groups, [keys], [values if shape.latent is None else nothing])
     else:
         empty = torch.zeros((*numbers[:2], record_bytes(layer)), dtype=torch.uint8, device=DEVICE)
-        store = KvStore(groups, [empty], [empty.clone()], stored)
+        store = KvStore(groups, [empty], [empty.clone() if shape.latent is None else nothing], stored)
         store.write(0, torch.arange(numbers[0] * shape.size, device=DEVICE), keys.flatten(0, 1), values.flatten(0, 1))
     return AttentionSetting(store, (layer,) * len(WINDOWS), blocks, dtype, DEVICE)
 
@@ -108,7 +116,7 @@ MIXED = [
 
 @pytest.mark.parametrize("shape", [
     Shape(4, 4, 64, 16), Shape(8, 2, 64, 16), Shape(6, 2, 80, 32), Shape(4, 1, 96, 16), Shape(16, 1, 128, 16),
-    Shape(4, 2, 256, 16), Shape(8, 2, 64, 128),
+    Shape(4, 2, 256, 16), Shape(8, 2, 64, 128), Shape(20, 1, 40, 16, latent=32), Shape(6, 1, 24, 16, latent=16),
 ])  # fmt: skip
 def test_every_kind_of_row_equals_the_reference(shape: Shape) -> None:
     setting = setting_of(shape, torch.float32)
@@ -121,7 +129,7 @@ def test_every_kind_of_row_equals_the_reference(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("kv", STORED_TYPES)
-@pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(6, 3, 20, 32)])
+@pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(6, 3, 20, 32), Shape(6, 1, 40, 16, latent=32)])
 def test_keys_and_values_in_8_bits_equal_the_reference(shape: Shape, kv: str) -> None:
     setting = setting_of(shape, torch.float32, stored=STORED_TYPES[kv])
     rows = rows_of(MIXED, shape.size)
@@ -153,6 +161,8 @@ def test_half_precision_is_close(dtype: torch.dtype, stored: torch.dtype | None)
 @pytest.mark.parametrize("kind", [StepKind.RAGGED, StepKind.PADDED])
 @pytest.mark.parametrize(("layer", "stored"), [
     (LayerShape(2, 32, heads_per_kv=4), None),
+    (LayerShape(1, 40, heads_per_kv=6, latent_dim=32), None),
+    (LayerShape(1, 40, heads_per_kv=6, latent_dim=32), torch.int8),
     (LayerShape(2, 32, heads_per_kv=4, soft_cap=5.0), None),
     (LayerShape(2, 32, heads_per_kv=4, has_learned_sinks=True), None),
     (LayerShape(2, 32, heads_per_kv=4), torch.int8),
@@ -206,7 +216,7 @@ def test_a_row_has_the_same_bits_in_a_cuda_graph(size: GraphSize) -> None:
 
 @pytest.mark.parametrize("kv", [None, *STORED_TYPES.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(6, 3, 80, 32)])
+@pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(6, 3, 80, 32), Shape(6, 1, 40, 16, latent=32)])
 def test_what_is_stored_has_the_bits_of_the_reference(shape: Shape, dtype: torch.dtype, kv: torch.dtype | None) -> None:
     rows = rows_of([(37, 1, TREE), (16, 3, EMPTY_TREE)], shape.size)
     tokens = sum(row.width for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.skipif(
 MOST_REGISTERS, MOST_SHARED = 255, 160 * 1024
 MOST_SPILLED = 320
 """Bytes of a thread where a launch bounds its registers: a kernel without spills has too few programs at once."""
+FEW_SPILLED = 32
+"""Bytes of a thread that reads latents, whose sums take most of its registers."""
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -29,11 +32,30 @@ MOST_SPILLED = 320
 def test_attention_multiplies_on_tensor_cores_without_spills(
     capability: int, group: int, dim: int, is_wide: bool, kind: str, extra: bool, stored: int
 ) -> None:
-    from workers.forward.triton.attention import attend_tiles, launch_of
-    from workers.forward.triton.tiles import SPLIT_KEYS, wide_tile
+    from workers.forward.triton.attention import launch_of
+    from workers.forward.triton.tiles import wide_tile
 
     tile = wide_tile(group, dim) if is_wide else 4
     launch = launch_of(tile, group, dim, is_wide=is_wide, capability=capability, kind=stored)
+    found = assembled_attention(
+        launch, group, dim, capability, is_wide=is_wide, kind=kind, extra=extra, stored=stored, tile=tile
+    )
+    assert found.spilled_bytes <= (MOST_SPILLED if launch.registers and not stored else 0), found
+    assert found.registers <= (launch.registers or MOST_REGISTERS)
+    assert found.shared_bytes <= MOST_SHARED
+    assert found.tensor_products > 0
+
+
+def assembled_attention(
+    launch: Any, group: int, dim: int, capability: int, *, is_wide: bool, tile: int, **options: Any
+) -> Any:
+    """The kernel of attention for heads of `dim` numbers. `more` counts those that keys have beside their values."""
+    from workers.forward.triton.attention import attend_tiles
+    from workers.forward.triton.tiles import SPLIT_KEYS
+
+    kind, extra, stored, more = (
+        options.get(name, usual) for name, usual in (("kind", "bf16"), ("extra", False), ("stored", 0), ("more", 0))
+    )
     pointers = dict.fromkeys(("queries", "keys", "values", "output"), f"*{kind}")
     if stored:
         pointers |= dict.fromkeys(("keys", "values"), "*i8")
@@ -55,12 +77,13 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     width = triton.next_power_of_2(dim)
     constants = {
-        "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": group, "TILE": max(tile, 16 // group),
+        "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": triton.next_power_of_2(group),
+        "TILE": max(tile, 16 // triton.next_power_of_2(group)),
         "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": launch.keys,
         "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
-        "EXACT": False, "KIND": stored,
+        "EXACT": False, "KIND": stored, "IS_LATENT": bool(more), "MORE": more, "MORE_WIDTH": max(16, more),
     }  # fmt: skip
-    found = assembled(
+    return assembled(
         attend_tiles,
         pointers | dict.fromkeys(numbers, "i32"),
         constants,
@@ -70,8 +93,20 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
         most_registers=launch.registers,
         aligned=[*list(pointers)[:8], *numbers[5:13]],
     )
-    assert found.spilled_bytes <= (MOST_SPILLED if launch.registers and not stored else 0), found
-    assert found.registers <= (launch.registers or MOST_REGISTERS)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize(("group", "dim", "stored"), [(16, 512, 0), (16, 512, 2), (10, 256, 0)])
+def test_latents_are_multiplied_on_tensor_cores(
+    capability: int, group: int, dim: int, is_wide: bool, stored: int
+) -> None:
+    """Keys of 64 numbers more than their values, as DeepSeek-V3 has."""
+    from workers.forward.triton.attention import launch_of
+
+    launch = launch_of(1, group, dim, is_wide=is_wide, capability=capability, kind=stored, has_latents=True)
+    found = assembled_attention(launch, group, dim, capability, is_wide=is_wide, stored=stored, more=64, tile=1)
+    assert found.spilled_bytes <= FEW_SPILLED, found
     assert found.shared_bytes <= MOST_SHARED
     assert found.tensor_products > 0
 
@@ -89,6 +124,7 @@ def test_keys_and_values_are_stored_without_spills(capability: int, heads: int, 
         "DIM": dim,
         "WIDTH": triton.next_power_of_2(heads * dim),
         "MOST": 3.3895313892515355e38,
+        "HAS_VALUES": True,
     }
     found = assembled(store_tokens, pointers | dict.fromkeys(numbers, "i32"), constants, capability)
     assert found.spilled_bytes == 0

@@ -60,7 +60,7 @@ def test_a_cuda_graphs_plan_is_computed_on_the_device_without_a_wait() -> None:
     with fake_device() as device, KernelCounter() as counter:
         buffers = GraphBuffers(GraphSize(64, 8, 512, 2048, 512), groups, BlockId(9), device)
         planning = TritonBackend.__new__(TritonBackend)  # to plan needs neither the pool nor the package triton
-        planning._kv_heads = 8
+        planning._set_tiles((LayerShape(8, 128),))
         plan = planning.plan_padded(buffers.step())
     assert counter.operations
     assert counter.copies == 0

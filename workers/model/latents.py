@@ -36,9 +36,8 @@ def attend_over_latents(model: nn.Module, directory: str | None) -> None:
         attention: Any = part
         like = attention.kv_a_layernorm.weight
         matrix = own_storage(attention.kv_b_proj, "none")[0].dequantized().to(like.device)
-        keys, values = matrix.view(-1, attention.qk_nope_head_dim + attention.v_head_dim, attention.kv_lora_rank).split(
-            [attention.qk_nope_head_dim, attention.v_head_dim], dim=1
-        )
+        parts = [attention.qk_nope_head_dim, attention.v_head_dim]
+        keys, values = torch.split(matrix.view(-1, sum(parts), attention.kv_lora_rank), parts, dim=1)
         if not _expands_alike(attention, keys, values, like.dtype):
             continue
         typed = keys.to(like.dtype), values.to(like.dtype)

@@ -26,7 +26,7 @@ from workers.forward.linear import FastLinear, sum_outputs
 from workers.forward.projections import Projections
 from workers.forward.recurrent import Products, Recurrent, RecurrentLayers, bind_recurrent
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
-from workers.forward.triton.tiles import MOST_NORMALIZED, wide_tile
+from workers.forward.triton.tiles import MOST_NORMALIZED
 from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
@@ -109,9 +109,7 @@ class _CountedAttention(TritonBackend):
 
     def __init__(self, setting: AttentionSetting, counter: KernelCounter) -> None:
         self._store, self._device = setting.store, setting.device
-        self._layers = setting.layers
-        self._kv_heads = max(shape.kv_heads for shape in setting.layers)
-        self._wide_tile = min(wide_tile(shape.heads_per_kv, shape.head_dim) for shape in setting.layers)
+        self._set_tiles(setting.layers)
         self._counter = counter
         self._rows: Sequence[RowShape] = ()
         self.kv_bytes = 0

@@ -30,6 +30,7 @@ RelativeBias = Callable[[torch.Tensor], torch.Tensor]
 """(relative positions `[rows, queries, keys]`) → biases `[rows, heads, queries, keys]`."""
 
 Metadata = TypeVar("Metadata")
+_MOST_OF_A_GROUP = 16
 
 
 class Feature(Enum):
@@ -207,6 +208,14 @@ class AttentionBackend(Protocol[Metadata]):
     ) -> torch.Tensor:
         """Attend where each head has a learned logit, `sinks` `[heads]`: a key without a value in the softmax."""
         raise ValueError(f"{type(self).__name__} does not compute {Feature.LEARNED_SINKS.value}")
+
+
+def latent_groups(heads: int) -> int:
+    """Groups of at most 16 query heads, all of one size, of those that read one latent: more would not fit registers.
+
+    Each group is work of its own.
+    """
+    return next(heads // size for size in range(_MOST_OF_A_GROUP, 0, -1) if heads % size == 0)
 
 
 class BackendUnavailable(Exception):

@@ -17,6 +17,7 @@ from workers.forward.backends.base import (
     Capabilities,
     Feature,
     StepKind,
+    latent_groups,
     register_backend,
 )
 from workers.forward.layout import RowShape
@@ -33,8 +34,6 @@ from workers.forward.native.attention import (
 )
 from workers.forward.native.build import load_library
 
-_MOST_OF_A_GROUP = 16
-"""Query heads that read a latent together. More would not fit the kernel's working memory."""
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8"}
 """Names of the kernels by the type of what is stored."""
 
@@ -107,18 +106,13 @@ class NativeBackend(AttentionBackend[NativeStep]):
         return LayerHeader(
             keys=keys.data_ptr(),
             values=values.data_ptr(),
-            kv_heads=keys.shape[2] if shape.latent_dim is None else _groups(shape.heads_per_kv),
+            kv_heads=keys.shape[2] if shape.latent_dim is None else latent_groups(shape.heads_per_kv),
             latent=shape.latent_dim or 0,
             dim=keys.shape[3],
             table=placement.table,
             window=placement.window.size or 0,
             sinks=placement.window.sinks,
         )
-
-
-def _groups(heads: int) -> int:
-    """Groups of the query heads that share a record, as large as they may be: each is work of its own."""
-    return next(heads // size for size in range(_MOST_OF_A_GROUP, 0, -1) if heads % size == 0)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from workers.forward.backends.base import (
     Capabilities,
     Feature,
     StepKind,
+    latent_groups,
     register_backend,
 )
 from workers.forward.layout import RowShape, blocks_read, slots_of
@@ -31,6 +32,7 @@ from workers.forward.projections import Projections
 from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, wide_tile
 from workers.kv.eight_bits import STORED_TYPES
 from workers.kv.groups import AttentionWindow
+from workers.kv.spec import LayerShape
 from workers.transfer import IntegerArray, to_device_together
 
 if TYPE_CHECKING:
@@ -44,12 +46,20 @@ _NARROW_TILE = 4
 CAPABILITIES = Capabilities(
     steps=frozenset({StepKind.RAGGED, StepKind.PADDED}),
     features=frozenset(
-        {Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOFT_CAP, Feature.LEARNED_SINKS},
+        {
+            Feature.WINDOWS,
+            Feature.SINKS,
+            Feature.TREES,
+            Feature.SOFT_CAP,
+            Feature.LEARNED_SINKS,
+            Feature.LATENTS,
+        },
     ),
     devices=frozenset({"cuda"}),
     kv_types=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     stored_types=frozenset(STORED_TYPES.values()),
     head_sizes=range(16, 257),
+    latent_sizes=range(2, 577),
     most_heads_per_kv=32,
     block_sizes=frozenset(1 << exponent for exponent in range(4, 9)),
     is_batch_invariant=True,
@@ -83,8 +93,18 @@ class TritonBackend(AttentionBackend[TritonStep]):
         self._store = setting.store
         self._device = setting.device
         self._caps = [shape.soft_cap for shape in setting.layers]
-        self._kv_heads = max(shape.kv_heads for shape in setting.layers)
-        self._wide_tile = min(wide_tile(shape.heads_per_kv, shape.head_dim) for shape in setting.layers)
+        self._set_tiles(setting.layers)
+
+    def _set_tiles(self, layers: Sequence[LayerShape]) -> None:
+        """Choose how heads and queries are divided among programs."""
+        self._layers = layers
+        self._groups = [None if one.latent_dim is None else latent_groups(one.heads_per_kv) for one in layers]
+        self._kv_heads = max(groups or one.kv_heads for one, groups in zip(layers, self._groups, strict=True))
+        self._wide_tile = min(
+            wide_tile(one.heads_per_kv // (groups or 1), one.value_dim)
+            for one, groups in zip(layers, self._groups, strict=True)
+        )
+        self._narrow_tile = _NARROW_TILE if not any(self._groups) else 1
 
     def plan(self, rows: Sequence[RowShape]) -> TritonStep:
         """Tiles and blocks of ragged rows, copied to the device in one piece."""
@@ -96,7 +116,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         read = dict.fromkeys((placement.table, placement.window) for placement in groups.placements)
         windows = dict.fromkeys(window for _, window in read)
         firsts = np.cumsum([0, *(row.width for row in rows)])
-        parts = [_Part(rows, firsts, 0), _Part(rows, firsts, self._wide_tile)]
+        parts = [_Part(rows, firsts, self._narrow_tile, is_wide=False), _Part(rows, firsts, self._wide_tile)]
         parts = [part for part in parts if part.members]
         arrays = [np.array([list(chain.from_iterable(table)) for table in slots], dtype=np.int64)]
         for part in parts:
@@ -138,7 +158,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         for window, read in step.windows.items():
             last, positions, words = (part.flatten()[step.padding.scatter] for part in _seen(read))
             last = last.masked_fill(is_padding, NO_QUERY)
-            items = _tiles(step.padding, min(width, _NARROW_TILE))
+            items = _tiles(step.padding, min(width, self._narrow_tile))
             queries[window] = [
                 Queries(
                     items=items,
@@ -147,7 +167,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
                     positions=positions.int(),
                     words=words[:, None],
                     starts=read.sees.stored.int(),
-                    tile=_NARROW_TILE,
+                    tile=self._narrow_tile,
                     is_wide=False,
                     arrivals=items.new_zeros(len(items) * self._kv_heads),
                     splits=most_splits(read.order.shape[1], step.block_size, window),
@@ -163,7 +183,10 @@ class TritonBackend(AttentionBackend[TritonStep]):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:
         """Store keys and values at the step's slots, in one launch."""
         slots = metadata.slots[self._store.kv_groups.placements[layer].table]
-        self._kv_write.write_kv(_with_whole_heads(keys), _with_whole_heads(values), slots, self._stored(layer))
+        is_latent = self._groups[layer] is not None
+        self._kv_write.write_kv(
+            _with_whole_heads(keys), _with_whole_heads(values), slots, self._stored(layer), is_latent=is_latent
+        )
 
     def write_rotated(self, layer: int, fresh: Projections, metadata: TritonStep) -> torch.Tensor:
         """Rotate queries and keys, and store keys and values, in one launch."""
@@ -194,7 +217,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
     ) -> torch.Tensor:
         placement = self._store.kv_groups.placements[layer]
         queries = _with_whole_heads(queries)
-        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        output = queries.new_empty((*queries.shape[:2], self._layers[layer].value_dim))
         stored = self._stored(layer)
         for plan in metadata.queries[placement.window]:
             self._attention.paged_attention(
@@ -208,6 +231,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
                 sinks=placement.window.sinks,
                 soft_cap=self._caps[layer],
                 learned_sinks=learned_sinks,
+                latent_groups=self._groups[layer],
             )
         return output
 
@@ -240,11 +264,11 @@ def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
 class _Part:
     """The rows of a step that are computed alike, as arrays of integers."""
 
-    def __init__(self, rows: Sequence[RowShape], firsts: IntegerArray, wide_tile: int) -> None:
-        """The wide rows, in tiles of so many queries; with 0 the narrow ones."""
-        self.is_wide = wide_tile > 0
+    def __init__(self, rows: Sequence[RowShape], firsts: IntegerArray, tile: int, *, is_wide: bool = True) -> None:
+        """The wide rows or the narrow ones, in tiles of so many queries."""
+        self.is_wide = is_wide
         self.members = [index for index, row in enumerate(rows) if (row.width > WORD) is self.is_wide]
-        self.tile = wide_tile or _NARROW_TILE
+        self.tile = tile
         self._rows = [rows[index] for index in self.members]
         items: list[tuple[int, int, int]] = []
         query = 0

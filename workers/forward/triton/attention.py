@@ -49,13 +49,17 @@ class Launch:
     """Most registers of a thread. `None` is the compiler's choice."""
 
 
-def launch_of(tile: int, group: int, dim: int, *, is_wide: bool, capability: int, kind: int = AS_IT_IS) -> Launch:
+def launch_of(
+    tile: int, group: int, dim: int, *, is_wide: bool, capability: int, kind: int = AS_IT_IS, has_latents: bool = False
+) -> Launch:
     """The launch for tiles of so many queries, whose heads share a KV head in groups, with heads of `dim` numbers.
 
     `kind` is how keys and values are stored (`StoredLayer`): widening 8 bits takes registers. `capability` is the
     device's, 90 for Hopper. Before it, products keep their operands in registers.
     """
     width: int = triton.next_power_of_2(dim)
+    if has_latents:  # keys are loaded once, so twice as many fit
+        return Launch(max(16, min(_MOST_KEYS, 2 * _KEY_NUMBERS // width)), 8, 3, None)
     # Padded heads take more registers: they have half as many keys.
     keys = max(16, min(_MOST_KEYS, _KEY_NUMBERS // width // (1 if dim == width else 2)))
     if is_wide:
@@ -87,24 +91,37 @@ def paged_attention(
     sinks: int = 0,
     soft_cap: float | None = None,
     learned_sinks: torch.Tensor | None = None,
+    latent_groups: int | None = None,
 ) -> None:
     """Write the attention of the plan's queries, of `queries` `[tokens, heads, dim]`, into `output` of that shape.
+
+    With `latent_groups`, all heads share one key per token, whose first numbers are its value: `output` is `[tokens,
+    heads, value dim]`. So many groups of heads are programs of their own.
 
     Tokens that are padding are not written. What a row stores up to its last token is finite, also where no query sees
     it. `window` 0 is none. `soft_cap` bounds the products by tanh (Gemma 2, section 2). `learned_sinks` `[heads]` are
     logits of a key without a value (gpt-oss).
     """
     keys, values = stored.keys, stored.values
-    heads, dim = queries.shape[1:]
+    heads, dim = queries.shape[1], output.shape[2]
     kv_heads, size = keys.shape[2], keys.shape[1]
+    more = 0 if latent_groups is None else queries.shape[2] - dim
+    if latent_groups is not None:
+        kv_heads = latent_groups
     group = heads // kv_heads
-    width = triton.next_power_of_2(dim)
+    width = max(16, triton.next_power_of_2(dim))
     tiles = len(plan.items) * kv_heads
     shape = (plan.splits, len(plan.tokens), heads)
     sums = torch.empty((1,) if plan.is_wide else (*shape, width), dtype=torch.float32, device=queries.device)
     stats = torch.empty((1,) if plan.is_wide else (2, *shape), dtype=torch.float32, device=queries.device)
     launch = launch_of(
-        plan.tile, group, dim, is_wide=plan.is_wide, capability=_capability(queries.device), kind=stored.kind
+        plan.tile,
+        group,
+        dim,
+        is_wide=plan.is_wide,
+        capability=_capability(queries.device),
+        kind=stored.kind,
+        has_latents=latent_groups is not None,
     )
     in_turn = 1 if plan.is_wide else min(plan.splits, max(_LEAST_IN_TURN, _PROGRAMS // max(1, tiles)))
     attend_tiles[(len(plan.items), kv_heads, in_turn)](
@@ -116,7 +133,8 @@ def paged_attention(
         output.stride(0), output.stride(1), stored.scale_slot,
         HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
         TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
-        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, SIZE=size, KEY_TILE=launch.keys,
+        WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, IS_LATENT=latent_groups is not None, MORE=more,
+        MORE_WIDTH=max(16, triton.next_power_of_2(max(1, more))), SIZE=size, KEY_TILE=launch.keys,
         SPLIT=SPLIT_KEYS, IS_SPLIT=not plan.is_wide,
         HAS_CAP=soft_cap is not None, HAS_SINKS=learned_sinks is not None, KIND=stored.kind,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
@@ -134,7 +152,7 @@ def attend_tiles(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr,
     WORDS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
     SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, EXACT: tl.constexpr,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, IS_LATENT: tl.constexpr, MORE: tl.constexpr, MORE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, one KV head and some splits of the keys: an online softmax over the row's blocks in each."""
     item, kv_head = tl.program_id(0), tl.program_id(1)
@@ -144,9 +162,12 @@ def attend_tiles(
     position = tl.load(positions + query, mask=is_query, other=0)
     start = tl.load(starts + row)
     dims = tl.arange(0, WIDTH)
-    is_dim = dims < DIM
-    query_place = queries + token[:, None] * query_token + head[:, None] * query_head + dims[None, :]
-    query_tile = tl.load(query_place, mask=is_query[:, None] & is_dim[None, :], other=0.0)
+    is_written = is_query[:, None] & (dims < DIM)[None, :]
+    query_row = token * query_token + head * query_head
+    query_tile = load_rows(queries, query_row, dims, is_written)
+    others = tl.arange(0, MORE_WIDTH)  # what keys have beside the numbers of their values
+    other_tile = load_rows(queries + DIM, query_row, others, is_query[:, None] & (others < MORE)[None, :])
+    stored_head = 0 if IS_LATENT else kv_head
     first_word = tl.load(words + query * WORDS, mask=is_query & (WORDS > 0), other=0)[:, None]
     # A tile ends at the last position that one of its queries sees: what is stored behind may be anything.
     end = 1 + tl.max(tl.maximum(last, last_node(words, query, is_query, start, WORDS)), axis=0)
@@ -157,18 +178,13 @@ def attend_tiles(
     gap_end = gap + left_out * SIZE
     tiles_before, tiles_out = left_out_between(gap, gap_end, KEY_TILE)
     splits_before, splits_out = left_out_between(gap, gap_end, SPLIT)
-    split_count = 1
-    if IS_SPLIT:
-        split_count = without_gap((end + SPLIT - 1) // SPLIT, splits_before, splits_out)
+    split_count = without_gap((end + SPLIT - 1) // SPLIT, splits_before, splits_out) if IS_SPLIT else 1
     output_place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
-    is_written = is_query[:, None] & is_dim[None, :]
     span = query_count.to(tl.int64) * HEADS
     entry = query * HEADS + head
     for number in range(tl.program_id(2), split_count, tl.num_programs(2)):
-        begin, split_end = 0, end
-        if IS_SPLIT:
-            begin = with_gap(number, splits_before, splits_out) * SPLIT
-            split_end = tl.minimum(end, begin + SPLIT)
+        begin = with_gap(number, splits_before, splits_out) * SPLIT if IS_SPLIT else 0
+        split_end = tl.minimum(end, begin + SPLIT) if IS_SPLIT else end
         most = tl.where(is_query, float("-inf"), float("-inf"))
         total = tl.zeros([TILE * GROUP_TILE], tl.float32)
         result = tl.zeros([TILE * GROUP_TILE, WIDTH], tl.float32)
@@ -179,20 +195,22 @@ def attend_tiles(
             is_read = (key < split_end) & ((key < gap) | (key >= gap_end))
             block = row * most_blocks + key // SIZE - tl.where(key < gap, 0, left_out)
             slot = tl.load(blocks + block, mask=is_read, other=0).to(tl.int64) * SIZE + key % SIZE
-            is_loaded = is_read[:, None] & is_dim[None, :]
-            key_tile = load_rows(keys + kv_head * key_head, slot * key_slot, dims, is_loaded)
-            products = product(query_tile, tl.trans(widened(key_tile, KIND, query_tile.dtype)), EXACT) * scale
-            products = scaled(products, key_scales + kv_head, slot * scale_slot, is_read, KIND)
+            is_loaded = is_read[:, None] & (dims < DIM)[None, :]
+            key_tile = load_rows(keys + stored_head * key_head, slot * key_slot, dims, is_loaded)
+            products = product(query_tile, tl.trans(widened(key_tile, KIND, query_tile.dtype)), EXACT)
+            if MORE > 0:
+                products += other_products(other_tile, keys + DIM, slot * key_slot, others, is_read, MORE, KIND, EXACT)
+            products = scaled(products * scale, key_scales + stored_head, slot * scale_slot, is_read, KIND)
             if HAS_CAP:
                 products = soft_cap * tanh(products / soft_cap)
-            word = first_word
-            if WORDS > 1:
-                word = words_of(words, query, is_query, key, start, WORDS)
+            word = words_of(words, query, is_query, key, start, WORDS) if WORDS > 1 else first_word
             sees = is_read[None, :] & sees_keys(word, last, position, key, start, window, sinks, WORDS)
             weights, shrink, most = weighed(tl.where(sees, products, float("-inf")), most)
             total = total * shrink + tl.sum(weights, axis=1)
-            value_tile = load_rows(values + kv_head * value_head, slot * value_slot, dims, is_loaded)
-            weights = scaled(weights, value_scales + kv_head, slot * scale_slot, is_read, KIND)
+            value_tile = key_tile
+            if not IS_LATENT:
+                value_tile = load_rows(values + kv_head * value_head, slot * value_slot, dims, is_loaded)
+            weights = scaled(weights, value_scales + stored_head, slot * scale_slot, is_read, KIND)
             result = result * shrink[:, None] + product(weights, widened(value_tile, KIND, query_tile.dtype), EXACT)
         if split_count == 1:
             result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
@@ -259,6 +277,15 @@ def with_gap(number, before, left_out):
 def load_rows(stored, rows, dims, is_loaded):
     """The numbers at `dims` of each row, 0 where they are not loaded."""
     return tl.load(stored + rows[:, None] + dims[None, :], mask=is_loaded, other=0)
+
+
+@triton.jit
+def other_products(
+    other_tile, keys, rows, others, is_read, MORE: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr
+):
+    """The products with what keys have beside the numbers of their values."""
+    key_tile = load_rows(keys, rows, others, is_read[:, None] & (others < MORE)[None, :])
+    return product(other_tile, tl.trans(widened(key_tile, KIND, other_tile.dtype)), EXACT)
 
 
 @triton.jit

@@ -13,12 +13,18 @@ import triton.language as tl
 from workers.forward.triton.eight_bits import AS_IT_IS, StoredLayer, store_heads
 
 
-def write_kv(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, stored: StoredLayer) -> None:
-    """Store `keys` and `values` `[tokens, heads, dim]` with contiguous heads at `slots`, int64 `[tokens]`."""
+def write_kv(
+    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, stored: StoredLayer, *, is_latent: bool = False
+) -> None:
+    """Store `keys` and `values` `[tokens, heads, dim]` with contiguous heads at `slots`, int64 `[tokens]`.
+
+    With `is_latent`, the keys hold their values, and are stored alone.
+    """
     tokens, heads, dim = keys.shape
+    has_values = not is_latent
     stored_keys, stored_values = stored.keys, stored.values
     if stored.kind != AS_IT_IS:
-        quantize_tokens[(tokens, 2)](
+        quantize_tokens[(tokens, 1 + has_values)](
             keys, values, stored_keys, stored_values, stored.key_scales, stored.value_scales, slots,
             keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
             stored_keys.stride(1), stored_keys.stride(2), stored.scale_slot,
@@ -31,7 +37,7 @@ def write_kv(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, stor
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         stored_keys.stride(1), stored_keys.stride(2), stored_values.stride(1), stored_values.stride(2),
         HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(heads * dim),
-        MOST=torch.finfo(stored_keys.dtype).max,
+        MOST=torch.finfo(stored_keys.dtype).max, HAS_VALUES=has_values,
     )  # fmt: skip
 
 
@@ -39,7 +45,7 @@ def write_kv(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, stor
 def store_tokens(
     keys, values, stored_keys, stored_values, slots,
     key_token, key_head, value_token, value_head, key_slot, key_slot_head, value_slot, value_slot_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, HAS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Store the key and the value of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -48,9 +54,10 @@ def store_tokens(
     head, dim = index // DIM, index % DIM
     is_number = head < HEADS
     key = tl.load(keys + token * key_token + head * key_head + dim, mask=is_number, other=0.0)
-    value = tl.load(values + token * value_token + head * value_head + dim, mask=is_number, other=0.0)
     tl.store(stored_keys + slot * key_slot + head * key_slot_head + dim, finite(key, MOST), mask=is_number)
-    tl.store(stored_values + slot * value_slot + head * value_slot_head + dim, finite(value, MOST), mask=is_number)
+    if HAS_VALUES:
+        value = tl.load(values + token * value_token + head * value_head + dim, mask=is_number, other=0.0)
+        tl.store(stored_values + slot * value_slot + head * value_slot_head + dim, finite(value, MOST), mask=is_number)
 
 
 @triton.jit
