@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,27 +19,47 @@ The owner of the ranks bounds the time in which they load, and a worker rank wai
 the cluster is idle. When a rank dies, its connections close, and the other ranks notice this at once."""
 
 
-class AnotherRankFailed(Exception):
-    """Another rank raised in what all ranks tried together."""
+class AnotherRankFailed(RuntimeError):
+    """Another rank raised in what all ranks do together, or has left the group. That rank's error says why."""
 
 
-_is_trying = False
-"""Whether a function of `try_together` runs."""
+_FAILED = torch.iinfo(torch.int64).min
+"""What a rank that has failed answers the others' next question."""
+
+
+class _State:
+    """What this process knows of its group."""
+
+    asks_before_sums = False
+    """Whether a sum first asks whether all ranks come to it."""
+    has_failed = False
+    """Whether a rank has failed, and answers no more questions."""
 
 
 def least_of_all_ranks(number: int, ranks: int) -> int:
-    """The smallest of the numbers that `ranks` ranks give. All of them call this together."""
+    """The smallest of the numbers that `ranks` ranks give. All of them call this together.
+
+    Raises `AnotherRankFailed` if one of them does not, because it has failed (see `failing_together`), left or hangs.
+    """
     if ranks == 1:
         return number
+    if _State.has_failed:
+        raise AnotherRankFailed("another rank has failed")
     least = torch.tensor(number)
-    distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
+    try:
+        distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
+    except RuntimeError as error:
+        raise AnotherRankFailed(f"another rank has left the group or hangs: {error}") from error
+    if int(least) == _FAILED:
+        _State.has_failed = True
+        raise AnotherRankFailed("another rank has failed")
     return int(least)
 
 
 def sum_over_ranks(part: torch.Tensor) -> None:
     """Replace a tensor by the sum of all ranks' tensors, in place. All ranks call this together.
 
-    Inside `try_together` it raises `AnotherRankFailed` if another rank does not come here, because it raised.
+    Inside `try_together` and `failing_together` it raises `AnotherRankFailed` if another rank does not come here.
     """
     begin_sum_over_ranks(part)()
 
@@ -49,8 +70,7 @@ def begin_sum_over_ranks(part: torch.Tensor) -> Callable[[], None]:
     All ranks begin their sums in one order. Between the beginning and the end the tensor is not used. On a GPU what is
     launched meanwhile runs beside the sum, also in a CUDA graph.
     """
-    if _is_trying and not least_of_all_ranks(1, distributed.get_world_size()):
-        raise AnotherRankFailed("another rank cannot compute it")
+    _check_all_come()
     work = distributed.all_reduce(part, async_op=True)
 
     def wait() -> None:
@@ -60,29 +80,76 @@ def begin_sum_over_ranks(part: torch.Tensor) -> Callable[[], None]:
     return wait
 
 
+def largest_over_ranks(part: torch.Tensor) -> None:
+    """Replace a tensor by the largest of all ranks' numbers, in place. See `sum_over_ranks`."""
+    _check_all_come()
+    distributed.all_reduce(part, op=distributed.ReduceOp.MAX)
+
+
+def _check_all_come() -> None:
+    if _State.asks_before_sums and not least_of_all_ranks(1, distributed.get_world_size()):
+        raise AnotherRankFailed("another rank cannot compute it")
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    before, _State.asks_before_sums = _State.asks_before_sums, True
+    try:
+        yield
+    finally:
+        _State.asks_before_sums = before
+
+
 def try_together(function: Callable[[], Result], ranks: int) -> Result:
-    """Call a function on all ranks, and raise on all of them if it raises on one.
+    """Call a function on all ranks, and raise on all of them if it raises on one. All of them may carry on.
 
     That one raises its own error, and the others `AnotherRankFailed`. Without this, a rank that raises and carries on
-    leaves the others in a sum to which it never comes. All sums of the function must be those of `sum_over_ranks`:
-    before each of them, the ranks agree that none has raised.
+    leaves the others in a sum to which it never comes. All sums of the function must be those of this module: before
+    each of them, the ranks agree that none has raised.
     """
-    global _is_trying
     if ranks == 1:
         return function()
-    _is_trying = True
-    try:
-        result = function()
-    except AnotherRankFailed:
-        raise
-    except Exception:
-        least_of_all_ranks(0, ranks)  # the other ranks ask at their next sum, or at the end
-        raise
-    finally:
-        _is_trying = False
+    with _asking():
+        try:
+            result = function()
+        except AnotherRankFailed:
+            raise
+        except Exception:
+            least_of_all_ranks(0, ranks)  # the other ranks ask at their next sum, or at the end
+            raise
     if not least_of_all_ranks(1, ranks):
         raise AnotherRankFailed("another rank cannot compute it")
     return result
+
+
+@contextmanager
+def failing_together(ranks: int) -> Iterator[None]:
+    """Inside, what raises on one rank ends the group: the others raise `AnotherRankFailed` instead of waiting for it.
+
+    They raise where they next ask (`least_of_all_ranks`, or before a sum), or at the end, which no rank passes before
+    all have come there. A rank may do inside what the others do not, as long as it does not ask. The sums of modules of
+    `transformers` do not ask: ask before such a pass.
+    """
+    if ranks == 1:
+        yield
+        return
+    try:
+        with _asking():
+            yield
+    except AnotherRankFailed:
+        raise
+    except Exception:
+        if not _State.has_failed:
+            _State.has_failed = True
+            with suppress(RuntimeError):
+                distributed.all_reduce(torch.tensor(_FAILED), op=distributed.ReduceOp.MIN)
+        raise
+    least_of_all_ranks(1, ranks)
+
+
+def begin_group() -> None:
+    """Forget a group of which this process was a rank."""
+    _State.asks_before_sums = _State.has_failed = False
 
 
 def bound_collectives(seconds: float, ranks: int) -> None:

@@ -59,7 +59,7 @@ from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
 from workers.model.target_ends import decoder_vocabulary_size
 from workers.model.trial import Trial, verdict_file
-from workers.ranks import try_together
+from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,9 @@ def _refused_by_name(config: PreTrainedConfig) -> Iterator[None]:
         raise ConfigurationError(
             f"quantization: stored is refused on CUDA: {error}; it must be none, which de-quantizes the weights"
         ) from error
-    except (KernelMismatch, PilotfishError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
+    except (KernelMismatch, PilotfishError, AnotherRankFailed, MemoryError):
+        raise
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:  # code of a family that nobody has seen may raise anything
         raise ModelLoadError(
@@ -212,6 +214,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     """Load a model without an encoder. With `native`, the CPU kernels compute its layers if they can."""
     section, share, text = request.section, request.share, request.config.get_text_config()
     module, vocabulary = request.read_decoder()
+    least_of_all_ranks(1, share.ranks)  # all have read their weights: the pass below sums over them
     measured = measure_layers(module, request.device, longest_context(text))
     if measured.states and share.ranks > 1:
         raise UnsupportedModel("the states of its recurrent layers are not divided among ranks")
@@ -259,6 +262,7 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     """Replace linear layers and experts, and fuse the decoder layers or compile them. `compile: on` always compiles."""
     drop_expansions(model.module)
     replace_linear_layers(model.module, section.quantization, section.compile_directory)
+    least_of_all_ranks(1, model.tensor_parallel)
     # Binds attention again, and checks that the replaced layers run.
     measure_layers(model.module, model.device, model.max_context_len)
     replace_experts_on_gpu(model)
@@ -333,6 +337,7 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
         arguments["device_map"] = {"": request.device if tensor_parallel == 1 else "cpu"}
     else:
         check_inner(config, request.share)
+        least_of_all_ranks(1, tensor_parallel)  # whoever makes a device mesh waits for all ranks
         arguments["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan=_SHARDED_HEAD)
         arguments["config"] = config  # its plan may be changed
     try:

@@ -66,6 +66,9 @@ def _own_place() -> RankPlace:
 
 _HEALTH_SECONDS = 0.25
 """Pause between checks of the driver rank's own health, in seconds."""
+_CAUSE_SECONDS = 2.0
+"""Longest wait for the errors of all ranks once one has failed as it started, in seconds."""
+_LEFT = "it left the group"
 _STOP_SECONDS = 5.0
 """Longest time for the ranks to stop by themselves, in seconds. Then they are killed."""
 
@@ -148,6 +151,7 @@ class FirstRank:
             await asyncio.to_thread(self._engine.close)
 
     def _load(self, configuration: Configuration, group: RankGroup) -> StepEngine:
+        from workers.ranks import failing_together
         from workers.verify.build import build_engine
         from workers.verify.group import DriverRank, join_group
 
@@ -157,12 +161,14 @@ class FirstRank:
         if target.tensor_parallel > 1:
             use_interface_of(group.host)
             join_group(target, 0, group.host, group.rendezvous)
-        method = create(draft, target) if draft.is_colocated else None
+        with failing_together(target.tensor_parallel):
+            method = create(draft, target) if draft.is_colocated else None
         engine = self._engine = build_engine(target, method=method, profile=group.profile)
-        if draft.learn == "on":
-            from workers.serve.learning.learner import start_learner
+        with failing_together(target.tensor_parallel):
+            if draft.learn == "on":
+                from workers.serve.learning.learner import start_learner
 
-            self._learner = start_learner(configuration, method, lambda: engine.is_idle)
+                self._learner = start_learner(configuration, method, lambda: engine.is_idle)
         if target.tensor_parallel > 1:
             self._engine = self._driver = DriverRank(engine, target.step_timeout_seconds)
         return self._engine
@@ -186,6 +192,7 @@ class WorkerRank:
 
         Raises any error that ends the group.
         """
+        from workers.ranks import failing_together
         from workers.verify.build import build_engine
         from workers.verify.group import join_group, leave_group, run_worker_rank
 
@@ -197,8 +204,12 @@ class WorkerRank:
         use_interface_of(node_address() if group.spans_nodes else group.host)
         join_group(target, rank, group.host, group.rendezvous)
         try:
-            method = create_for_worker_rank(configuration.draft, target)
-            run_worker_rank(build_engine(target, rank, method, group.profile), target.step_timeout_seconds)
+            with failing_together(target.tensor_parallel):
+                method = create_for_worker_rank(configuration.draft, target)
+            engine = build_engine(target, rank, method, group.profile)
+            with failing_together(target.tensor_parallel):
+                pass  # the first rank may start a training
+            run_worker_rank(engine, target.step_timeout_seconds)
         finally:
             leave_group()
 
@@ -251,16 +262,12 @@ class RankActors:
         # A worker rank may end while the driver rank waits for it to join: raise instead of waiting for ever.
         awaited: list[asyncio.Future[Any]] = [starting, *self._running]
         done, _ = await asyncio.wait(awaited, timeout=self._start_seconds, return_when=asyncio.FIRST_COMPLETED)
-        self._raise_for_ended()
         if not done:  # a rank is frozen, or one waits for ever for another
             raise TargetUnavailable(f"the ranks have not started within {self._start_seconds:g} s")
-        try:
-            address, self._placement.step_profile = await starting
-        except RayError as error:
-            cause = _cause(error)
-            if isinstance(cause, PilotfishError):
-                raise cause from None
-            raise TargetUnavailable(f"rank 0 of {self._size} did not start: {cause}") from None
+        if done != {starting} or starting.exception() is not None:
+            await asyncio.wait(awaited, timeout=_CAUSE_SECONDS)  # when one rank fails, the others fail with it
+            raise self._failed_start(starting)
+        address, self._placement.step_profile = starting.result()
         await identified
         self._running[_future(first.run.remote())] = 0
         self._placement.prepare()
@@ -305,12 +312,24 @@ class RankActors:
         places = self._places
         places[rank] = await _future(self._actors[rank].place.remote())
 
+    def _failed_start(self, starting: asyncio.Future[Any]) -> PilotfishError:
+        """The error of the rank that failed by itself, and not those of ranks that failed because of it."""
+        ended = ((rank, running) for running, rank in self._running.items() if running.done())
+        found = {rank: _error_of(running) for rank, running in ended}
+        if starting.done() and (error := _error_of(starting)) is not None:
+            found = {0: error, **found}
+        rank = next((one for one, error in found.items() if not _is_consequence(error)), next(iter(found)))
+        error = found[rank]
+        if rank == 0 and isinstance(error, PilotfishError):
+            return error
+        if rank == 0:
+            return TargetUnavailable(f"rank 0 of {self._size} did not start: {error}")
+        return TargetUnavailable(f"rank {rank} of {self._size} ended: {error or _LEFT}")
+
     def _raise_for_ended(self) -> None:
         for running, rank in self._running.items():
             if running.done():
-                error = None if running.cancelled() else running.exception()
-                reason = "it left the group" if error is None else _cause(error)
-                raise TargetUnavailable(f"rank {rank} of {self._size} ended: {reason}")
+                raise TargetUnavailable(f"rank {rank} of {self._size} ended: {_error_of(running) or _LEFT}")
 
 
 def rank_kinds(tensor_parallel: int) -> tuple[type, ...]:
@@ -335,6 +354,19 @@ def _cause(error: BaseException) -> BaseException:
     """The error that the actor itself raised, if it raised one; else Ray's error, which says how the actor ended."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
+
+
+def _error_of(ended: asyncio.Future[Any]) -> BaseException | None:
+    """What the actor itself raised; `None` if it raised nothing."""
+    error = None if ended.cancelled() else ended.exception()
+    return None if error is None else _cause(error)
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether a rank raised this, or left the group, because another rank failed."""
+    from workers.ranks import AnotherRankFailed  # imports torch
+
+    return error is None or isinstance(error, AnotherRankFailed)
 
 
 def _consume(running: asyncio.Future[None]) -> None:

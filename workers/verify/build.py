@@ -18,7 +18,7 @@ from workers.kv.populate import populate
 from workers.model.drafting.fusion import load_fusion
 from workers.model.fingerprint import fingerprint
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
-from workers.ranks import bound_collectives, least_of_all_ranks
+from workers.ranks import bound_collectives, failing_together, least_of_all_ranks
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
@@ -35,9 +35,28 @@ def build_engine(
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
-    rule = create_rule(section)
     file = packed_file(section)
     packed = None if file is None else read_packed(section, file)
+    with failing_together(section.tensor_parallel):
+        engine, model, pool = _make(section, rank, packed, method)
+    try:
+        engine.warm_up(profile)
+    except BaseException:
+        engine.close()
+        raise
+    if section.kv.pool_bytes is not None and model.device.type == "cpu":
+        populate(pool)  # after the warm-up, which measures steps; a share of free memory is taken as it is used
+    if file is not None and packed is None:
+        keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
+    bound_collectives(section.step_timeout_seconds, section.tensor_parallel)
+    return engine
+
+
+def _make(
+    section: TargetSection, rank: int, packed: LoadedModel | None, method: DraftMethod | None
+) -> tuple[TargetEngine, LoadedModel, KvPool]:
+    """An engine that has not computed yet. `packed` is its model, if it was read from a file of packed weights."""
+    rule = create_rule(section)
     model = packed or _load(section, rank)
     if model.source is not None and section.kv.window is not None:
         raise ConfigurationError(
@@ -66,18 +85,7 @@ def build_engine(
         directory=Path(section.path),
         is_tried=section.trial == "on",
     )
-    engine = TargetEngine(model, pool, decider_of_model(model, decider), options)
-    try:
-        engine.warm_up(profile)
-    except BaseException:
-        engine.close()
-        raise
-    if section.kv.pool_bytes is not None and model.kv_spec.device.type == "cpu":
-        populate(pool)  # after the warm-up, which measures steps; a share of free memory is taken as it is used
-    if file is not None and packed is None:
-        keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
-    bound_collectives(section.step_timeout_seconds, section.tensor_parallel)
-    return engine
+    return TargetEngine(model, pool, decider_of_model(model, decider), options), model, pool
 
 
 def _fusion(section: TargetSection, device: torch.device) -> Fuse | None:

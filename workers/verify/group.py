@@ -29,7 +29,7 @@ from cluster.wire.address import socket_family
 from cluster.wire.codec.opening import open_rows_from_bytes, open_rows_to_bytes
 from cluster.wire.codec.step import step_batch_from_bytes, step_batch_to_bytes
 from workers.model.devices import choose_device
-from workers.ranks import UNBOUNDED
+from workers.ranks import UNBOUNDED, begin_group
 from workers.verify.engine import TargetEngine
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ def join_group(section: TargetSection, rank: int, address: str, port: int) -> No
     Its collectives wait for a rank without a bound until `bound_collectives`, which `build_engine` calls at its end.
     Raises `ConfigurationError` when CUDA is configured and absent, and `OSError` when rank 0 cannot listen.
     """
+    begin_group()
     backend = "cpu:gloo,cuda:nccl" if choose_device(section.device, rank).type == "cuda" else "gloo"
     distributed.init_process_group(
         backend,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import distributed
 
 from workers.forward.weights.base import (
     Blocks,
@@ -21,6 +20,7 @@ from workers.forward.weights.base import (
 from workers.forward.weights.groups import GroupStorage
 from workers.forward.weights.plain import DenseKernel
 from workers.forward.weights.words import Words
+from workers.ranks import largest_over_ranks
 
 _SLICE_OUTPUTS = 256  # weights are converted for so many outputs at a time, which the caches hold
 
@@ -129,7 +129,7 @@ def quantize(weight: torch.Tensor, cut_inputs: bool = False) -> tuple[torch.Tens
     """
     largest = weight.float().abs().amax(dim=1)
     if cut_inputs:
-        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+        largest_over_ranks(largest)
     # The integers are computed with the scale as it is stored, rounded to the type of the weights.
     scale = (largest / 127.0).to(weight.dtype)
     step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
