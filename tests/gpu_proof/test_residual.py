@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,14 +20,20 @@ from workers.forward.fused_trial import fuse_if_equal
 from workers.forward.layer_kernels import TritonKernels
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.projections import rms_norm
-from workers.forward.residual_product import MOST_ROWS, NoResidualProduct, check_product, residual_product
+from workers.forward.residual_product import (
+    MOST_ROWS,
+    NoResidualProduct,
+    check_product,
+    check_speed,
+    residual_product,
+)
 from workers.model.loading import load_model
 
 pytestmark = needs_kernels()
 
 OUTPUTS, INPUTS = 136, 1300
 """Neither is a multiple of a tile, and the inputs are two splits."""
-COUNTS = (1, 17, 40, 130)
+COUNTS = (1, 5, 17, 40, 130)
 """Rows: each kind of launch."""
 
 
@@ -99,6 +105,32 @@ def test_a_wrong_product_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(functional, "linear", lambda *arguments: 1.1 * right(*arguments))
     with pytest.raises(NoResidualProduct, match="differs from the reference"):
         check_product(own)
+
+
+@pytest.mark.parametrize(("slow_at", "problem"), [(None, ""), (8, "with 8 rows it takes 1.50 times as long")])
+def test_a_product_that_is_slower_than_the_librarys_is_left_to_it(slow_at: int | None, problem: str) -> None:
+    """Both sides are really computed; the clock is the test's."""
+    own = product()
+    products._slower.clear()
+    measured: list[int] = []
+
+    def milliseconds(call: Callable[[], object]) -> float:
+        sums, normalized = cast("tuple[torch.Tensor, torch.Tensor]", call())
+        assert sums.shape == normalized.shape
+        measured.append(len(sums))
+        is_ours = len(measured) % 2 == 1
+        return 1.5 if is_ours and len(sums) == slow_at else 1.0
+
+    if slow_at is None:
+        check_speed(own, milliseconds)
+    for _ in range(2):  # matrices of one kind are measured once
+        if slow_at is not None:
+            with pytest.raises(NoResidualProduct, match=problem):
+                check_speed(own, milliseconds)
+        else:
+            check_speed(own, milliseconds)
+    assert measured == ([1, 1, 8, 8, 64, 64] if slow_at is None else [1, 1, 8, 8])
+    products._slower.clear()
 
 
 def test_matrices_whose_inputs_lie_apart_are_refused() -> None:

@@ -4,11 +4,13 @@ Their matrices have few outputs and many inputs. A library divides the inputs in
 number of rows, and then the bits of a row depend on how many others are multiplied beside it: on an H200 from 64 rows
 on. Here the kernel of `workers.forward.triton.residual` has fixed splits up to the largest step that a CUDA graph
 holds. Beyond it, in steps with long prompt chunks, the library multiplies: there a product takes as long as its
-operations, and a row's bits may differ from those in other steps.
+operations, and a row's bits may differ from those in other steps. A matrix that the device multiplies faster by the
+library stays with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,9 @@ MOST_ROWS = 1024
 """Most rows that the kernel multiplies: the tokens of the largest CUDA graph (`GraphLimits.tokens`)."""
 _TRIAL_ROWS = (1, 16, 17, 64, 65, 128, 129)
 """Rows of the products of a trial: each kind of launch, with full tiles and others."""
+_TIMED_ROWS = (1, 8, 64)
+_SLOWEST = 1.05
+"""Most time that the kernel may take with any of these numbers of rows, of what the library and the norm take."""
 _LARGEST_ERROR = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """Largest difference from the reference, relative to the largest number: some roundings."""
 _TYPES = frozenset({torch.bfloat16, torch.float16})
@@ -62,12 +67,15 @@ class ResidualProduct:
 
 _tried: set[tuple[object, ...]] = set()
 """Matrices whose like has passed a trial."""
+_slower: dict[tuple[object, ...], str] = {}
+"""What was found of the speed with matrices of one kind; empty: the kernel is fast enough."""
 
 
 def residual_product(weight: torch.Tensor, bias: torch.Tensor | None) -> ResidualProduct:
     """The product with a plain matrix `[out, in]`, after a trial on its device.
 
-    Raises `NoResidualProduct` if there is none, or if it fails its trial, and `ImportError` without `triton`.
+    Raises `NoResidualProduct` if there is none, if it fails its trial or is slower than the library, and `ImportError`
+    without `triton`.
     """
     from workers.forward.triton import residual
 
@@ -79,6 +87,7 @@ def residual_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Residua
     if weight.is_cuda:
         try:
             check_product(product)
+            check_speed(product, device_milliseconds)
         except NoResidualProduct:
             raise
         except Exception as error:  # a compiler may raise anything
@@ -93,7 +102,7 @@ def check_product(product: ResidualProduct) -> None:
     through.
     """
     weight = product.weight
-    key = (weight.device, weight.dtype, weight.shape, weight.stride(0), product.bias is None)
+    key = _kind(product)
     if key in _tried:
         return
     draw = torch.Generator().manual_seed(0)
@@ -112,3 +121,46 @@ def check_product(product: ResidualProduct) -> None:
         if not all(torch.equal(few, many[:count]) for few, many in pairs):
             raise NoResidualProduct(f"a row has other bits among {count} rows than among {len(x)}")
     _tried.add(key)
+
+
+def check_speed(product: ResidualProduct, milliseconds: Callable[[Callable[[], object]], float]) -> None:
+    """Compare the time of a product, with what follows it, with that of the library and a norm of its own.
+
+    `milliseconds` measures a call. Matrices of one shape are measured once, so that layers do not differ. Raises
+    `NoResidualProduct` if the kernel takes longer with any of a few numbers of rows.
+    """
+    from workers.forward.triton.norm import add_and_normalize
+
+    key = _kind(product)
+    if key not in _slower:
+        _slower[key] = ""
+        weight, epsilon = product.weight, 1e-6
+        norm = weight.new_ones(len(weight))
+        for rows in _TIMED_ROWS:
+            x, stream = weight.new_zeros((rows, weight.shape[1])), weight.new_zeros((rows, len(weight)))
+
+            def ours(x: torch.Tensor = x, stream: torch.Tensor = stream) -> object:
+                return product.add_and_normalize(x, stream, (norm, epsilon))
+
+            def library(x: torch.Tensor = x, stream: torch.Tensor = stream) -> object:
+                return add_and_normalize(stream, functional.linear(x, weight, product.bias), norm, epsilon)
+
+            ratio = milliseconds(ours) / milliseconds(library)
+            if ratio > _SLOWEST:
+                _slower[key] = f"with {rows} rows it takes {ratio:.2f} times as long as the library and a norm"
+                break
+    if problem := _slower[key]:
+        raise NoResidualProduct(problem)
+
+
+def device_milliseconds(call: Callable[[], object]) -> float:
+    """Median time of a call on the GPU, each with cold caches, in milliseconds."""
+    from triton.testing import do_bench
+
+    return float(do_bench(call, warmup=5, rep=20, return_mode="median"))
+
+
+def _kind(product: ResidualProduct) -> tuple[object, ...]:
+    """What the speed and the bits of a product depend on."""
+    weight = product.weight
+    return weight.device, weight.dtype, weight.shape, weight.stride(0), product.bias is None

@@ -22,7 +22,7 @@ import triton.language as tl
 from workers.forward.triton.norm import NORM_WARPS, normalize, store_normalized
 from workers.forward.triton.tiles import MOST_NORMALIZED
 
-_FEW_ROWS, _MOST_APART = 16, 128
+_FEW_ROWS, _SOME_ROWS, _MOST_APART = 16, 32, 128
 _PROGRAMS, _LEAST_SPLIT = 256, 512
 """Programs that keep a device busy, and the fewest inputs of a split."""
 _STEP = 128
@@ -49,9 +49,9 @@ class Tiles:
 def tiles_of(rows: int) -> Tiles:
     """The tiles for a number of rows."""
     if rows <= _FEW_ROWS:
-        return Tiles(16, 64, _STEP, NORM_WARPS, 4, is_apart=True, normalizes=True)
-    if rows <= MOST_NORMALIZED:
-        return Tiles(32, 64, _STEP, NORM_WARPS, 4, is_apart=True, normalizes=True)
+        return Tiles(16, 64, _STEP, NORM_WARPS, 4, is_apart=True, normalizes=rows <= MOST_NORMALIZED)
+    if rows <= _SOME_ROWS:
+        return Tiles(32, 64, _STEP, NORM_WARPS, 4, is_apart=True, normalizes=False)
     if rows <= _MOST_APART:
         return Tiles(64, 64, _STEP, NORM_WARPS, 3, is_apart=True, normalizes=False)
     return Tiles(128, 128, 64, 8, 3, is_apart=False, normalizes=False)
@@ -65,7 +65,7 @@ def splits_of(outputs: int, inputs: int) -> int:
 
 def counters_for(outputs: int, device: torch.device) -> torch.Tensor:
     """Zeros for the tiles of all launches whose splits are apart, int32."""
-    tiles = max(-(-rows // tiles_of(rows).rows) for rows in (_FEW_ROWS, MOST_NORMALIZED, _MOST_APART))
+    tiles = max(-(-rows // tiles_of(rows).rows) for rows in (_FEW_ROWS, _SOME_ROWS, _MOST_APART))
     return torch.zeros(tiles * (-(-outputs // tiles_of(1).outputs) + 1), dtype=torch.int32, device=device)
 
 
