@@ -64,7 +64,7 @@ def test_the_matrix_decides_into_how_many_splits_its_inputs_are_divided() -> Non
     from workers.forward.triton.residual import counters_for, splits_of, tiles_of
 
     assert [splits_of(*shape) for shape in ((4096, 4096), (4096, 14336), (8192, 1024), (896, 896))] == [4, 4, 2, 1]
-    assert len({tiles_of(rows) for rows in range(1, MOST_ROWS + 1)}) == 4
+    assert len({tiles_of(rows) for rows in range(1, MOST_ROWS + 1)}) == 5
     for rows in range(1, 129):
         tiles = tiles_of(rows)
         assert -(-rows // tiles.rows) * (-(-4096 // tiles.outputs) + 1) <= len(counters_for(4096, DEVICE))
@@ -129,7 +129,7 @@ def test_a_product_that_is_slower_than_the_librarys_is_left_to_it(slow_at: int |
                 check_speed(own, milliseconds)
         else:
             check_speed(own, milliseconds)
-    assert measured == ([1, 1, 8, 8, 64, 64] if slow_at is None else [1, 1, 8, 8])
+    assert measured == ([1, 1, 4, 4, 8, 8, 64, 64] if slow_at is None else [1, 1, 4, 4, 8, 8])
     products._slower.clear()
 
 

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 MOST_ROWS = 1024
 """Most rows that the kernel multiplies: the tokens of the largest CUDA graph (`GraphLimits.tokens`)."""
-_TRIAL_ROWS = (1, 16, 17, 64, 65, 128, 129)
+_TRIAL_ROWS = (1, 4, 5, 16, 17, 64, 65, 128, 129)
 """Rows of the products of a trial: each kind of launch, with full tiles and others."""
-_TIMED_ROWS = (1, 8, 64)
+_TIMED_ROWS = (1, 4, 8, 64)
 _SLOWEST = 1.05
 """Most time that the kernel may take with any of these numbers of rows, of what the library and the norm take."""
 _LARGEST_ERROR = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
