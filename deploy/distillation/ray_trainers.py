@@ -30,7 +30,9 @@ try:
     from ray import train as ray_train
     from ray.train.torch import TorchTrainer, get_device
 except ImportError as error:
-    raise ConfigurationError("--workers: Ray Train is not installed; run `pip install 'ray[train]'`") from error
+    raise ConfigurationError(
+        "--workers: Ray Train is not installed; run `pip install 'pilotfish-distill[workers]'`"
+    ) from error
 
 _FILE = "state.safetensors"
 _MOST_FAILURES = 3

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deploy.distillation.single_process import SingleProcess, Texts
+import torch
+
+from deploy.distillation.single_process import NO_CHECKPOINTS, SingleProcess, Texts
 from workers.distill.device_training import Measured, State
+from workers.distill.peers import ALONE
 
 
 class Scripted:
@@ -21,7 +24,7 @@ class Scripted:
     def measure(self, texts: object) -> Measured:
         return Measured((), next(self._found))
 
-    def run(self, texts: object, report: Callable[[State], None], report_seconds: float) -> None:
+    def run(self, texts: object, report: Callable[[State], None], report_seconds: float, *, resumed: object) -> None:
         for step in range(self._states):
             self.step = step
             report(State(step, 1.0, 0.5, None, 0))
@@ -32,6 +35,7 @@ class Process(SingleProcess):
 
     def __init__(self) -> None:
         self.options = argparse.Namespace(report_seconds=1.0)
+        self.checkpoints, self.peers, self.device = NO_CHECKPOINTS, ALONE, torch.device("cpu")
         self._told, self._lines, self._began = lambda _: None, [], time.monotonic()
 
     def train(self, texts: Texts) -> None:
