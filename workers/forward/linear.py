@@ -183,7 +183,7 @@ def make_linear_kernel(
     if library is None:
         return storage.kernel(bias)
     # Integers of the activations would round them in float32; a model's whole pass in the kernels may do so.
-    layout = KernelLayout(kernel_layout(library).columns, lambda _: False)
+    layout = KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
     return PackedKernel(PackedProduct(storage, library, bias, layout=layout))
 
 

@@ -362,10 +362,10 @@ INLINE void attend_group(Emulated *emulated, Work *work, const Layer *layer, int
     }
     if (!parts) return;
     if (pairs) {
-        configure(emulated, TILE_ROWS, TILE_ROWS);
+        configure(emulated, TILE_ROWS, TILE_ROWS, TILE_BYTES);
         score_few(emulated, work, layer, head, pairs, rows, slots, parts);
     } else {
-        configure(emulated, rows, rows);
+        configure(emulated, rows, rows, TILE_BYTES);
         score(emulated, work, work->query + v * dim, dim, parts);
     }
     weigh(work, seen, v, rows, parts, layer->scale, factor);

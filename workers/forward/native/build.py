@@ -38,7 +38,9 @@ _HEADERS = (
     "tiles.h",
     "registers.h",
     "leading.h",
+    "packed_groups.h",
     "groups.h",
+    "split_groups.h",
 )
 _SOURCES = (
     "attention.c",
@@ -46,6 +48,8 @@ _SOURCES = (
     "finish.c",
     "products.c",
     "groups.c",
+    "split_groups.c",
+    "group_tiles.c",
     "split.c",
     "tiles.c",
     "experts.c",

@@ -8,7 +8,8 @@
    Eight values of 4 bits are a word. A mask takes an integer of them without a shift, so it is 16^j too large; the input that it
    is multiplied with is divided by 16^j before, which is exact. E4M3 is half precision with other bounds: widened like it, it
    is 256 times too small, and its inputs are multiplied by 256. With many rows, a slice of a block is widened once for all of
-   them, to the same numbers. Every output is summed in one fixed order, whatever the number of rows and threads, and all
+   them, to the same numbers. Where the processor multiplies integers, split_groups.c takes those of 4 and 8 bits instead, if the
+   packed matrix says so. Every output is summed in one fixed order, whatever the number of rows and threads, and all
    sums are written with `fused`, so that they have the same bits in every copy of the code. */
 
 #include <omp.h>
@@ -16,6 +17,7 @@
 
 #include "finish.h"
 #include "groups.h"
+#include "packed_groups.h"
 
 /* FEW: most rows whose sums fit the registers beside a block's packed weights. FEWER: most times that a block is read from the
    caches for so many rows before widening it once is faster. MANY: the same beside widened weights.
@@ -46,93 +48,8 @@
 #define CHUNK (256 * 1024) /* bytes of activations of a chunk of rows */
 #define MOST_ROWS 512      /* rows of a chunk */
 #define SLICE 32           /* inputs whose weights are widened at a time */
-#define WORD 8             /* values of 4 bits in a word */
 
-/* --- the packed form -------------------------------------------------------------------------- */
-
-/* A block is its groups, one after another. Each has COLUMNS scales, COLUMNS zeros or minima unless the matrix has neither,
-   and the values: [group / WORD, COLUMNS] words for 4 bits, [group, COLUMNS] bytes for 8. */
-
-INLINE int has_words(const int64_t kind)
-{
-    return kind == GROUPS4 || kind == GROUPS_TABLE;
-}
-
-INLINE int64_t number_bytes(const Matrix *matrix)
-{
-    return matrix->scale_kind == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
-}
-
-INLINE int64_t head_bytes(const Matrix *matrix)
-{
-    return COLUMNS * number_bytes(matrix) * (matrix->offset == NO_OFFSET ? 1 : 2);
-}
-
-INLINE int64_t group_bytes(const Matrix *matrix)
-{
-    return head_bytes(matrix) + matrix->group * COLUMNS / (has_words(matrix->kind) ? 2 : 1);
-}
-
-INLINE int64_t groups_of(const Matrix *matrix)
-{
-    return (matrix->inputs + matrix->group - 1) / matrix->group;
-}
-
-INLINE const char *group_at(const Matrix *matrix, int64_t block, int64_t group)
-{
-    return (const char *)matrix->weights + (block * groups_of(matrix) + group) * group_bytes(matrix);
-}
-
-static inline float widen_float16(uint16_t value)
-{
-    uint32_t bits = (uint32_t)(value & 0x7fff) << 13;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    wide *= 0x1p112f; /* also right for subnormal numbers */
-    memcpy(&bits, &wide, sizeof bits);
-    if ((value & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
-    bits |= (uint32_t)(value & 0x8000) << 16;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-static inline float number(const void *from, int64_t kind, int64_t at)
-{
-    if (kind == FLOAT16) return widen_float16(((const uint16_t *)from)[at]);
-    if (kind == BFLOAT16) return widen_bfloat16(((const uint16_t *)from)[at]);
-    return ((const float *)from)[at];
-}
-
-/* LANES scales, zeros or minima. */
-INLINE Vector numbers(const void *from, int64_t kind)
-{
-    if (kind == FLOAT32) return *(const Vector *)from;
-#if defined(IS_AVX512)
-    if (kind == FLOAT16) return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#elif defined(IS_AVX2) && defined(__F16C__)
-    if (kind == FLOAT16) return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-#else
-    if (kind == FLOAT16) {
-        Vector wide;
-        for (int l = 0; l < LANES; l++) wide[l] = widen_float16(((const uint16_t *)from)[l]);
-        return wide;
-    }
-#endif
-    return (Vector)(__builtin_convertvector(*(const Halves *)from, Words) << 16);
-}
-
-INLINE Vector floats(Words integers)
-{
-#if defined(IS_AVX512)
-    return (Vector)_mm512_cvtepi32_ps((__m512i)integers);
-#elif defined(IS_AVX2)
-    return (Vector)_mm256_cvtepi32_ps((__m256i)integers);
-#else
-    Vector wide;
-    for (int l = 0; l < LANES; l++) wide[l] = (float)(int32_t)integers[l];
-    return wide;
-#endif
-}
+/* --- values, widened -------------------------------------------------------------------------- */
 
 INLINE Vector widen_integers(const uint8_t *from)
 {
@@ -234,37 +151,6 @@ static void prepare(const Matrix *matrix, const float *x, int64_t rows, float *v
                     for (int l = 0; l < WORD; l++) values[i + l] *= factor[l];
         }
     }
-}
-
-/* What a group of a block has beside its values, widened once for all rows. */
-typedef struct {
-    Vector scale[2], offset[2]; /* the offset is a minimum, or minus the zero */
-} Head;
-
-INLINE Head head_of(const Matrix *matrix, const char *at)
-{
-    const int64_t kind = matrix->scale_kind, half = LANES * number_bytes(matrix);
-    Head head = {.scale = {numbers(at, kind), numbers(at + half, kind)}};
-    at += 2 * half;
-    if (matrix->offset == NO_OFFSET) head.offset[0] = head.offset[1] = same(-matrix->zero);
-    else head.offset[0] = numbers(at, kind), head.offset[1] = numbers(at + half, kind);
-    if (matrix->offset == ZERO) head.offset[0] = -head.offset[0], head.offset[1] = -head.offset[1];
-    return head;
-}
-
-/* Add a group's products to the sums of one row. `inputs` is the sum of the group's inputs. */
-INLINE void apply_group(const Head *head, int64_t offset, float inputs, Vector first, Vector second, Vector *sum)
-{
-    const Vector all = same(inputs);
-    if (offset == MINIMUM) {
-        sum[0] = fused(head->offset[0], all, sum[0]);
-        sum[1] = fused(head->offset[1], all, sum[1]);
-    } else {
-        first = fused(head->offset[0], all, first);
-        second = fused(head->offset[1], all, second);
-    }
-    sum[0] = fused(head->scale[0], first, sum[0]);
-    sum[1] = fused(head->scale[1], second, sum[1]);
 }
 
 /* --- few rows: weights are widened in registers ------------------------------------------------ */
@@ -510,7 +396,10 @@ void pilotfish_row_of_groups(const Matrix *matrix, int64_t id, float *to)
         float value;
         if (has_words(matrix->kind)) {
             const uint32_t word = ((const uint32_t *)values)[at / WORD * COLUMNS + column] >> (4 * (at % WORD)) & 0xf;
-            value = matrix->kind == GROUPS4 ? (float)word : matrix->table[word];
+            value = matrix->kind == GROUPS_TABLE ? matrix->table[word] : (float)word;
+        } else if (matrix->kind == GROUPS8_TILES) {
+            const int64_t byte = at / WORD * WORD + at % 2 * (WORD / 2) + at % WORD / 2;
+            value = (float)((const int8_t *)values)[(byte / 4 * COLUMNS + column) * 4 + byte % 4];
         } else {
             const uint8_t byte = ((const uint8_t *)values)[at * COLUMNS + column];
             value = matrix->kind == GROUPS8 ? (float)(int8_t)byte : 256.0f * widen_e4m3(byte);

@@ -22,6 +22,11 @@
 #elif defined(__AVX2__) && LANES == 8
 #define IS_AVX2 1
 #endif
+#if defined(IS_AVX512) && defined(__AVX512VNNI__)
+#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
+#endif
 #define LINE 64     /* bytes of a cache line */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -33,10 +38,10 @@ typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-/* Kinds of numbers. INT8_TILES is INT8 in the order of tile registers and VNNI. Those from GROUPS4 to GROUPS_TABLE have a scale
-   for each group of inputs, see groups.c: integers of 4 or 8 bits, floats of 8 bits (E4M3), or 4 bits that choose one of 16
-   numbers. FLOAT16 is a kind of scales alone. */
-enum { FLOAT32, BFLOAT16, INT8, INT8_TILES, GROUPS4, GROUPS8, GROUPS_E4M3, GROUPS_TABLE, FLOAT16 };
+/* Kinds of numbers. INT8_TILES is INT8 in the order of tile registers and VNNI. Those from GROUPS4 to GROUPS8_TILES have a scale
+   for each group of inputs, see groups.c: integers of 4 or 8 bits, floats of 8 bits (E4M3), 4 bits that choose one of 16
+   numbers, or integers of 4 or 8 bits for tile registers and VNNI, see split_groups.c. FLOAT16 is a kind of scales alone. */
+enum { FLOAT32, BFLOAT16, INT8, INT8_TILES, GROUPS4, GROUPS8, GROUPS_E4M3, GROUPS_TABLE, GROUPS4_TILES, GROUPS8_TILES, FLOAT16 };
 
 /* e^x for x <= 0, within two units in the last place; very small results become 0. */
 static inline float exponential(float x)

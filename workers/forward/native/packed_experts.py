@@ -29,7 +29,7 @@ class PackedExperts:
     def __init__(self, experts: Sequence[Expert], gate: Gate, library: ctypes.CDLL) -> None:
         """The kernels apply `swiglu` themselves, and torch any other gate."""
         # Integers of the activations would round them in float32.
-        layout = KernelLayout(kernel_layout(library).columns, lambda _: False)
+        layout = KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
         self._outputs, self._inner = experts[0].first.outputs, experts[0].second.inputs
         self._gate = None if gate is swiglu else gate
         if self._gate is None:

@@ -18,7 +18,7 @@ class PackedHeads:
 
     def __init__(self, heads: Sequence[Storage], library: ctypes.CDLL) -> None:
         # Integers of the activations would round them in float32.
-        layout = KernelLayout(kernel_layout(library).columns, lambda _: False)
+        layout = KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
         self._outputs = heads[0].outputs
         self._packed = [PackedMatrix(one, None, layout) for one in heads]
         self._matrices = (Matrix * len(heads))(*(one.matrix for one in self._packed))

@@ -193,7 +193,10 @@ def kernel_layout(library: ctypes.CDLL) -> KernelLayout:
     def multiplies_integers(inputs: int) -> bool:
         return bool(library.pilotfish_splits_rows(ctypes.c_int64(inputs)))
 
-    return KernelLayout(int(library.pilotfish_columns()), multiplies_integers)
+    def multiplies_groups(group: int) -> bool:
+        return bool(library.pilotfish_splits_groups(ctypes.c_int64(group)))
+
+    return KernelLayout(int(library.pilotfish_columns()), multiplies_integers, multiplies_groups)
 
 
 def can_pack(storage: Storage) -> bool:

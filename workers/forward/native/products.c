@@ -13,6 +13,7 @@
 
 #include "finish.h"
 #include "groups.h"
+#include "split_groups.h"
 #include "tiles.h"
 
 #if defined(IS_AVX512) || defined(IS_AVX2)
@@ -309,6 +310,10 @@ static void multiply_split(const Matrix *matrix, const float *input, const Outpu
 void pilotfish_multiply_share(const Matrix *matrix, const void *input, const Output *output, int64_t rows, int64_t team)
 {
     if (!rows) return;
+    if (matrix->kind == GROUPS4_TILES || matrix->kind == GROUPS8_TILES) {
+        pilotfish_multiply_split_groups(matrix, input, output, rows, team);
+        return;
+    }
     if (has_groups(matrix)) {
         pilotfish_multiply_groups(matrix, input, output, rows, team);
         return;

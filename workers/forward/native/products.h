@@ -17,13 +17,13 @@
 #define COLUMNS (2 * LANES) /* outputs of a block: two vectors */
 
 /* A packed matrix: blocks of COLUMNS outputs, each [inputs, COLUMNS] (BFLOAT16: [inputs / 2, COLUMNS, 2], INT8_TILES:
-   [inputs / 4, COLUMNS, 4]; with groups: see groups.c). */
+   [inputs / 4, COLUMNS, 4]; with groups: see packed_groups.h). */
 typedef struct {
     int64_t kind, inputs, outputs, blocks; /* the last block is padded with zeros */
     const void *weights;
     const float *scale; /* [blocks * COLUMNS] for INT8 and INT8_TILES */
     const float *bias;  /* [blocks * COLUMNS], or none */
-    int64_t group;      /* inputs of a group; a multiple of 8 for GROUPS4 and GROUPS_TABLE */
+    int64_t group;      /* inputs of a group; a multiple of 8 for values of 4 bits and on tiles */
     int64_t scale_kind; /* FLOAT16, BFLOAT16 or FLOAT32: the kind of scales, zeros and minima */
     int64_t offset;
     float zero;             /* NO_OFFSET: that of all groups */
@@ -33,7 +33,7 @@ typedef struct {
 
 static inline int has_groups(const Matrix *matrix)
 {
-    return matrix->kind >= GROUPS4 && matrix->kind <= GROUPS_TABLE;
+    return matrix->kind >= GROUPS4 && matrix->kind <= GROUPS8_TILES;
 }
 
 /* What a group has beside its scale. A weight is scale * (value - zero), or scale * value + minimum. */

@@ -28,10 +28,11 @@ typedef struct {
 
 typedef struct {
     uint8_t rows[8];
+    uint16_t bytes[8]; /* of a row */
     uint8_t data[8][TILE_ROWS][TILE_BYTES];
 } Emulated;
 
-/* The shapes of this thread's registers: TILE_GROUP * rows of the first tile of inputs + rows of the second, 0 for none. */
+/* The shapes of this thread's registers, as `configure` numbers them, 0 for none. */
 extern _Thread_local int pilotfish_configured;
 
 #if HAS_TILES
@@ -42,12 +43,12 @@ extern _Thread_local int pilotfish_configured;
 
 static inline void load_emulated(Emulated *tiles, int to, const void *from, int64_t stride)
 {
-    for (int r = 0; r < tiles->rows[to]; r++) memcpy(tiles->data[to][r], (const char *)from + r * stride, TILE_BYTES);
+    for (int r = 0; r < tiles->rows[to]; r++) memcpy(tiles->data[to][r], (const char *)from + r * stride, tiles->bytes[to]);
 }
 
 static inline void store_emulated(const Emulated *tiles, int from, void *to, int64_t stride)
 {
-    for (int r = 0; r < tiles->rows[from]; r++) memcpy((char *)to + r * stride, tiles->data[from][r], TILE_BYTES);
+    for (int r = 0; r < tiles->rows[from]; r++) memcpy((char *)to + r * stride, tiles->data[from][r], tiles->bytes[from]);
 }
 
 static inline void multiply_int8_emulated(Emulated *tiles, int to, int rows, int weights)
@@ -56,7 +57,7 @@ static inline void multiply_int8_emulated(Emulated *tiles, int to, int rows, int
         const int8_t *x = (const int8_t *)tiles->data[rows][r];
         int32_t *sums = (int32_t *)tiles->data[to][r];
         for (int output = 0; output < HALF; output++)
-            for (int k = 0; k < INT8_INPUTS; k++)
+            for (int k = 0; k < tiles->bytes[rows]; k++)
                 sums[output] += x[k] * ((const int8_t *)tiles->data[weights][k / 4])[4 * output + k % 4];
     }
 }
@@ -104,19 +105,25 @@ static inline void multiply_emulated(Emulated *tiles, int to, int rows, int weig
         else REAL("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(TO), "i"(X), "i"(W));                                   \
     } while (0)
 
-/* Give the registers their shapes: `first` and `second` rows of inputs, 0 of the second if there are few. */
-static inline void configure(Emulated *emulated, int first, int second)
+/* Give the registers their shapes: `first` and `second` rows of inputs, 0 of the second if there are few, each of `bytes`. */
+static inline void configure(Emulated *emulated, int first, int second, int bytes)
 {
+    const int number = (TILE_GROUP * bytes + first) * TILE_GROUP + second;
+    if (!emulated && pilotfish_configured == number) return;
     Shapes shapes = {.palette = 1};
-    const int rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
-    for (int t = 0; t < 8; t++) shapes.rows[t] = (uint8_t)rows[t], shapes.bytes[t] = rows[t] ? TILE_BYTES : 0;
+    const int rows[8] = {first, first, second, second, first, second, bytes / 4, bytes / 4};
+    const int widths[8] = {[ROWS_OF_INPUTS] = bytes, [ROWS_OF_INPUTS + 1] = bytes};
+    for (int t = 0; t < 8; t++) {
+        shapes.rows[t] = (uint8_t)rows[t];
+        shapes.bytes[t] = (uint16_t)(!rows[t] ? 0 : widths[t] ? widths[t] : TILE_BYTES);
+    }
     if (emulated) {
         memcpy(emulated->rows, shapes.rows, sizeof emulated->rows);
+        memcpy(emulated->bytes, shapes.bytes, sizeof emulated->bytes);
         return;
     }
-    if (pilotfish_configured == TILE_GROUP * first + second) return;
     REAL("ldtilecfg %0" ::"m"(shapes));
-    pilotfish_configured = TILE_GROUP * first + second;
+    pilotfish_configured = number;
 }
 
 #endif

@@ -11,12 +11,6 @@
 #include "finish.h"
 #include "tiles.h"
 
-#if defined(IS_AVX512) && defined(__AVX512VNNI__)
-#define HAS_VNNI 1
-#else
-#define HAS_VNNI 0
-#endif
-
 #define MOST_SPLIT 8192    /* inputs of an INT8_TILES matrix: rows are split on the stack */
 #define INT8_INPUTS 64     /* their number is a multiple of it: those of a tile register's row */
 #define AHEAD 8192         /* bytes of weights to prefetch */

@@ -39,7 +39,11 @@ class Kind(IntEnum):
     """Floats of 8 bits, with a scale for each group of inputs."""
     GROUPS_TABLE = 7
     """4 bits that choose a number from a table, with a scale for each group of inputs."""
-    FLOAT16 = 8
+    GROUPS4_TILES = 8
+    """GROUPS4, multiplied as integers: the groups of rows are split into integers, too."""
+    GROUPS8_TILES = 9
+    """GROUPS8 in the order of tile registers and VNNI, multiplied as integers."""
+    FLOAT16 = 10
     """A kind of scales alone."""
 
 
@@ -78,6 +82,8 @@ class KernelLayout:
     """Outputs of a block: two vector registers of the processor."""
     multiplies_integers: Callable[[int], bool]
     """Whether int8 weights with this number of inputs are packed for products of integers (AMX, VNNI)."""
+    multiplies_groups: Callable[[int], bool]
+    """The same for integers in groups of this number of inputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -220,7 +220,8 @@ class GroupStorage:
         raise NoGpuProduct("values that choose from a table of 16 numbers, which are not those of 4-bit floats (E2M1)")
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
-        columns, size = layout.columns, _padded_group(self)
+        columns, kind = layout.columns, self._packed_kind(layout)
+        size = _padded_group(self, whole_words=kind not in (Kind.GROUPS8, Kind.GROUPS_E4M3))
         groups = self.scale.shape[1]
         parts = [_by_block(self.scale, columns)]  # [blocks, groups, columns]
         if self.offsets is not None:
@@ -228,18 +229,28 @@ class GroupStorage:
         values = self.values
         if self.group != size:  # only a single group may be padded
             values = torch.nn.functional.pad(values, (0, (size - self.group) // (2 if self.bits == 4 else 1)))
-        if self.bits == 4:
-            words = values.contiguous().view(torch.int32).view(self.outputs, groups, size // _WORD)
-        else:
+        if kind is Kind.GROUPS8_TILES:  # of eight neighbours the even ones first, as 4-bit words are widened
+            values = values.view(self.outputs, -1, _WORD // 2, 2).transpose(2, 3)
+        if kind in (Kind.GROUPS8, Kind.GROUPS_E4M3):
             words = values.contiguous().view(self.outputs, groups, size)
+        else:
+            words = values.contiguous().view(self.outputs, -1).view(torch.int32).view(self.outputs, groups, -1)
         blocks = pad_rows(words, columns).view(-1, columns, *words.shape[1:]).permute(0, 2, 3, 1)
-        parts.append(blocks)  # [blocks, groups, group / 8 words or group bytes, columns]
+        parts.append(blocks)  # [blocks, groups, 32-bit words or bytes of a group, columns]
         pieces = [part.contiguous().view(torch.uint8).reshape(len(part), groups, -1) for part in parts]
         packed = take((len(blocks), groups, sum(piece.shape[2] for piece in pieces)), torch.uint8)
         torch.cat(pieces, dim=2, out=packed)
         order = None if self.order is None else self.order.to(torch.int32).contiguous()
         grouping = Grouping(size, _SCALES[self.scale.dtype], self.offset, self.zero, order, self.table)
-        return Blocks(self.kind, packed, None, grouping)
+        return Blocks(kind, packed, None, grouping)
+
+    def _packed_kind(self, layout: KernelLayout) -> Kind:
+        """How the CPU kernels read the packed values."""
+        as_integers = {Kind.GROUPS4: Kind.GROUPS4_TILES, Kind.GROUPS8: Kind.GROUPS8_TILES}.get(self.kind)
+        whole = self.scale.shape[1] == 1 or self.group % _WORD == 0  # a single group is padded
+        if as_integers is None or not whole or not layout.multiplies_groups(-(-self.group // _WORD) * _WORD):
+            return self.kind
+        return as_integers
 
 
 @dataclass(slots=True)
@@ -282,9 +293,9 @@ def pairs(values: torch.Tensor) -> torch.Tensor:
     return flat[:, ::2] | flat[:, 1::2] << 4
 
 
-def _padded_group(storage: GroupStorage) -> int:
-    """Inputs of a group as the kernels read it: whole words."""
-    grain = _WORD if storage.bits == 4 else 1
+def _padded_group(storage: GroupStorage, *, whole_words: bool) -> int:
+    """Inputs of a group as the kernels read it."""
+    grain = _WORD if whole_words else 1
     size = -(-storage.group // grain) * grain
     if size != storage.group and storage.scale.shape[1] > 1:
         raise ValueError(f"groups of {storage.group} inputs in 4 bits are refused; their size must be a multiple of 8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engines.kept_kernels import NARROW, WIDE, portable
+from tests.support.engines.kept_kernels import EMULATED_TILES, NARROW, WIDE, portable
 from workers.forward.linear import make_linear_kernel
 from workers.forward.native import build
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_linear import PackedProduct
-from workers.forward.weights.base import Offset
+from workers.forward.native.packed_linear import PackedProduct, kernel_layout
+from workers.forward.weights.base import KernelLayout, Kind, Offset
 from workers.forward.weights.groups import GroupStorage
 
 CPU_CODE = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -25,7 +26,7 @@ KINDS = [
     for offset in Offset
     for scale in (torch.float16, torch.bfloat16, torch.float32)
 ]
-SHAPES = ((99, 96, 32, False), (33, 640, 128, True), (40, 576, 16, False), (20, 64, 64, False))
+SHAPES = ((99, 96, 32, False), (33, 640, 128, True), (40, 576, 16, False), (20, 64, 64, False), (37, 96, 48, False))
 """Outputs, inputs, inputs of a group, and whether weights are in activation order."""
 
 
@@ -68,6 +69,15 @@ def floats(shape: tuple[int, int, int, bool], bits: int, scale: torch.dtype) -> 
     return replace(like, values=values | signs, zero=0.0)
 
 
+def float_layout(library: ctypes.CDLL) -> KernelLayout:
+    """Packs groups for sums of floats, as machines without products of integers do."""
+    return KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
+
+
+def splits_groups(library: ctypes.CDLL) -> bool:
+    return kernel_layout(library).multiplies_groups(32)
+
+
 def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -86,15 +96,28 @@ def bound(storage: GroupStorage, x: torch.Tensor) -> torch.Tensor:
     return (storage.inputs + 8) * 2.0**-24 * (x.double().abs() @ ordered.T) + 1e-7
 
 
-def check(storage: GroupStorage, packed: PackedProduct, bias: torch.Tensor) -> None:
+def split_bound(storage: GroupStorage, x: torch.Tensor) -> torch.Tensor:
+    """What products of integers add: half a step of each input, 1 / 32512 of the largest one of its group."""
+    order = torch.arange(storage.inputs) if storage.order is None else storage.order
+    largest = x[:, order].double().abs().view(len(x), -1, storage.group).amax(2).repeat_interleave(storage.group, 1)
+    return largest * (0.5001 / 32512) @ storage.dequantized().double()[:, order].abs().T
+
+
+def check(storage: GroupStorage, packed: PackedProduct, bias: torch.Tensor) -> torch.Tensor:
+    """Products of many rows, which are those of each row by itself."""
     x = numbers(210, storage.inputs)
+    x[::7] *= torch.logspace(-20, 3, storage.inputs)  # a large input makes no other group coarse
     found = packed.multiply(x)
     expected = x.double() @ storage.dequantized().double().T + bias.double()
-    assert bool(((found - expected).abs() <= bound(storage, x) + 1e-6 * expected.abs()).all())
+    allowed = bound(storage, x) + 1e-6 * expected.abs()
+    if packed.matrix.matrix.kind in (Kind.GROUPS4_TILES, Kind.GROUPS8_TILES):
+        allowed += split_bound(storage, x)
+    assert bool(((found - expected).abs() <= allowed).all())
     for rows in ROWS:
         for first in (0, 7, len(x) - rows):
             part = x[first : first + rows].clone()
             assert torch.equal(packed.multiply(part), found[first : first + rows][: len(part)])
+    return found
 
 
 @CPU_CODE
@@ -111,8 +134,65 @@ def test_products_are_those_of_the_dequantized_weights_at_any_number_of_rows(
         for shape in SHAPES:
             storage, bias = stored(shape, bits, offset, scale), numbers(shape[0])
             check(storage, PackedProduct(storage, library, bias), bias)
+            if threads == 1:
+                check(storage, PackedProduct(storage, library, bias, layout=float_layout(library)), bias)
     finally:
         torch.set_num_threads(before)
+
+
+@CPU_CODE
+@pytest.mark.slow
+def test_tile_registers_and_vectors_have_the_same_bits(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of integers are exact: neither the number of rows nor tile registers (AMX) change a bit."""
+    library = load_library(str(code))
+    assert library is not None
+    if not splits_groups(library):
+        pytest.skip("this processor multiplies no integers")
+    # Without bfloat16 there are no tiles; less optimization compiles sooner.
+    flags = ["-O1" if flag == "-O3" else flag for flag in build._FLAGS]
+    monkeypatch.setattr(build, "_FLAGS", [*flags, "-mno-avx512bf16"])
+    vectors = load_library(str(tmp_path))
+    assert vectors is not None and not vectors.pilotfish_has_tiles()
+    monkeypatch.setattr(build, "_FLAGS", portable(*EMULATED_TILES))
+    emulated = load_library(str(tmp_path / "emulated"))
+    assert emulated is not None and emulated.pilotfish_has_tiles()
+    for bits, offset, scale in KINDS:
+        for shape in SHAPES:
+            storage, bias, x = stored(shape, bits, offset, scale), numbers(shape[0]), numbers(33, shape[1])
+            found = PackedProduct(storage, library, bias).multiply(x)
+            assert torch.equal(found, PackedProduct(storage, vectors, bias).multiply(x))
+            if scale is torch.float16:
+                assert torch.equal(found[:19], PackedProduct(storage, emulated, bias).multiply(x[:19]))
+
+
+@CPU_CODE
+def test_integers_are_chosen_by_the_size_of_groups(code: Path) -> None:
+    library = load_library(str(code))
+    assert library is not None
+    for bits, kind, other in ((4, Kind.GROUPS4_TILES, Kind.GROUPS4), (8, Kind.GROUPS8_TILES, Kind.GROUPS8)):
+        for group in (8, 16, 32, 64, 128, 256):
+            packed = PackedProduct(stored((9, 256, group, False), bits), library)
+            expected = kind if group <= 128 and splits_groups(library) else other
+            assert packed.matrix.matrix.kind == expected
+
+
+@CPU_CODE
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_input_that_is_not_finite_spoils_its_own_row_alone(bits: int, code: Path) -> None:
+    library = load_library(str(code))
+    assert library is not None
+    storage = stored(SHAPES[0], bits)
+    packed, x = PackedProduct(storage, library), numbers(9, 96)
+    expected = packed.multiply(x)
+    x[3, 40], x[5, 7], x[6, :32] = float("inf"), float("nan"), 1e-40
+    found = packed.multiply(x)
+    assert not found[[3, 5]].isfinite().any()
+    kept = [0, 1, 2, 4, 7, 8]
+    assert torch.equal(found[kept], expected[kept])
+    rest = x[6].double() @ storage.dequantized().double().T
+    torch.testing.assert_close(found[6].double(), rest, rtol=1e-3, atol=1e-4)
 
 
 @CPU_CODE

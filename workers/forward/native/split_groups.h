@@ -1,0 +1,36 @@
+/* Products of weights in groups with activations that are split into int8 numbers. See split_groups.c. */
+
+#ifndef PILOTFISH_SPLIT_GROUPS_H
+#define PILOTFISH_SPLIT_GROUPS_H
+
+#include "packed_groups.h"
+
+#define COARSE_BITS 8 /* a coarse step is 2^COARSE_BITS fine ones */
+
+/* Rows of FLOAT32 inputs, each group as integers: x = step * (2^COARSE_BITS * coarse + fine). The order of inputs is that of
+   packed weights, see packed_groups.h. */
+typedef struct {
+    int64_t rows;
+    int8_t *numbers; /* [groups, rows, 2, group] coarse, fine */
+    int32_t *whole;  /* [rows, groups] the sums of the integers */
+    float *steps;    /* [rows, groups] */
+    float *sums;     /* [rows, groups] the sums of the inputs */
+} SplitGroups;
+
+/* Add a group's products to the sums of one row: `first` and `second` are sums of integers. */
+INLINE void apply_integers(const Head *head, int64_t offset, float step, float inputs, Words first, Words second, Vector *sum)
+{
+    apply_group(head, offset, inputs, floats(first) * same(step), floats(second) * same(step), sum);
+}
+
+/* Whether matrices with groups of so many inputs are multiplied in this way: GROUPS4_TILES or GROUPS8_TILES. */
+int pilotfish_splits_groups(int64_t group);
+
+/* This thread's share of a product with such a matrix: input FLOAT32 [rows, inputs]. */
+void pilotfish_multiply_split_groups(const Matrix *matrix, const float *input, const Output *output, int64_t rows, int64_t team);
+
+/* One block of outputs times rows that were split, on tile registers. */
+void pilotfish_multiply_groups_on_tiles(const Matrix *matrix, const SplitGroups *input, const Output *output, int64_t block,
+                                        int64_t row, int64_t rows);
+
+#endif
