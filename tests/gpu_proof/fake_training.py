@@ -225,7 +225,7 @@ def run_block_training(
         parameters = sum(one.numel() for one in module.parameters())
         peers.shard(module, list(module.layers))
         texts = TextRows.empty((text_rows, batch.length), taps * hidden, target.vocabulary, device, torch.bfloat16)
-        plan = BlockPlan(rows=batch.rows, blocks=batch.blocks, recomputes=recomputes)
+        plan = BlockPlan(rows=batch.rows, blocks=batch.blocks, recomputes=recomputes, steps=2, report_steps=2)
         training = _FakeBlockTraining(model, module, plan, peers)
         training.casts = casts
         places = torch.zeros((batch.rows, batch.blocks), dtype=torch.int64, device=device)
