@@ -76,7 +76,7 @@ def test_a_cuda_graphs_plan_is_computed_on_the_device_without_a_wait() -> None:
     ((Rows(3, 700), Rows(1, 64, fresh=500), Rows(2, 90, nodes=3)), 10),
 ], ids=["decode", "batch", "verify", "large batch", "prompt", "mixed"])  # fmt: skip
 def test_a_step_runs_whole(rows: tuple[Rows, ...], launches: int) -> None:
-    """A layer launches four products, a rotation, a gate and attention: one or two kernels; from five rows on, two norms."""
+    """A layer launches four products, a rotation, a gate and attention, one or two kernels; many rows two norms."""
     step = count_step(SMALL, rows)
     assert step.layer_kernels == launches
     assert step.eager_launches >= len(step.kernels) > LAYERS
