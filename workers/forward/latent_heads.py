@@ -88,7 +88,7 @@ class LatentHeads(nn.Module):
 
 
 def latent_heads(module: nn.Module) -> LatentHeads | None:
-    """Those of an attention module; `None` for one that stores keys and values of its own."""
+    """The latent heads of an attention module; `None` for a module that stores keys and values of its own."""
     found = module._modules.get(_NAME)
     return found if isinstance(found, LatentHeads) else None
 

@@ -204,7 +204,7 @@ class _Request:
         return _read(self) if self.section.quantization != "stored" else (_read_stored(self), None)
 
     def read_decoder(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
-        """As `read`, and layers with latent attention attend over latents."""
+        """Read the weights as `read` does, and let layers with latent attention attend over latents."""
         module, vocabulary = self.read()
         attend_over_latents(module, self.section.compile_directory)
         return module, vocabulary

@@ -70,7 +70,7 @@ class DecidedTree:
     penalties, temperature, top-k, top-p and min-p), in a greedy row at temperature 1; `None` unless the rule needs
     them."""
     distributions: Sequence[DraftDistribution] = ()
-    """Those that the nodes' tokens were drawn from by the drafter: one per node, or none if all are deterministic."""
+    """What the drafter drew the nodes' tokens from: one distribution per node, or none if all are deterministic."""
 
     def __post_init__(self) -> None:
         if len(self.decisions) != len(self.tree) + 1:

@@ -54,7 +54,7 @@ class Prediction:
     floor_seconds: float
     """The weights, keys, values and recurrent states once, or the operations at the peak, whichever takes longer."""
     all_reduce_seconds: float
-    """Of all of them, those beside other work too."""
+    """Time of all all-reduces, also of those that run beside other work, in seconds."""
     sampling_seconds: float
 
 

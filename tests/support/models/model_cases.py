@@ -80,4 +80,4 @@ CONFIGURATIONS = {
     "latent": tiny.deepseek_v3,
 }
 USUAL_CONFIGURATIONS = ("full", "hybrid", "window")
-"""Those with keys and values of each head."""
+"""Configurations of models that store keys and values of each head."""

@@ -147,7 +147,7 @@ def deepseek_v3(**changes: Any) -> PreTrainedConfig:
 
 
 def deepseek_v2(**changes: Any) -> PreTrainedConfig:
-    """The same parts with other routing, and attention that ranks divide."""
+    """A DeepSeek-V2: the parts of DeepSeek-V3 with other routing, and attention that ranks divide."""
     return DeepseekV2Config(**(_SHAPE | _LATENT | changes))
 
 

@@ -45,7 +45,7 @@ def engine(case: ModelCase) -> TargetEngine:
 
 @pytest.fixture(scope="module")
 def plain(case: ModelCase) -> TargetEngine:
-    """It has no prefix cache."""
+    """A target without a prefix cache."""
     return case.engine(prefix_cache=False)
 
 

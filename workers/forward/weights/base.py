@@ -83,7 +83,7 @@ class KernelLayout:
     multiplies_integers: Callable[[int], bool]
     """Whether int8 weights with this number of inputs are packed for products of integers (AMX, VNNI)."""
     multiplies_groups: Callable[[int], bool]
-    """The same for integers in groups of this number of inputs."""
+    """Whether weights in groups of this number of inputs are packed for products of integers (AMX, VNNI)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

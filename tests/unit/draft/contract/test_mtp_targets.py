@@ -20,7 +20,7 @@ from tests.unit.draft.contract.test_public_drafts import (
 
 DEPTH = 4
 STATES = "target.kv.sequences=64"
-"""So many that the states of recurrent layers, of which a step needs one for each node of a tree, cut no tree."""
+"""Room for recurrent states: a step needs one for each node of a tree, so with fewer trees are cut."""
 CHANGED = ("enorm", "eh_proj", "post_norm")
 
 
