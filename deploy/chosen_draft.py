@@ -28,7 +28,9 @@ _METHODS = {
 }
 """vLLM's names of methods, and those of the methods here."""
 _NGRAM = {"prompt_lookup_max": "draft.ngram.max", "prompt_lookup_min": "draft.ngram.min"}
-_WITHOUT_MODEL = ("mtp", "ngram", "suffix")
+_LOOKUPS = ("ngram", "suffix")
+_WITHOUT_MODEL = ("mtp", *_LOOKUPS)
+"""Methods that need no model; the layer of `mtp` may be in the target's own checkpoint."""
 _OLDER_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp")
 """Older names of vLLM for `mtp`, one for each family."""
 
@@ -97,9 +99,11 @@ def _assignments(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         )
     if model is None and method not in _WITHOUT_MODEL:
         raise ConfigurationError(f"{_OPTION}: model must be set, unless method is {' or '.join(_WITHOUT_MODEL)}")
+    if method in _LOOKUPS and model not in (None, method, f"[{method}]"):
+        raise ConfigurationError(f"{_OPTION}: model {shorten(model)} is refused; {method} drafts without a model")
     if method is not None:
         yield "draft.method", _METHODS[method]
-    if method not in _WITHOUT_MODEL:
+    if method not in _LOOKUPS and model is not None:
         yield "draft.path", model
         if (revision := given.pop("revision", None)) is not None:
             yield "draft.revision", revision

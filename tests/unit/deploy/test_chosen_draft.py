@@ -136,6 +136,16 @@ class TestOptionOfVllm:
 
         assert (draft.name, draft.max_depth, draft.max_nodes) == ("mtp", 2, 2)
 
+    def test_a_model_beside_mtp_is_the_draft_and_must_hold_such_a_layer(self, eagle3: Path) -> None:
+        given = from_speculative_config(json.dumps({"method": "mtp", "model": str(eagle3)}))
+
+        assert f'draft.path="{eagle3}"' in given
+        with pytest.raises(ConfigurationError, match="holds a draft for eagle, and the method is set to 'mtp'"):
+            load_settings("cpu", (), {}, below=given)
+
+    def test_vllms_own_name_of_a_lookups_model_means_none(self) -> None:
+        assert from_speculative_config('{"method": "ngram", "model": "[ngram]"}') == ['draft.method="ngram"']
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -143,6 +153,7 @@ class TestOptionOfVllm:
             ("[1]", r"--speculative-config: \[1\] is refused; it must be a JSON object"),
             ('{"method": "mlp_speculator", "model": "a/b"}', "method 'mlp_speculator' is refused; it must be one of"),
             ('{"method": "eagle3"}', "model must be set, unless method is mtp or ngram or suffix"),
+            ('{"method": "ngram", "model": "a/b"}', "model 'a/b' is refused; ngram drafts without a model"),
             ('{"model": "a/b", "disable_padded_drafter_batch": true}', "disable_padded_drafter_batch is refused"),
             ('{"model": "a/b", "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size must be 1"),
         ],
