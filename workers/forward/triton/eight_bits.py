@@ -17,6 +17,7 @@ from workers.kv.eight_bits import BOUND, LARGEST, LEAST
 AS_IT_IS, INT8, E4M3 = 0, 1, 2
 """How numbers are stored."""
 _BOUND, _LEAST = tl.constexpr(BOUND), tl.constexpr(LEAST)
+_FLOAT16_BOUND = tl.constexpr(torch.finfo(torch.float16).max)
 _INT8_SHARE = tl.constexpr(1 / LARGEST[torch.int8])
 _E4M3_SHARE = tl.constexpr(1 / LARGEST[torch.float8_e4m3fn])
 _INT8, _E4M3 = tl.constexpr(INT8), tl.constexpr(E4M3)
@@ -59,10 +60,13 @@ def store_heads(
     numbers, is_number, head, dim, is_head, stored, scales, slot, slot_stride, head_stride, scale_stride,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the heads of one token, `[heads, dim]`, and store numbers and scales at its slot."""
+    """Quantize the heads of one token, `[heads, dim]` in the model's type, and store numbers and scales at its slot."""
     wide = numbers.to(tl.float32)
     wide = tl.where(is_number & (wide == wide), wide, 0.0)
-    wide = tl.minimum(tl.maximum(wide, -_BOUND), _BOUND)
+    if numbers.dtype == tl.float16:
+        wide = tl.minimum(tl.maximum(wide, -_FLOAT16_BOUND), _FLOAT16_BOUND)
+    else:
+        wide = tl.minimum(tl.maximum(wide, -_BOUND), _BOUND)
     largest = tl.maximum(tl.max(tl.abs(wide), axis=1), _LEAST)[:, None]
     scale = largest * (_INT8_SHARE if KIND == _INT8 else _E4M3_SHARE)
     share = tl.div_rn(wide, tl.broadcast_to(scale, wide.shape))
