@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "stored": {"dtype": "bfloat16", "quantization": "stored"},
 }
 COMPARED = ("float32", "bfloat16")
 """Variants that the modules compute, too. With int8, they take seconds for a prompt."""
