@@ -22,6 +22,8 @@ SHORT_CALL_SECONDS = 10.0
 _RESOLVE_SECONDS = 10.0
 _LONGEST_CALL_SECONDS = 86_400.0
 """How long the calls on the channel of a lost server may still run, in seconds."""
+_NOT_WRITTEN = "Internal error from Core"
+"""What gRPC says of a call that ended while a message of it was sent. It then keeps no status of the server's."""
 
 
 class Connection:
@@ -72,13 +74,16 @@ class Connection:
 
         The old channel is closed after the last call on it, because other calls may still run.
         """
-        is_lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+        is_cut = error.code() is grpc.StatusCode.INTERNAL and error.details() == _NOT_WRITTEN
+        is_lost = is_cut or error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
         if is_lost and channel is self._channel:
             self._channel = None
             closing = asyncio.create_task(channel.close(_LONGEST_CALL_SECONDS), name="close channel")
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         _drop_frames(error)
+        if is_cut:
+            return self._unavailable("the connection was lost while a message was sent")
         return from_rpc_error(error, self._unavailable)
 
     def checked(self, answer: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from random import Random
 
+import grpc
 import psutil
 import pytest
 
@@ -19,7 +20,7 @@ from cluster.core.errors import (
     TargetUnavailable,
 )
 from cluster.wire.channel import open_channel
-from cluster.wire.connection import Resolve
+from cluster.wire.connection import Connection, Resolve
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
@@ -159,13 +160,32 @@ async def test_kept_errors_of_a_refused_stream_keep_no_connection(scripted: Scri
     client = CoordinatorClient(fixed_address(address))
     errors = []
     for _ in range(8):
-        with pytest.raises(NotReady, match="no process serves") as caught:
+        # The status of the refusal, unless the call's first message was being sent when it came.
+        with pytest.raises(NotReady, match=r"no process serves|lost while a message was sent") as caught:
             await words(client)
         errors.append(caught.value)
     await _until_connections(int(address.rpartition(":")[2]), 0)
     await client.close()
     await link.stop()
     assert len(errors) == 8
+
+
+async def test_a_server_that_is_lost_while_a_message_is_sent_is_resolved_again(scripted: ScriptedServer) -> None:
+    """gRPC has no status then, but an error of its own, which depends on what was being done."""
+    connection = Connection(scripted.resolve, TargetUnavailable)
+    channel = await connection.channel()
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
+    )
+
+    found = connection.failed(error, channel)
+
+    assert isinstance(found, TargetUnavailable)
+    assert str(found) == "the connection was lost while a message was sent"
+    assert not connection.is_open(channel)
+    assert await connection.channel() is not channel
+    assert scripted.resolved == 2
+    await connection.close()
 
 
 async def _until_connections(port: int, number: int) -> None:
