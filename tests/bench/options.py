@@ -43,6 +43,8 @@ class Options:
     """Number of tensor-parallel ranks, for `ranks`."""
     draft: str | None
     """Directory or packaged name of a draft model. `None` takes the shipped one."""
+    against: Path | None
+    """Another checkout of the project, for `serving-pairs`. `None` compares drafted with plain serving."""
     plot: Path | None
     results: Path | None
     """Where the printed tables are kept. `None` keeps none."""
@@ -136,6 +138,9 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--contexts", type=_counts, default=(), help="stored tokens for `device`: 128,4096")
     parser.add_argument("--ranks", type=int, default=3, help="tensor-parallel ranks for `ranks`")
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
+    parser.add_argument(
+        "--against", type=Path, help="a checkout of another commit whose clusters `serving-pairs` compares with"
+    )
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--results", type=Path, help="a result file for the printed tables (JSON)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
@@ -162,6 +167,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         contexts=asked.contexts,
         ranks=max(2, asked.ranks),
         draft=asked.draft,
+        against=asked.against,
         plot=asked.plot,
         results=asked.results,
         dtypes=tuple(name for name in asked.dtypes.split(",") if name),

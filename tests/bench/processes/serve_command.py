@@ -28,8 +28,14 @@ READY = " is ready at "
 class ServeCommand:
     """Runs `pilotfish serve` inside `with`. Raises `RuntimeError` with its last output when it does not start."""
 
-    def __init__(self, config: str | None, assignments: Sequence[str], module: str = "deploy.cli") -> None:
-        """`module` runs the command line; another one than `deploy.cli` may print what `stages` reads."""
+    def __init__(
+        self, config: str | None, assignments: Sequence[str], module: str = "deploy.cli", checkout: Path = ROOT
+    ) -> None:
+        """`module` runs the command line; another one than `deploy.cli` may print what `stages` reads.
+
+        `checkout` is the directory of the project whose code runs, in this process' environment.
+        """
+        self._checkout = checkout.resolve()
         self._config = config
         self._module = module
         self._assignments = tuple(assignments)
@@ -46,8 +52,10 @@ class ServeCommand:
         self._output = tempfile.TemporaryFile()
         # Installed packages have compiled modules. Without them, each process compiles those of Pilotfish anew.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        if self._checkout != ROOT:
+            environment["PYTHONPATH"] = f"{self._checkout}:{self._checkout / 'protos'}"
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=self._output, stderr=subprocess.STDOUT
+            command, cwd=self._checkout, env=environment, stdout=self._output, stderr=subprocess.STDOUT
         )
         try:
             self._wait_until_ready()

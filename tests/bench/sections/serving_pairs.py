@@ -2,6 +2,9 @@
 
 Both start once and keep running. They answer the same prompts in turn, plain then drafted, then drafted then plain, so
 that only one of them computes at a time. Every pair has other prompts. The result is the ratio of the two rates.
+
+With `--against DIRECTORY`, the first cluster runs the code of another checkout with the same drafting method, so that
+the ratio says what the commits between the two cost or bring.
 """
 
 from __future__ import annotations
@@ -31,29 +34,30 @@ LEAST_RATIO = 0.97
 
 @dataclass
 class Pairs:
-    """The measurements of one drafting method at one batch size: one plain and one drafted per pair."""
+    """The measurements of one drafting method at one batch size: one of the base and one of the compared per pair."""
 
-    plain: list[Answers] = field(default_factory=list)
-    drafted: list[Answers] = field(default_factory=list)
+    base: list[Answers] = field(default_factory=list)
+    compared: list[Answers] = field(default_factory=list)
 
     @property
     def ratios(self) -> list[float]:
-        """Rate with drafts ÷ rate without, per pair."""
-        return ratios([answers.rate for answers in self.drafted], [answers.rate for answers in self.plain])
+        """Rate of the compared cluster ÷ rate of the base, per pair."""
+        return ratios([answers.rate for answers in self.compared], [answers.rate for answers in self.base])
 
     @property
     def equal(self) -> int:
         """Number of answers that are the same in both clusters."""
         return sum(
             one.tokens == other.tokens
-            for plain, drafted in zip(self.plain, self.drafted, strict=True)
-            for one, other in zip(plain.each, drafted.each, strict=True)
+            for base, compared in zip(self.base, self.compared, strict=True)
+            for one, other in zip(base.each, compared.each, strict=True)
         )
 
 
 def run(options: Options) -> None:
     """Measure and report, one drafting method after another."""
-    heading("Serving in pairs: pilotfish serve with drafts against pilotfish serve without")
+    base = "pilotfish serve without" if options.against is None else "that of another checkout"
+    heading(f"Serving in pairs: pilotfish serve with drafts against {base}")
     write(f"{options.repeats} pairs; {ROUNDS} prompts per request in flight, {options.tokens} tokens each; {DTYPE}")
     for method in options.variants or METHODS:
         _compare(options, method)
@@ -72,21 +76,27 @@ def _compare(options: Options, method: str) -> None:
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
     found = {batch: Pairs() for batch in batches}
     with ExitStack() as stack:
-        plain, drafted = (
-            stack.enter_context(ServeCommand(options.config, assignments(options, name))) for name in (PLAIN, method)
-        )
+        base, compared = (stack.enter_context(command) for command in _commands(options, method))
         prompts = PairPrompts(options, batches)
         for batch in batches:  # both sides run every batch size once, and the controller measures the gain of drafts
-            for cluster in (plain, drafted):
+            for cluster in (base, compared):
                 asyncio.run(ask_all(cluster.grpc_address, prompts.warm_up(batch), options.tokens, batch))
         for pair in range(options.repeats):
             for batch in batches:
                 chosen = prompts.of_pair(pair, batch)
-                for cluster in (plain, drafted) if pair % 2 == 0 else (drafted, plain):
+                for cluster in (base, compared) if pair % 2 == 0 else (compared, base):
                     answers = asyncio.run(ask_all(cluster.grpc_address, chosen, options.tokens, batch))
-                    (found[batch].plain if cluster is plain else found[batch].drafted).append(answers)
+                    (found[batch].base if cluster is base else found[batch].compared).append(answers)
                 write(f"pair {pair + 1}, {method}, batch {batch}: {found[batch].ratios[-1]:.3f}")
-    _report(method, found)
+    _report(method, found, "plain" if options.against is None else "other checkout")
+
+
+def _commands(options: Options, method: str) -> tuple[ServeCommand, ServeCommand]:
+    """The base and the compared cluster."""
+    compared = ServeCommand(options.config, assignments(options, method))
+    if options.against is None:
+        return ServeCommand(options.config, assignments(options, PLAIN)), compared
+    return ServeCommand(options.config, assignments(options, method), checkout=options.against), compared
 
 
 class PairPrompts:
@@ -108,7 +118,7 @@ class PairPrompts:
         return [self._prompts[index % len(self._prompts)] for index in range(first, first + ROUNDS * batch)]
 
 
-def _report(method: str, found: dict[int, Pairs]) -> None:
+def _report(method: str, found: dict[int, Pairs], base: str) -> None:
     rows = []
     for batch, pairs in found.items():
         middle = statistics.median(pairs.ratios)
@@ -116,13 +126,13 @@ def _report(method: str, found: dict[int, Pairs]) -> None:
             [
                 method,
                 str(batch),
-                spread([answers.rate for answers in pairs.plain], 1),
-                spread([answers.rate for answers in pairs.drafted], 1),
+                spread([answers.rate for answers in pairs.base], 1),
+                spread([answers.rate for answers in pairs.compared], 1),
                 spread(pairs.ratios, 3),
-                spread([answers.committed_per_step for answers in pairs.drafted]),
-                f"{pairs.equal} of {sum(len(answers.each) for answers in pairs.plain)}",
+                spread([answers.committed_per_step for answers in pairs.compared]),
+                f"{pairs.equal} of {sum(len(answers.each) for answers in pairs.base)}",
                 "yes" if middle >= LEAST_RATIO else "NO",
             ]
         )
-    columns = ("drafts", "batch", "plain, tokens/s", "tokens/s", "÷ plain", "tokens per step", "equal answers")
+    columns = ("drafts", "batch", f"{base}, tokens/s", "tokens/s", f"÷ {base}", "tokens per step", "equal answers")
     table((*columns, f"median ≥ {LEAST_RATIO}"), rows)
