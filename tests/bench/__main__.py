@@ -42,6 +42,7 @@ SECTIONS = {
     "speculation": "a draft model with a core of its own against plain decoding, on Spec-Bench's six tasks",
     "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
     "grammar": "steps that forced tokens and drafts save in answers that match JSON schemas",
+    "structure": "modules, packages, lines, parameters and pages, beside another checkout with --against",
     "calibration": "what the capacity simulation predicts beside the real cluster, at several loads",
 }
 """In the order in which they run. Each is a module of this package with `run(options)`."""

@@ -44,7 +44,7 @@ class Options:
     draft: str | None
     """Directory or packaged name of a draft model. `None` takes the shipped one."""
     against: Path | None
-    """Another checkout of the project, for `serving-pairs`. `None` compares drafted with plain serving."""
+    """Another checkout of the project, for `serving-pairs` and `structure`; `None` without one."""
     plot: Path | None
     results: Path | None
     """Where the printed tables are kept. `None` keeps none."""
@@ -139,7 +139,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--ranks", type=int, default=3, help="tensor-parallel ranks for `ranks`")
     parser.add_argument("--draft", help="a draft model: directory or packaged name (default: the shipped one)")
     parser.add_argument(
-        "--against", type=Path, help="a checkout of another commit whose clusters `serving-pairs` compares with"
+        "--against", type=Path, help="a checkout of another commit, for `serving-pairs` and `structure`"
     )
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--results", type=Path, help="a result file for the printed tables (JSON)")
