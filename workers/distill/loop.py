@@ -244,7 +244,7 @@ class TrainingLoop:
         if progress.served_as != self._early_stopping.identity:
             progress.served, progress.best, progress.served_as = [], {}, self._early_stopping.identity
         begun = clock() - progress.seconds
-        saved, recent_losses = progress.seconds, []
+        saved, recent_losses = progress.seconds, list[Tensor]()
         times, measures = StepTimes(), _Measures(self._early_stopping, clock, progress, self._done(progress))
         while (done := self._done(progress)) < 1 and not measures.must_end(progress, plan.seconds):
             for indices in self._remaining_batches(progress):
@@ -266,8 +266,8 @@ class TrainingLoop:
                 times.note(progress.seconds - before)
                 progress.longest_step = times.longest
                 if len(recent_losses) == _LOSS_EVERY:
-                    progress.losses.append((progress.step, progress.seconds, sum(recent_losses) / len(recent_losses)))
-                    recent_losses = []
+                    progress.losses.append((progress.step, progress.seconds, float(torch.stack(recent_losses).mean())))
+                    recent_losses.clear()
                 if was_signalled() or progress.seconds - saved >= plan.checkpoint_seconds:
                     self._save(progress)
                     saved = progress.seconds
@@ -293,7 +293,8 @@ class TrainingLoop:
         batches = batches_of_epoch(self._answers, progress.epoch, plan.seed, plan.batch_tokens, plan.max_length)
         return iter(batches[progress.batch :])
 
-    def _step(self, indices: Sequence[int], done: float, number: int) -> tuple[float, int]:
+    def _step(self, indices: Sequence[int], done: float, number: int) -> tuple[Tensor, int]:
+        """Train on one batch. Returns its loss, which a device may still compute, and its number of positions."""
         plan, learner = self._plan, self._learner
         for optimizer in learner.optimizers:
             for group in optimizer.param_groups:
@@ -304,7 +305,7 @@ class TrainingLoop:
         for optimizer in learner.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach()), positions
+        return loss.detach(), positions
 
     def _done(self, progress: Progress) -> float:
         plan = self._plan
