@@ -13,7 +13,7 @@ from workers.forward.layout import RowShape
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.kv.pool import KvPool
 from workers.kv.spec import KvCacheSpec, LayerShape
-from workers.kv.states import StateShape
+from workers.kv.state_slots import StateShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,7 +25,7 @@ from workers.forward.latent_heads import latent_heads
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.recurrent import CACHE_NAMES, RecurrentLayers, bind_recurrent, cache_name
 from workers.kv.spec import LayerShape
-from workers.kv.states import StateShape
+from workers.kv.state_slots import StateShape
 
 PROBE_NAME = "pilotfish_probe"
 """Name of the attention and of the masks with `transformers` while a model is probed."""

@@ -1,31 +1,37 @@
-"""Recurrent and convolutional layers: the modules' own code, one token after another, over the states of each sequence.
+"""Recurrent and convolutional layers over the states of sequences.
 
 The modules of `transformers` (gated delta rule, Mamba, short convolution) read and write their state through a cache.
-Here each module is called with one token of one row at a time and with a cache that holds that row's state, so every
-token is computed by the same recurrent code, whether it is part of a prompt, alone, or a node of a draft tree, and no
-row's bits depend on its neighbours. A node continues from the state of its parent. The linear layers before and after
-the state are computed for all tokens at once: they read their weights once a step.
+Where our own recurrences compute the same (`workers.forward.recurrence`), they compute all tokens of a step at once.
+Otherwise each module is called with one token of one row at a time and with a cache that holds that row's state, so
+every token is computed by the same recurrent code, whether it is part of a prompt, alone, or a node of a draft tree,
+and no row's bits depend on its neighbours. A node continues from the state of its parent. The linear layers before and
+after the state are computed for all tokens at once: they read their weights once a step.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from math import expm1, inf, log
 from typing import Any
 
 import torch
 from torch import nn
 
-from cluster.core.tree import ROOT, TokenTree
 from workers.forward.attention import UnsupportedModel
 from workers.forward.linear import FastLinear, MergedLinear
+from workers.forward.recurrence.base import RecurrenceKernels
+from workers.forward.recurrence.mixers import Mixer, make_mixer
+from workers.forward.recurrence.plan import RecurrencePlan
+from workers.forward.recurrence.trial import difference
 from workers.forward.weights.modules import StoredLinear
-from workers.kv.prefix_states import LayerState, ModelState
-from workers.kv.states import SequenceStates, StatePart, StateShape, StateStore
+from workers.kv.state_slots import LayerState, StatePart, StateShape
+
+logger = logging.getLogger(__name__)
 
 CACHE_NAMES = ("cache_params", "past_key_values")
 """How modules of `transformers` call the argument with their state."""
@@ -79,17 +85,6 @@ class _RowCache:
         return self.recurrent[state_idx].copy_(new)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StateRow:
-    """One row of a step: its committed tokens, the tree below the last of them, and where its states are kept."""
-
-    fresh: int
-    tree: TokenTree
-    states: SequenceStates
-    kept: Mapping[int, ModelState] = field(default_factory=dict)
-    """Where copies of the states inside its committed tokens go, by the number of tokens before each."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Keys:
     """The convolutional and the recurrent parts of a layer's state, by the numbers that the module gives them."""
@@ -109,51 +104,64 @@ class _Projections:
 
 
 class RecurrentLayers:
-    """Shared by the recurrent modules of a model. The runner sets `rows` and `store` for each forward pass."""
+    """Shared by the recurrent modules of a model. The runner sets `plan` and `states` for each forward pass."""
 
     def __init__(self) -> None:
-        self.rows: Sequence[StateRow] | None = None
+        self.plan: RecurrencePlan | None = None
         """While `None`, the modules compute as they do in a dense pass."""
-        self.store: StateStore | None = None
+        self.states: dict[int, LayerState] = {}
+        """The slots of each layer."""
         self.is_probed = False
         self.shapes: dict[int, StateShape] = {}
         """The state of each layer, measured while `is_probed` is set."""
+        self.mixers: dict[int, Mixer] = {}
+        """What computes a layer in place of its module's own code."""
+        self.parts: list[Recurrent] = []
         self._keys: dict[int, _Keys] = {}
         self._projections: dict[int, _Projections] = {}
+        self._tokens: dict[int, torch.Tensor] = {}
 
-    def run(self, part: Recurrent, hidden: torch.Tensor) -> torch.Tensor:
+    def run(self, part: Recurrent, hidden: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
         """Compute all rows' tokens, `[1, tokens, hidden]` → `[1, tokens, hidden]`, and keep the states after them."""
+        mixer, states = self.mixers.get(part.layer), self.states[part.layer]
+        return (partial(self.compute_each, part) if mixer is None else mixer.compute)(hidden, states, plan)
+
+    def compute_each(
+        self, part: Recurrent, hidden: torch.Tensor, states: LayerState, plan: RecurrencePlan
+    ) -> torch.Tensor:
+        """Compute as `Mixer.compute` does, by the module's own code for one token after another."""
         with _computed_at_once(part.module, self._projections[part.layer], hidden) as products:
-            together = torch.cat(self.advance(part, hidden, products), dim=1)
+            together = torch.cat(self.advance(part, hidden, products, states, plan), dim=1)
         name = self._projections[part.layer].output
         return together if name is None else getattr(part.module, name)(together)
 
-    def advance(self, part: Recurrent, hidden: torch.Tensor, products: Products) -> list[torch.Tensor]:
+    def advance(
+        self, part: Recurrent, hidden: torch.Tensor, products: Products, states: LayerState, plan: RecurrencePlan
+    ) -> list[torch.Tensor]:
         """Advance the states by all rows' tokens, one after another. Returns the module's output for each of them."""
-        if self.rows is None or self.store is None:
-            raise RuntimeError("a model with recurrent layers was called outside its runner")
-        layer = part.layer
         outputs: list[torch.Tensor] = []
-        first = 0
-
-        def advance(index: int, state: LayerState) -> None:
-            products.index = index
-            outputs.append(part.own(hidden[:, index : index + 1], **{part.cache: self._cache(layer, state)}))
-
-        for row in self.rows:
-            state = _copied(self.store.last(row.states, layer))
-            for index in range(first, first + row.fresh):
-                advance(index, state)
-                if (kept := row.kept.get(index + 1 - first)) is not None:
-                    kept[layer] = _copied(state)
-            row.states.fresh[0][layer] = state
-            first += row.fresh
-            for node, parent in enumerate(row.tree.parents):
-                state = _copied(row.states.fresh[parent - ROOT][layer])
-                advance(first + node, state)
-                row.states.fresh[node + 1][layer] = state
-            first += len(row.tree)
+        state: LayerState = ()
+        for token, (source, target) in enumerate(plan.moves):
+            if source >= 0:
+                state = tuple(slots[source : source + 1].clone() for slots in states)
+            products.index = token
+            outputs.append(part.own(hidden[:, token : token + 1], **{part.cache: self._cache(part.layer, state)}))
+            if target >= 0:
+                for slots, one in zip(states, state, strict=True):
+                    slots[target] = one[0]
         return outputs
+
+    def use_mixer(self, part: Recurrent, kernels: RecurrenceKernels) -> str | None:
+        """Compute the module's layer by `kernels` if the results are then the same. Returns why it is not."""
+        mixer, shape = make_mixer(part.module, kernels), self.shapes[part.layer]
+        if mixer is None:
+            return f"{type(part.module).__name__} is of no known kind"
+        if any(state.dtype is not torch.float32 for state in shape.parts[1:]):
+            return f"{type(part.module).__name__} keeps its state in {shape.parts[-1].dtype}"
+        problem = difference(mixer, partial(self.compute_each, part), shape, self._tokens[part.layer])
+        if problem is None:
+            self.mixers[part.layer] = mixer
+        return problem
 
     def measure_like(self, other: RecurrentLayers) -> None:
         """Take the measures of the same layers of another module."""
@@ -177,10 +185,11 @@ class RecurrentLayers:
         tensors = (*cache.convolution.values(), *cache.recurrent.values())
         if not tensors:
             raise UnsupportedModel(f"layer {part.layer} keeps its state where only its own code knows")
+        self._tokens[part.layer] = token
         self._keys[part.layer] = _Keys(tuple(cache.convolution), tuple(cache.recurrent))
         self._projections[part.layer] = _find_projections(part.module, token, calls, result)
         self.shapes[part.layer] = StateShape(
-            part.layer, tuple(StatePart(tuple(one.shape), one.dtype) for one in tensors)
+            part.layer, tuple(StatePart(tuple(one.shape[1:]), one.dtype) for one in tensors)
         )
 
     def _cache(self, layer: int, state: LayerState) -> _RowCache:
@@ -252,10 +261,6 @@ def _computed_at_once(module: nn.Module, projections: _Projections, hidden: torc
                 child.forward = own
 
 
-def _copied(state: LayerState) -> LayerState:
-    return tuple(part.clone() for part in state)
-
-
 def bind_recurrent(module: nn.Module) -> RecurrentLayers | None:
     """Let the model's recurrent modules compute over the states of sequences. `None` if it has no such module.
 
@@ -275,17 +280,30 @@ def bind_recurrent(module: nn.Module) -> RecurrentLayers | None:
     return layers
 
 
+@torch.inference_mode()
+def use_recurrences(module: nn.Module, kernels: RecurrenceKernels) -> None:
+    """Compute the recurrent layers of a measured model by `kernels`, where a trial gives what the module gives."""
+    layers = bind_recurrent(module)
+    if layers is None:
+        return
+    problems = [problem for part in layers.parts if (problem := layers.use_mixer(part, kernels)) is not None]
+    logger.info("%d of %d recurrent layers compute all tokens at once", len(layers.mixers), len(layers.parts))
+    for problem in sorted(set(problems)):
+        logger.warning("recurrent layers compute one token after another: %s", problem)
+
+
 def _wrap(module: nn.Module, layers: RecurrentLayers) -> None:
     part = Recurrent(module, int(module.layer_idx), str(cache_name(module)), module.forward)  # type: ignore[arg-type]
 
     @wraps(part.own)
     def forward(hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        if layers.rows is not None:
-            return layers.run(part, hidden_states)
+        if layers.plan is not None:
+            return layers.run(part, hidden_states, layers.plan)
         if layers.is_probed:
             layers.measure(part, hidden_states)
         return part.own(hidden_states, *arguments, **named)
 
+    layers.parts.append(part)
     module.recurrent_layers = layers  # type: ignore[assignment]
     module.forward = forward
 

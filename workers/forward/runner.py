@@ -19,7 +19,8 @@ from workers.forward.cuda_graphs import CudaGraphRunner, make_graph_runner
 from workers.forward.layout import RowShape, SourceShape, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
-from workers.forward.recurrent import StateRow, bind_recurrent
+from workers.forward.recurrence.plan import StateRow, plan_recurrence
+from workers.forward.recurrent import bind_recurrent
 from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
@@ -192,15 +193,18 @@ class ModelRunner:
         for row in rows:
             if len(row.table.states.fresh) != 1 + len(row.tree):
                 self._pool.states.claim(row.table.states, 1 + len(row.tree))
-        self._recurrent.store = self._pool.states
-        self._recurrent.rows = tuple(
+        states = [
             StateRow(len(row.tokens), row.tree, row.table.states, self._pool.keep_states(row.table, len(row.tokens)))
             for row in rows
-        )
+        ]
+        self._recurrent.states = self._pool.states.slots.layers
+        self._recurrent.plan = plan_recurrence(states, self._model.device)
         try:
             yield
         finally:
-            self._recurrent.rows = None
+            self._recurrent.plan = None
+        for row in rows:
+            row.table.states.is_computed = True
 
     def _check(self, rows: Sequence[ForwardRow], options: PassOptions) -> None:
         inputs = options.inputs

@@ -21,7 +21,6 @@ from workers.kv.block_table import BlockTable, Prefix
 from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
-from workers.kv.prefix_states import ModelState
 from workers.kv.spec import KvCacheSpec
 from workers.kv.states import STATES_PER_SEQUENCE, SequenceStates, StateStore
 from workers.kv.store import KvStore
@@ -88,7 +87,7 @@ def block_bytes(kv_groups: KvCacheGroups, dtype: torch.dtype, stored: torch.dtyp
 
 def state_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
     """Most bytes that the states of recurrent layers take on this rank; 0 without such layers."""
-    count = STATES_PER_SEQUENCE * _sequences(section) + _prefix_states(section)
+    count = 1 + STATES_PER_SEQUENCE * _sequences(section) + _prefix_states(section)  # one is all zeros
     return sum(shape.size for shape in spec.states) * count
 
 
@@ -292,8 +291,8 @@ class KvPool:
         if end := max(0, prompt_len - 1) // self.block_size * self.block_size:
             table.states.marks.add(end)
 
-    def keep_states(self, table: BlockTable, tokens: int) -> Mapping[int, ModelState]:
-        """Where the step puts the states after block ends inside the row's next `tokens` tokens.
+    def keep_states(self, table: BlockTable, tokens: int) -> Mapping[int, int]:
+        """The slots where the step puts the states after block ends inside the row's next `tokens` tokens.
 
         By the number of tokens of the row before it. They are kept for later sequences.
         """
@@ -367,18 +366,22 @@ class KvPool:
         if self.states is None:
             raise ValueError("a model without recurrent layers has no states to commit")
         states, begin, fresh = table.states, table.stored_len, len(tokens) - len(nodes)
-        found: dict[int, ModelState] = dict(states.kept)
         after = {begin + fresh + depth: node + 1 for depth, node in enumerate((ROOT, *nodes))}
+        found = dict(states.kept)
         found |= {length: states.fresh[index] for length, index in after.items() if index < len(states.fresh)}
-        self.states.commit(states, nodes[-1] if nodes else ROOT)
-        self._allocator.commit(table, tokens)
-        if not self.states.prefixes.capacity:
-            return
-        for length in self._wanted_ends(states, begin, table.stored_len):
-            if length in found:
-                self._put_state(table, length, found[length])
+        ends = self._wanted_ends(states, begin, begin + len(tokens)) if self.states.prefixes.capacity else []
+        slots = self.states.slots
+        kept = {length: slots.hold(found[length]) for length in ends if length in found}
+        try:
+            self.states.commit(states, nodes[-1] if nodes else ROOT)
+            self._allocator.commit(table, tokens)
+            for length, slot in kept.items():
+                self._put_state(table, length, slot)
+        finally:
+            for slot in kept.values():
+                slots.let_go(slot)
 
-    def _put_state(self, table: BlockTable, length: int, state: ModelState) -> None:
+    def _put_state(self, table: BlockTable, length: int, slot: int) -> None:
         """Keep the state after a full block of the table. Beyond all marks, it takes the place of the one before."""
         if self.states is None:
             return
@@ -386,7 +389,7 @@ class KvPool:
         if length > max(table.states.marks, default=0):
             prefixes.forget(table.states.latest)
             table.states.latest = key
-        prefixes.put(key, state)
+        prefixes.put(key, slot)
 
     def truncate(self, table: BlockTable, length: int) -> None:
         """Free what lies beyond `length` tokens. Only a truncatable pool can go below `table.stored_len`."""

@@ -12,17 +12,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-import torch
-
-LayerState = tuple[torch.Tensor, ...]
-"""The tensors of one layer's state, in the order of its `StateShape`. A stored one is never changed."""
-ModelState = dict[int, LayerState]
-"""The state of a whole model by layer."""
+from workers.kv.state_slots import StateSlots
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    state: ModelState
+    slot: int
     is_reused: bool = False
     """Whether a sequence has begun here."""
 
@@ -30,8 +25,9 @@ class _Entry:
 class PrefixStates:
     """At most `capacity` states, by the key of the block that they follow. See `workers.kv.prefix_cache` for keys."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, slots: StateSlots) -> None:
         self.capacity = capacity
+        self._slots = slots
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._claimed = 0
 
@@ -58,28 +54,28 @@ class PrefixStates:
         """Return room that was claimed."""
         self._claimed -= count
 
-    def put(self, key: bytes, state: ModelState) -> None:
+    def put(self, key: bytes, slot: int) -> None:
         """Keep a state, which nobody may change any more, unless all room is claimed."""
         if key in self._entries:  # its bits are the same
             self._entries.move_to_end(key)
         elif self._claimed < self.capacity:
             self._shrink(1)
-            self._entries[key] = _Entry(state)
+            self._entries[key] = _Entry(self._slots.hold(slot))
 
-    def use(self, key: bytes) -> ModelState:
-        """The state after the block, with which a sequence begins. Raises `KeyError` if there is none."""
+    def use(self, key: bytes) -> int:
+        """The slot of the state after the block, with which a sequence begins. Raises `KeyError` if there is none."""
         entry = self._entries[key]
         entry.is_reused = True
         self._entries.move_to_end(key)
-        return entry.state
+        return entry.slot
 
     def forget(self, key: bytes) -> None:
         """Drop a state unless a sequence has begun there."""
         entry = self._entries.get(key)
         if entry is not None and not entry.is_reused:
-            del self._entries[key]
+            self._slots.let_go(self._entries.pop(key).slot)
 
     def _shrink(self, more: int) -> None:
         """Drop the least recently used states until `more` have room."""
         while len(self._entries) + self._claimed + more > self.capacity:
-            self._entries.popitem(last=False)
+            self._slots.let_go(self._entries.popitem(last=False)[1].slot)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.kv.states import StateShape
+from workers.kv.state_slots import StateShape
 
 
 @dataclass(frozen=True, slots=True)

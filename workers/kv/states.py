@@ -4,63 +4,39 @@ Such a layer keeps, instead of keys and values for every token, a few tensors of
 sequence holds one committed state. A step computes further ones: the state after the row's committed tokens, and the
 state after every node of its draft tree. The verdict selects one of them, and the others are dropped, so a rejected
 draft never changes a committed state. All of them are counted, and the count is bounded before memory is spent. States
-at the ends of cached blocks stay for later sequences (`workers.kv.prefix_states`), counted apart.
+at the ends of cached blocks stay for later sequences (`workers.kv.prefix_states`), counted apart. A state is a slot of
+`workers.kv.state_slots`, which is shared rather than copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.tree import ROOT
-from workers.kv.prefix_states import LayerState, ModelState, PrefixStates
+from workers.kv.prefix_states import PrefixStates
+from workers.kv.state_slots import ZERO, StateShape, StateSlots
 
 STATES_PER_SEQUENCE = 3
 """States that a pool holds for each sequence: the committed one, the next one, and on average one node's."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """One tensor of a layer's state."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size(self) -> int:
-        """Bytes of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class StateShape:
-    """The state of one recurrent or convolutional layer."""
-
-    layer: int
-    """Number of the layer in the model."""
-    parts: tuple[StatePart, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of one state."""
-        return sum(part.size for part in self.parts)
-
-
 @dataclass(slots=True, eq=False)
 class SequenceStates:
-    """The states of one sequence."""
+    """The states of one sequence, by slot."""
 
-    committed: ModelState = field(default_factory=dict)
-    """By layer, after the stored tokens; empty before the first of them: every part is then zero."""
-    fresh: list[ModelState] = field(default_factory=list)
+    committed: int = ZERO
+    """After the stored tokens."""
+    fresh: list[int] = field(default_factory=list)
     """What the step computes: the state after the row's tokens, then after every node of its tree."""
+    is_computed: bool = False
+    """Whether a step has computed `fresh`."""
     marks: set[int] = field(default_factory=set)
     """Lengths, at block ends, after which the state is kept for other sequences."""
-    kept: dict[int, ModelState] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
     """What the step keeps inside the row's tokens, by the length of the sequence there."""
     latest: bytes = b""
     """The key of the last block end beyond the marks whose state was kept; the next one takes its place."""
@@ -71,12 +47,11 @@ class StateStore:
 
     def __init__(self, shapes: tuple[StateShape, ...], device: torch.device, capacity: int, prefixes: int = 0) -> None:
         """At most `capacity` states of sequences are held at a time, and `prefixes` at the ends of cached blocks."""
-        self.prefixes = PrefixStates(prefixes)
+        self.slots = StateSlots(shapes, device, capacity + prefixes)
+        self.prefixes = PrefixStates(prefixes, self.slots)
         self.shapes = {shape.layer: shape for shape in shapes}
         self.capacity = capacity
-        self._device = device
         self._held = 0
-        self._zeros: dict[int, LayerState] = {}
 
     @property
     def free(self) -> int:
@@ -100,26 +75,17 @@ class StateStore:
                 "bounds them"
             )
         self.drop(states)
-        states.fresh = [{} for _ in range(count)]
+        states.fresh = [self.slots.take() for _ in range(count)]
         self._held += count
 
-    def last(self, states: SequenceStates, layer: int) -> LayerState:
-        """The layer's committed state. It must not be changed."""
-        if states.committed:
-            return states.committed[layer]
-        if layer not in self._zeros:
-            parts = self.shapes[layer].parts
-            self._zeros[layer] = tuple(torch.zeros(part.shape, dtype=part.dtype, device=self._device) for part in parts)
-        return self._zeros[layer]
-
-    def keep(self, states: SequenceStates, lengths: Sequence[int]) -> Mapping[int, ModelState]:
+    def keep(self, states: SequenceStates, lengths: Sequence[int]) -> Mapping[int, int]:
         """Where the sequence's next step puts the states after these lengths, inside its row's tokens.
 
         Returns no place if there is no room for all of them.
         """
         self._drop_kept(states)
         if lengths and self.prefixes.claim(len(lengths)):
-            states.kept = {length: {} for length in lengths}
+            states.kept = {length: self.slots.take() for length in lengths}
         return states.kept
 
     def commit(self, states: SequenceStates, node: int = ROOT) -> None:
@@ -127,45 +93,46 @@ class StateStore:
 
         Raises `ValueError` if no step computed it.
         """
-        if not 0 <= node + 1 < len(states.fresh) or states.fresh[node + 1].keys() != self.shapes.keys():
+        if not states.is_computed or not 0 <= node + 1 < len(states.fresh):
             raise ValueError(f"no step has computed the state after node {node}")
-        self._held += 1 - bool(states.committed)
-        states.committed = states.fresh[node + 1]
-        self.drop(states)
+        self._held += 1
+        chosen = self.slots.hold(states.fresh[node + 1])
+        self.release(states)
+        states.committed = chosen
 
     def assume(self, states: SequenceStates) -> None:
-        """Give a sequence a committed state without values, as if a step had computed it."""
-        states.fresh = [
-            {
-                layer: tuple(torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in shape.parts)
-                for layer, shape in self.shapes.items()
-            }
-        ]
-        self._held += 1
+        """Give a sequence a committed state of any content, as if a step had computed it."""
+        self.claim(states, 1)
+        states.is_computed = True
         self.commit(states)
 
     def drop(self, states: SequenceStates) -> None:
         """Drop what a step computed and no verdict selected."""
         self._held -= len(states.fresh)
-        states.fresh = []
+        for slot in states.fresh:
+            self.slots.let_go(slot)
+        states.fresh, states.is_computed = [], False
         self._drop_kept(states)
 
     def _drop_kept(self, states: SequenceStates) -> None:
         self.prefixes.unclaim(len(states.kept))
+        for slot in states.kept.values():
+            self.slots.let_go(slot)
         states.kept = {}
 
     def release(self, states: SequenceStates) -> None:
         """Drop all states of a sequence. Releasing them again does nothing."""
         self.drop(states)
-        self._held -= bool(states.committed)
-        states.committed = {}
+        self._held -= states.committed != ZERO
+        self.slots.let_go(states.committed)
+        states.committed = ZERO
 
     def share(self, source: SequenceStates, states: SequenceStates) -> None:
         """Let a new sequence begin with the committed state of another one.
 
         Raises `KvPoolExhausted` if no state is free.
         """
-        if source.committed:
+        if source.committed != ZERO:
             self._begin(states, source.committed)
 
     def begin(self, states: SequenceStates, key: bytes) -> None:
@@ -175,8 +142,8 @@ class StateStore:
         """
         self._begin(states, self.prefixes.use(key))
 
-    def _begin(self, states: SequenceStates, committed: ModelState) -> None:
+    def _begin(self, states: SequenceStates, committed: int) -> None:
         if self.free < 1:
             raise KvPoolExhausted(f"none of {self.capacity} recurrent states is free")
-        states.committed = committed
+        states.committed = self.slots.hold(committed)
         self._held += 1

@@ -35,7 +35,8 @@ from workers.forward.fused_trial import fuse_on_gpu
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import AttentionProbe, measure_layers, run_probe
-from workers.forward.recurrent import cache_name
+from workers.forward.recurrence.reference import ReferenceKernels
+from workers.forward.recurrent import cache_name, use_recurrences
 from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.runner import WARM_UP_WIDTHS
 from workers.forward.weights.base import NoGpuProduct
@@ -266,7 +267,9 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     # Binds attention again, and checks that the replaced layers run.
     measure_layers(model.module, model.device, model.max_context_len)
     replace_experts_on_gpu(model)
-    if model.states:  # their states are objects of Python, one for each sequence
+    if model.states:
+        if model.device.type == "cpu":
+            use_recurrences(model.module, ReferenceKernels())
         return model
     if (section.compile == "on" or not fuse_on_gpu(model)) and should_compile(section):
         _compile_or_warn(model.module, section, model.device, model.tensor_parallel)

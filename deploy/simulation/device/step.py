@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cluster.core.config.target_section import KvSection
-from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.tree import TokenTree
 from deploy.simulation.device.fake_device import Kernel, KernelCounter, fake_device
 from deploy.simulation.device.models import RankModel, load
 from workers.forward.backends.base import AttentionSetting
@@ -24,12 +24,14 @@ from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.linear import FastLinear, sum_outputs
 from workers.forward.projections import Projections
+from workers.forward.recurrence.plan import RecurrencePlan
 from workers.forward.recurrent import Products, Recurrent, RecurrentLayers, bind_recurrent
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.forward.triton.tiles import MOST_NORMALIZED
 from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
+from workers.kv.state_slots import LayerState
 
 ALL_REDUCE, WAIT = "all_reduce", "wait"
 """Beginnings and ends of sums over ranks, among the kernels of a step in their order."""
@@ -302,17 +304,18 @@ class _CountedStates:
         self._advance = layers.advance
         layers.advance = self.advance  # type: ignore[method-assign]
 
-    def advance(self, part: Recurrent, hidden: torch.Tensor, products: Products) -> list[torch.Tensor]:
-        rows, begin = self._layers.rows or (), len(self._counter.operations)
-        self._layers.rows = tuple(replace(row, fresh=1, tree=EMPTY_TREE) for row in rows[:1])
-        (output,) = self._advance(part, hidden, products)
-        self._layers.rows = rows
+    def advance(
+        self, part: Recurrent, hidden: torch.Tensor, products: Products, states: LayerState, plan: RecurrencePlan
+    ) -> list[torch.Tensor]:
+        begin = len(self._counter.operations)
+        (output,) = self._advance(part, hidden, products, states, replace(plan, moves=((0, 1),)))
         launched = self._counter.operations[begin:]
-        copied = len(self._layers.shapes[part.layer].parts)  # the state, before the first token and before each node
-        copies = len(rows) + sum(len(row.tree) for row in rows)
+        parts = len(states)  # each is read from a slot first, and stored in one last
+        counts = [len(plan.moves)] * len(launched)
+        counts[:parts] = [sum(source >= 0 for source, _ in plan.moves)] * parts
+        counts[-parts:] = [sum(target >= 0 for _, target in plan.moves)] * parts
         self._counter.operations[begin:] = [
-            replace(one, kernel=replace(one.kernel, count=copies if index < copied else hidden.shape[1]))
-            for index, one in enumerate(launched)
+            replace(one, kernel=replace(one.kernel, count=count)) for one, count in zip(launched, counts, strict=True)
         ]
         return [output.new_empty((1, hidden.shape[1], output.shape[-1]))]
 

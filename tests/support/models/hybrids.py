@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from tests.support.models import tiny
 from tests.support.models.model_cases import ModelCase
 from tests.zoo.configs import tiny_config
+from workers.kv.block_table import BlockTable
+from workers.kv.pool import KvPool
 
 KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 """One family of each kind: gated delta rule, Mamba-2 beside attention, short convolutions."""
@@ -28,3 +32,10 @@ def save_hybrid(directory: Path, family: str, **changes: int) -> ModelCase:
             setattr(config, name, 64)  # activations of torch have the same bits in any batch at whole vectors only
     tiny.save(directory, config, seed=_SEEDS.get(family, 1), sharpness=3.0)
     return ModelCase(directory)
+
+
+def committed_parts(pool: KvPool, table: BlockTable) -> list[torch.Tensor]:
+    """The parts of a sequence's committed state, of all layers."""
+    assert pool.states is not None
+    layers = sorted(pool.states.slots.layers.items())
+    return [part[table.states.committed] for _, parts in layers for part in parts]

@@ -27,11 +27,11 @@ from deploy.implied_settings import with_implied_settings
 from tests.support.engines.engine_rows import PROMPT, SAMPLED, decode, first_row, open_row, verify
 from tests.support.engines.engine_sequence import GREEDY
 from tests.support.models import tiny
-from tests.support.models.hybrids import KINDS, OTHERS, save_hybrid
+from tests.support.models.hybrids import KINDS, OTHERS, committed_parts, save_hybrid
 from tests.support.models.model_cases import ModelCase
 from tests.support.slow import slow_but
 from workers.draft.registry import create
-from workers.forward.recurrent import cache_name
+from workers.forward.recurrent import bind_recurrent, cache_name
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.groups import group_layers
@@ -135,9 +135,8 @@ class Steps:
         self.runner.forward([row])
         self.runner.commit(row, path)
 
-    @staticmethod
-    def parts(table: BlockTable) -> list[torch.Tensor]:
-        return [part for _, state in sorted(table.states.committed.items()) for part in state]
+    def parts(self, table: BlockTable) -> list[torch.Tensor]:
+        return committed_parts(self.pool, table)
 
 
 def test_a_state_has_the_same_bits_however_its_tokens_were_computed(case: ModelCase) -> None:
@@ -162,6 +161,13 @@ def test_a_state_has_the_same_bits_however_its_tokens_were_computed(case: ModelC
     steps.run(chain, [7], TokenTree.chain([8, 9]))  # rejected completely
     for found, wanted in zip(steps.parts(chain), steps.parts(single), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_all_tokens_of_a_step_are_computed_at_once(case: ModelCase) -> None:
+    """A trial has compared each layer with its module's own code, which computes one token after another."""
+    layers = bind_recurrent(case.model().module)
+    assert layers is not None
+    assert set(layers.mixers) == set(layers.shapes) != set()
 
 
 def test_linear_layers_around_the_state_read_their_weights_once_a_step(case: ModelCase) -> None:
@@ -294,6 +300,7 @@ def test_states_and_blocks_together_take_the_pools_bytes(short: ModelCase) -> No
     taken = blocks_that_fit(spec, section) * size + state_bytes(spec, section)
     assert 0 <= (4 << 20) - taken < size
     size = sum(shape.size for shape in spec.states)
-    assert state_bytes(spec, section) == 100 * (STATES_PER_SEQUENCE + PREFIX_STATES_PER_SEQUENCE) * size
-    assert state_bytes(spec, section.model_copy(update={"prefix_states": 7})) == (100 * STATES_PER_SEQUENCE + 7) * size
-    assert state_bytes(spec, section.model_copy(update={"prefix_cache": False})) == 100 * STATES_PER_SEQUENCE * size
+    own = 1 + 100 * STATES_PER_SEQUENCE  # one is all zeros
+    assert state_bytes(spec, section) == (own + 100 * PREFIX_STATES_PER_SEQUENCE) * size
+    assert state_bytes(spec, section.model_copy(update={"prefix_states": 7})) == (own + 7) * size
+    assert state_bytes(spec, section.model_copy(update={"prefix_cache": False})) == own * size

@@ -15,10 +15,9 @@ from cluster.core.verification import OpenRow, StepBatch, VerifyRow
 from tests.support.engines.engine_rows import SAMPLED, verify
 from tests.support.engines.engine_sequence import GREEDY, Propose, no_draft
 from tests.support.models import tiny
-from tests.support.models.hybrids import KINDS, OTHERS, save_hybrid
+from tests.support.models.hybrids import KINDS, OTHERS, committed_parts, save_hybrid
 from tests.support.models.model_cases import BLOCK, ModelCase
 from tests.support.slow import slow_but
-from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.verify.engine import TargetEngine
 
@@ -149,15 +148,11 @@ def test_kept_states_have_the_bits_of_tokens_computed_one_by_one(short: ModelCas
         if found.stored_len == length:
             ends += 1
             assert length % BLOCK == 0
-            for mine, own in zip(parts(found), parts(wanted), strict=True):
+            for mine, own in zip(committed_parts(pool, found), committed_parts(single[1], wanted), strict=True):
                 assert torch.equal(mine, own)
         pool.release(found)
         single[1].release(wanted)
     assert ends == 2  # the prompt's and the answer's
-
-
-def parts(table: BlockTable) -> list[torch.Tensor]:
-    return [part for _, state in sorted(table.states.committed.items()) for part in state]
 
 
 def test_another_salt_finds_nothing(short: ModelCase) -> None:
