@@ -130,8 +130,9 @@ def test_recurrent_layers_are_launched_token_by_token(monkeypatch: pytest.Monkey
     assert (one.kv_bytes, prompt.kv_bytes) == (302 * token, 600 * token)
     each = two.launches - one.launches
     assert each > 3 * 50
-    assert verified.launches - one.launches == pytest.approx(3 * each, rel=0.02)
-    assert prompt.launches - one.launches == pytest.approx(299 * each, rel=0.02)
+    moved = 3 * 2  # parts of the states that are read from slots, or stored in them
+    assert verified.launches - one.launches == pytest.approx(3 * (each - moved), rel=0.02)
+    assert prompt.launches - one.launches == pytest.approx(299 * (each - 2 * moved), rel=0.02)
     assert not one.is_captured
     found = predict(one)
     assert found.seconds == found.eager_seconds > found.floor_seconds
