@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.core.config.target_section import TargetSection
 from workers.model.stored.sizes import stored_bytes
@@ -41,6 +40,8 @@ def weight_bytes(section: TargetSection, *, read_by_a_step: bool = False) -> int
         stored = stored_bytes(Path(section.path), section.dtype, read_by_a_step=read_by_a_step)
         if stored is not None:
             return stored
+    from transformers import AutoConfig, AutoModelForCausalLM  # it takes 150 MB, and `memory` measures processes
+
     config = AutoConfig.from_pretrained(section.path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[section.dtype])

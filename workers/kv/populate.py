@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 
+from workers.kv.huge_pages import release_start_memory
 from workers.kv.pool import KvPool
 
 _POPULATE_WRITE = 23
@@ -26,7 +27,8 @@ POPULATING = "populate"
 def populate(pool: KvPool) -> threading.Thread:
     """Start a thread that provides all pages of a pool in the machine's memory, and return it. Contents stay.
 
-    Its priority is the lowest, and it ends early when the pool is freed, or on a system that cannot do this.
+    Its priority is the lowest, and it ends early when the pool is freed, or on a system that cannot do this. At last it
+    gives back what only the start of this process needed, so that the process holds its model and its pool.
     """
     thread = threading.Thread(target=_populate, args=(weakref.ref(pool),), name=POPULATING, daemon=True)
     thread.start()
@@ -39,10 +41,13 @@ def _populate(reference: weakref.ref[KvPool]) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
     for address, size in pieces:
         # If the pool is freed during a call, that call fails, or provides memory that another owner has there now.
-        if reference() is None or advise is None:
+        if reference() is None:
             return
+        if advise is None:
+            break
         if advise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
-            return
+            break
+    release_start_memory()
 
 
 def _pieces(reference: weakref.ref[KvPool]) -> list[tuple[int, int]]:

@@ -1,18 +1,23 @@
-"""Reads the parts of a target that a distilled draft shares with it: embedding, head, final norm, encoder."""
+"""Reads the parts of a target that a distilled draft shares with it: embedding, head, final norm, encoder.
+
+`transformers` is imported where it is called: it takes seconds and 150 MB, and not every reader needs it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import DraftDescription
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _ONE_PLUS_WEIGHT = ("Qwen3Next", "Qwen3_5")
 """Names of families whose norms multiply by one plus their weight."""
@@ -56,6 +61,8 @@ class SharedEnds:
 
 def outline(config: PreTrainedConfig) -> ModelOutline:
     """The outline of a model with this configuration. No weights are made."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(config)
@@ -137,6 +144,8 @@ def read_shared_ends(target: Path, card: DraftDescription) -> SharedEnds:
 
 def read_target_config(target: Path, card: DraftDescription) -> PreTrainedConfig:
     """The configuration of a target. Raises `ModelLoadError` unless it has the sizes that the card names."""
+    from transformers import AutoConfig
+
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError) as error:

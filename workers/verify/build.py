@@ -13,6 +13,7 @@ from cluster.core.ports import DraftMethod
 from cluster.core.verification import StepSample
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import choose_attention
+from workers.kv.huge_pages import release_start_memory
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
 from workers.model.drafting.fusion import load_fusion
@@ -46,6 +47,8 @@ def build_engine(
         raise
     if section.kv.pool_bytes is not None and model.device.type == "cpu":
         populate(pool)  # after the warm-up, which measures steps; a share of free memory is taken as it is used
+    else:
+        release_start_memory()
     if file is not None and packed is None:
         keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
     bound_collectives(section.step_timeout_seconds, section.tensor_parallel)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 
@@ -23,6 +24,7 @@ from deploy.coordinator_server import fixed_address
 from deploy.local.local_cluster import LOOPBACK
 from tests.bench.decoding import Decoding
 from tests.bench.machine import peak_resident_bytes, resident_bytes
+from workers.kv.populate import POPULATING
 from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import host_target
 from workers.verify.build import build_engine
@@ -45,6 +47,8 @@ class Footprint:
     """Peak resident bytes after steps of many widths."""
     full_bytes: int
     """Peak resident bytes after every block of the pool is written."""
+    held_bytes: int
+    """Resident bytes in the end: what is left once the memory that only the start needed is given back."""
 
 
 async def measure(configuration: Configuration, spawned_at: float, *, fills: bool) -> Footprint:
@@ -64,7 +68,11 @@ async def measure(configuration: Configuration, spawned_at: float, *, fills: boo
             use(decoding, configuration.scheduler.max_step_tokens)
             used_bytes = peak_resident_bytes()
             fill(decoding)
-        return Footprint(ready_seconds, code_bytes, ready_bytes, used_bytes, peak_resident_bytes())
+        for thread in threading.enumerate():
+            if thread.name == POPULATING:
+                await asyncio.to_thread(thread.join)
+        peak = peak_resident_bytes()
+        return Footprint(ready_seconds, code_bytes, ready_bytes, used_bytes, peak, resident_bytes())
 
 
 def use(decoding: Decoding, widest: int) -> None:

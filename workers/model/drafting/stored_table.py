@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig
 
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import CARD, WEIGHTS, read_card
@@ -48,7 +48,7 @@ def read_successors_for(target: Path, directory: Path) -> NDArray[np.int32] | No
     target = target.expanduser()
     if not (target / "config.json").is_file():
         return read_successors(directory)
-    found = decoder_vocabulary_size(AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config())
+    found = _vocabulary_size(target)
     wanted = read_card(directory).target_vocabulary_size
     if found == wanted:
         return read_successors(directory)
@@ -61,3 +61,18 @@ def read_successors_for(target: Path, directory: Path) -> NDArray[np.int32] | No
         target,
     )
     return None
+
+
+def _vocabulary_size(target: Path) -> int:
+    """Number of tokens that the target in a directory writes, as its `config.json` says.
+
+    `transformers` is asked only where the file leaves it to the model's family, because importing it takes seconds.
+    """
+    values = json.loads((target / "config.json").read_text("utf-8"))
+    text = values.get("text_config") or values
+    size = text.get("decoder_vocab_size") or text.get("vocab_size")
+    if size is not None:
+        return int(size)
+    from transformers import AutoConfig
+
+    return decoder_vocabulary_size(AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config())

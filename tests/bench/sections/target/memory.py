@@ -51,6 +51,8 @@ def run(options: Options) -> None:
             "and with a full pool, MB",
             "÷ (weights + pool)",
             "without code",
+            "held in the end, MB",
+            "1.2 × weights + pool + 250",
         ),
         memory,
     )
@@ -103,6 +105,8 @@ def _memory_row(configuration: Configuration, lives: list[Footprint]) -> list[st
         spread([life.full_bytes / 1e6 for life in lives], 0),
         spread(ratios([life.full_bytes for life in lives], promised)),
         spread(ratios([life.full_bytes - life.code_bytes for life in lives], promised)),
+        spread([life.held_bytes / 1e6 for life in lives], 0),
+        f"{(1.2 * weights + pool) / 1e6 + 250:.0f}",
     ]
 
 
