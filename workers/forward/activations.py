@@ -7,7 +7,7 @@ from torch import nn
 
 from workers.forward.weights.experts import gated_rows
 
-_NAMES = ("act", "act_fn", "activation", "activation_fn")
+_NAMES = ("act", "act_fn", "activation", "activation_fn", "gelu_impl")
 _PACKAGES = ("torch.nn.modules.activation", "transformers.activations")
 
 

@@ -41,6 +41,7 @@ class AttentionCall:
     window: int | None
     soft_cap: float | None
     has_sinks: bool
+    alibi_slopes: tuple[float, ...] | None
     others: dict[str, Any]
     """Arguments by name that the paged attention does not read."""
 
@@ -113,12 +114,13 @@ def paged_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: tuple[float, ...] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function with the signature that `transformers` expects.
 
-    Masks, windows, soft caps and `others` are read by the probe pass, when the model is loaded. The step's layout
-    replaces the masks, and the backend knows the rest of each layer.
+    Masks, windows, soft caps, slopes and `others` are read by the probe pass, when the model is loaded. The step's
+    layout replaces the masks, and the backend knows the rest of each layer.
     """
     latents = latent_heads(module)
     if latents is not None:
@@ -130,7 +132,10 @@ def paged_attention_forward(
     if not isinstance(paged, PagedAttention):
         raise UnsupportedModel(f"{type(module).__name__} attends without a layer_idx, so its keys have no place")
     if paged.probe is not None:
-        call = AttentionCall(query, key, value, attention_mask, sliding_window, softcap, s_aux is not None, others)
+        has_sinks = s_aux is not None
+        call = AttentionCall(
+            query, key, value, attention_mask, sliding_window, softcap, has_sinks, alibi_slopes, others
+        )
         paged.probe.record(module, call, reads_source=READS_SOURCE in vars(module))
     found = paged.attend(module, query, key, value, scaling, s_aux)
     return found if latents is None else latents.expand(found), None

@@ -5,7 +5,7 @@ The metadata is built once per step with lists and numpy, copied to the device i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,9 @@ from workers.transfer import IntegerArray, to_device, to_device_together
 _LONGEST_PADDED_ROW = 32  # rows at least this wide form a group of their own
 _EVERYTHING = AttentionWindow()
 
+RelativeBias = Callable[[torch.Tensor], torch.Tensor]
+"""(relative positions `[rows, queries, keys]`) → biases `[rows, heads, queries, keys]`."""
+
 
 @dataclass(slots=True)
 class RowGroup:
@@ -29,8 +32,10 @@ class RowGroup:
     targets: torch.Tensor  # [tokens] where the outputs belong in the step; unused if the step has one group
     blocks: dict[tuple[int, AttentionWindow], torch.Tensor]  # (table, window) → [rows, blocks]
     masks: dict[AttentionWindow, torch.Tensor]  # [rows, queries, keys] true where a query sees a key
-    relative: torch.Tensor | None = None  # [rows, queries, keys] key position minus query position, if a model needs it
-    bias: torch.Tensor | None = None  # [rows, kv_heads, heads_per_kv * queries, keys] the mask with position biases
+    relative: dict[AttentionWindow, torch.Tensor] = field(default_factory=dict)
+    """`[rows, queries, keys]` key position minus query position, if a model needs it."""
+    biases: dict[tuple[AttentionWindow, RelativeBias], torch.Tensor] = field(default_factory=dict)
+    """`[rows, kv_heads, heads_per_kv * queries, keys]`: masks with biases of relative positions."""
     _folded: dict[tuple[int, AttentionWindow, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def folded_mask(self, heads_per_kv: int, window: AttentionWindow, dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +66,7 @@ def gather_rows(
 ) -> GatheredStep:
     """Build the attention metadata. The tokens of the step are the rows' tokens, one row after another.
 
-    `relative` adds the relative positions of keys and queries, for a model without windows.
+    `relative` adds the relative positions of keys and queries.
     """
     size = kv_groups.layout.block_size
     first_token: list[int] = []
@@ -145,16 +150,20 @@ class _RowGroupBuilder:
             self._add_window(window)
         self._is_relative = relative
         if relative:
-            self.arrays.append(self._relative_positions(position))
+            self.arrays += [self._key_positions(window) for window in self._windows]
 
-    def _relative_positions(self, position: IntegerArray) -> IntegerArray:
-        """Position of each stored key minus that of each query, `[rows, queries, keys]`, without windows."""
-        keys = max(-(-row.end // self._size) for row in self._rows) * self._size
-        key_position = np.tile(np.arange(keys), (len(self._rows), 1))
+    def _key_positions(self, window: AttentionWindow) -> IntegerArray:
+        """The position of each gathered key, `[rows, keys]`: tree nodes of one depth have the same."""
+        size = self._size
+        read = np.array([blocks_read(row, window, size) for row in self._rows])
+        kept, begin, end = (part[:, None] for part in read.T)
+        keys = np.arange((kept + end - begin).max() * size)
+        positions = np.where(keys < kept * size, keys, keys + (begin - kept) * size)
         for row_index in self._trees:
             row = self._rows[row_index]
-            key_position[row_index, row.base_len : row.end] = row.positions()[row.fresh :]
-        return key_position[:, None, :] - position[:, :, None]
+            first = row.base_len - int((begin - kept)[row_index, 0]) * size
+            positions[row_index, first : first + len(row.tree)] = row.positions()[row.fresh :]
+        return positions
 
     def _add_window(self, window: AttentionWindow) -> None:
         """Add the arrays of one window: the blocks that the rows read, and the visible keys inside trees."""
@@ -209,8 +218,11 @@ class _RowGroupBuilder:
                 mask.view(-1).index_fill_(0, tree_keys, True)
             masks[window] = mask
         whole = len(self._rows) == self._step_rows and gather.numel() == len(targets)
-        relative = tensors[-1] if self._is_relative else None
-        return RowGroup(RowPadding(gather, scatter, whole), targets, found, masks, relative)
+        group = RowGroup(RowPadding(gather, scatter, whole), targets, found, masks)
+        if self._is_relative:
+            keys = zip(self._windows, tensors[-len(self._windows) :], strict=True)
+            group.relative = {window: key[:, None] - position[:, :, None] for window, key in keys}
+        return group
 
 
 def _source_group(

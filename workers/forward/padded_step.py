@@ -63,6 +63,14 @@ class VisibilityMask:
         """`keys` `[rows, keys]` → `[rows, queries, keys]`."""
         return self._sees(keys[:, None], self.stored[:, None, None], self.position[:, :, None], self.seen[:, :, None])
 
+    def relative(self, keys: torch.Tensor) -> torch.Tensor:
+        """Position of each key minus that of each query, `[rows, queries, keys]`; `keys` `[rows, keys]`."""
+        token = keys - self.stored[:, None]  # index of the key's token among the row's tokens in this step
+        width = self.position.shape[1]
+        own = self.position.gather(1, token.clamp(0, width - 1))  # of tree nodes: by depth
+        position = torch.where((token >= 0) & (token < width), own, keys)
+        return position[:, None] - self.position[:, :, None]
+
     def _sees(
         self, key: torch.Tensor, stored: torch.Tensor, position: torch.Tensor, seen: torch.Tensor
     ) -> torch.Tensor:

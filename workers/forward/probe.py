@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import eager_mask
 
+from workers.forward.adapters.registry import adapt, needs_positions
 from workers.forward.attention import AttentionCall, UnsupportedModel, bind, paged_attention_forward
 from workers.forward.latent_heads import latent_heads
 from workers.forward.layer_lists import decoder_layers
@@ -88,8 +90,9 @@ class AttentionProbe:
         seen = self._seen(module, layer, call)
         if seen.chunk is not None:
             self._bound("its layers attend in chunks", seen.chunk)
-        shape = LayerShape(kv_heads, width, seen.window, heads // kv_heads, call.soft_cap, call.has_sinks, latent)
-        self.layers[layer] = shape
+        self.layers[layer] = LayerShape(
+            kv_heads, width, seen.window, heads // kv_heads, call.soft_cap, call.has_sinks, latent, call.alibi_slopes
+        )
 
     def _check_counting(self, module: nn.Module, layer: int) -> None:
         if self.counter is None or not self.counter.has_counted:
@@ -119,6 +122,8 @@ class AttentionProbe:
             seen = read_mask(mask_function, self.max_context_len, local_size, sizes["device"])
         except UnsupportedModel as error:  # only a layer that attends through it is wrong
             seen = error
+        except Exception as error:  # a function of a family may raise anything
+            seen = UnsupportedModel(f"its mask cannot be read beyond a pass: {error}")
         self._masks[id(mask)] = mask, seen
         return mask
 
@@ -166,7 +171,8 @@ def measure_layers(module: PreTrainedModel, device: torch.device, max_context_le
     has_state = getattr(module, "_is_stateful", False)  # as transformers marks such families
     if has_state and any(_has_convolution(part) and cache_name(part) is None for part in module.modules()):
         raise UnsupportedModel("its layers keep recurrent or convolutional state besides keys and values")
-    if "position_ids" not in inspect.signature(module.forward).parameters:
+    adapt(module)
+    if needs_positions(module) and "position_ids" not in inspect.signature(module.forward).parameters:
         raise UnsupportedModel("its forward pass takes no position_ids, so it counts positions inside each step")
     probe, recurrent = AttentionProbe(max_context_len), bind_recurrent(module)
     AttentionInterface.register(PROBE_NAME, paged_attention_forward)
@@ -245,7 +251,7 @@ def _probing_masks(module: nn.Module, probe: AttentionProbe) -> Iterator[None]:
     hooks = []
     token = _probing.set(probe)
     try:
-        with attention_named(module, PROBE_NAME), _Counter() as counter:
+        with attention_named(module, PROBE_NAME), _text_alone(probe.max_context_len), _Counter() as counter:
             probe.counter = counter
             hooks += [part.register_forward_pre_hook(counter.reset) for part in _layers(module)]
             yield
@@ -254,6 +260,17 @@ def _probing_masks(module: nn.Module, probe: AttentionProbe) -> Iterator[None]:
         _probing.reset(token)
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _text_alone(length: int) -> Iterator[None]:
+    """Inside, masks that show the parts of an image each other can be read up to this position, as of text."""
+
+    def padded(ids: torch.Tensor, *_: Any) -> torch.Tensor:
+        return nn.functional.pad(ids, (0, max(0, length - ids.shape[-1])), value=-1)
+
+    with patch.object(masking_utils, "maybe_pad_block_sequence_ids", padded):
+        yield
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

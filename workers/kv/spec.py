@@ -27,6 +27,9 @@ class LayerShape:
     latent_dim: int | None = None
     """Numbers of a value that are the first ones of its key, and are stored once, with it; `None`: values are stored
     by themselves, as wide as keys."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """Attention with linear biases (Press et al. 2022): each query head adds its slope times (key position - query
+    position) to the scaled products; `None`: they have no biases."""
 
     @property
     def value_dim(self) -> int:

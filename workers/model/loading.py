@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError, PilotfishError
+from workers.forward.adapters.base import accept_attention_name
 from workers.forward.attention import ATTENTION_NAME, UnsupportedModel, register
 from workers.forward.code_folder import keep_compiled_code
 from workers.forward.compilation import compile_layers, should_compile, undo_compile
@@ -118,6 +119,7 @@ def load_model(
         complete_plan(request.config, request.share)
     keep_compiled_code(section.compile_directory)
     register()
+    accept_attention_name(request.config)
     may_be_packed = may_be_native(section, request.device, tensor_parallel)
     with _refused_by_name(request.config):
         if not request.config.is_encoder_decoder:
@@ -349,8 +351,6 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     except ImportError as error:
         raise ModelLoadError(_missing_library(directory, config, error)) from error
     except (OSError, ValueError, KeyError) as error:
-        if error.args == (ATTENTION_NAME,):  # a family that looks its attention up in a list of its own
-            raise UnsupportedModel("its attention is code of its own, which takes no registered function") from error
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     module.eval().requires_grad_(False)
     if tensor_parallel > 1 and reads_whole:

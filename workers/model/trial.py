@@ -23,6 +23,7 @@ import torch
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.errors import ModelLoadError
 from cluster.core.tree import EMPTY_TREE, TokenTree
+from workers.forward.adapters.registry import dense_attentions
 from workers.forward.attention import UnsupportedModel
 from workers.forward.code_folder import folder_fault, is_private_file, make_private_folder
 from workers.forward.loaded_model import LoadedModel
@@ -135,7 +136,7 @@ class Trial:
         if source:
             ids = {"input_ids": [source] * len(rows), "decoder_input_ids": ids["input_ids"]}
         inputs = {name: torch.tensor(tokens, device=device) for name, tokens in ids.items()}
-        for attention in ("eager", "sdpa"):
+        for attention in dense_attentions(module):
             with attention_named(module, attention), expanded(module):
                 logits = module(**inputs, use_cache=False).logits.float()
             # Eager products overflow in float16 where large ones are scaled only afterwards.

@@ -133,6 +133,41 @@ def visited_slots(step: FlexStep, place: LayerPlacement, tokens: int) -> dict[in
     return found
 
 
+def distances(layout: GatheredStep, window: AttentionWindow, rows: list[RowShape]) -> list[list[int]]:
+    """For each token of the step, the relative positions of the keys that it sees, in order."""
+    found: dict[int, list[int]] = {}
+    tokens = sum(row.width for row in rows)
+    for group in layout.groups:
+        targets = range(tokens) if len(layout.groups) == 1 else group.targets.tolist()
+        for target, flat in zip(targets, group.padding.scatter.tolist()[: len(targets)], strict=True):
+            row, query = divmod(flat, group.padding.gather.shape[1])
+            found[target] = group.relative[window][row, query][group.masks[window][row, query]].tolist()
+    return [found[token] for token in range(tokens)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(), st.sampled_from(WINDOWS))
+def test_relative_positions_count_tree_nodes_by_their_depth(rows: list[RowShape], window: AttentionWindow) -> None:
+    groups = kv_groups(window)
+    size = graph_size(rows, 1, BLOCK)
+    assert size is not None
+    layer = LayerShape(1, 8, alibi_slopes=(0.5,))
+    backend = SdpaBackend(AttentionSetting(KvStore(groups, [], []), (layer,) * 2, 300, torch.float32, CPU))
+    frame = GraphBuffers(size, groups, BlockId(300), CPU)
+    count = sum(row.width for row in rows)
+    frame.fill(rows, range(count), [position for row in rows for position in row.positions()], [count - 1])
+    expected = []
+    for row in rows:
+        for token, position in enumerate(row.positions()):
+            node = token - row.fresh
+            path = row.tree.path(node) if node >= 0 else ()
+            own = [row.base_len + depth - 1 for depth in sorted(row.tree.depths()[other] for other in path)]
+            seen = [*range(min(position + 1, row.base_len)), *own]
+            expected.append([key - position for key in seen if window.sees(position, key)])
+    assert distances(backend.plan(rows), window, rows) == expected
+    assert distances(backend.plan_padded(frame.step()), window, rows) == expected
+
+
 @settings(max_examples=40, deadline=None)
 @given(steps(), steps(), st.sampled_from(WINDOWS))
 def test_a_token_attends_to_the_same_slots_with_and_without_a_frame(

@@ -20,14 +20,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from cluster.core.ids import BlockId
+from workers.forward.gathered_step import RelativeBias
 from workers.forward.layout import RowShape
 from workers.forward.padded_step import PaddedStep
 from workers.forward.projections import Projections
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore
-
-RelativeBias = Callable[[torch.Tensor], torch.Tensor]
-"""(relative positions `[rows, queries, keys]`) → biases `[rows, heads, queries, keys]`."""
 
 Metadata = TypeVar("Metadata")
 _MOST_OF_A_GROUP = 16
@@ -50,6 +48,8 @@ class Feature(Enum):
     """Products of queries and keys that tanh bounds."""
     LEARNED_SINKS = "learned sinks"
     """A learned logit of each head that takes a share of the softmax."""
+    ALIBI = "ALiBi"
+    """Biases of products in proportion to the distance of key and query, with a slope for each head."""
     LATENTS = "latents"
     """Values that are the first numbers of their keys, and are not stored by themselves."""
 
@@ -98,6 +98,7 @@ class AttentionSetting:
         needed |= {Feature.SINKS for window in windows if window.sinks}
         needed |= {Feature.SOFT_CAP for shape in self.layers if shape.soft_cap is not None}
         needed |= {Feature.LEARNED_SINKS for shape in self.layers if shape.has_learned_sinks}
+        needed |= {Feature.ALIBI for shape in self.layers if shape.alibi_slopes is not None}
         needed |= {Feature.LATENTS for shape in self.layers if shape.latent_dim is not None}
         if self.relative_bias is not None:
             needed.add(Feature.RELATIVE_BIAS)

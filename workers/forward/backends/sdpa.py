@@ -23,7 +23,6 @@ from workers.forward.gathered_step import GatheredStep, RowGroup, gather_rows, g
 from workers.forward.layout import RowShape
 from workers.forward.padded_step import PaddedStep
 from workers.kv.eight_bits import STORED_TYPES
-from workers.kv.groups import LayerPlacement
 
 CAPABILITIES = Capabilities(
     steps=frozenset(StepKind),
@@ -39,26 +38,30 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
     def __init__(self, setting: AttentionSetting) -> None:
         self._store = setting.store
         self._device = setting.device
-        self._bias = setting.relative_bias
         self._layers = setting.layers
+        slopes = {shape.alibi_slopes for shape in setting.layers if shape.alibi_slopes is not None}
+        linear = {one: _LinearBias(one, setting.device) for one in slopes}
+        self._biases = [linear.get(shape.alibi_slopes or (), setting.relative_bias) for shape in setting.layers]
+        self._is_relative = any(bias is not None for bias in self._biases)
 
     def plan(self, rows: Sequence[RowShape]) -> GatheredStep:
         """One group of padded rows for each width and length."""
-        return gather_rows(rows, self._store.kv_groups, self._device, relative=self._bias is not None)
+        return gather_rows(rows, self._store.kv_groups, self._device, relative=self._is_relative)
 
     def plan_sources(self, rows: Sequence[RowShape]) -> GatheredStep:
         """One group of padded rows for each width and length of the source."""
         return gather_sources(rows, self._store.kv_groups, self._device)
 
     def plan_padded(self, step: PaddedStep) -> GatheredStep:
-        """All rows as one group. Raises `ValueError` for a model with biases of relative positions."""
-        if self._bias is not None:
-            raise ValueError("a step of fixed sizes has no relative positions")
+        """All rows as one group."""
         group = RowGroup(step.padding, step.padding.scatter, {}, {})
         for window, read in step.windows.items():
             group.blocks.update({(table, window): blocks for table, blocks in read.blocks.items()})
             offset = torch.arange(step.block_size, device=read.order.device)
-            group.masks[window] = read.sees.all((read.order[:, :, None] * step.block_size + offset).flatten(1))
+            keys = (read.order[:, :, None] * step.block_size + offset).flatten(1)
+            group.masks[window] = read.sees.all(keys)
+            if self._is_relative:
+                group.relative[window] = read.sees.relative(keys)
         return GatheredStep(step.slots, [group])
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: GatheredStep) -> None:
@@ -107,7 +110,7 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
         )  # [rows, kv_heads, keys, dim]
         folded = group.padding.fold(queries, keys.shape[1])
         shared = queries.shape[1] // keys.shape[1]
-        mask = self._mask(group, placement, shared, queries.dtype)
+        mask = self._mask(group, layer, shared, queries.dtype)
         cap = self._layers[layer].soft_cap
         if cap is None and sinks is None:
             attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
@@ -121,15 +124,26 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
             attended = weights.to(values.dtype) @ values
         return group.padding.unfold(attended)
 
-    def _mask(self, group: RowGroup, placement: LayerPlacement, shared: int, dtype: torch.dtype) -> torch.Tensor:
+    def _mask(self, group: RowGroup, layer: int, shared: int, dtype: torch.dtype) -> torch.Tensor:
         """The additive mask, `[rows, 1 or kv_heads, heads_per_kv * queries, keys]`."""
-        mask = group.folded_mask(shared, placement.window, dtype)
-        # Cross-attention has no relative positions, and no biases.
-        if self._bias is None or group.relative is None:
+        window, bias = self._store.kv_groups.placements[layer].window, self._biases[layer]
+        mask = group.folded_mask(shared, window, dtype)
+        if bias is None or window not in group.relative:  # cross-attention has no relative positions, and no biases
             return mask
-        if group.bias is None:
-            group.bias = mask + self._bias(group.relative).to(mask.dtype)
-        return group.bias
+        if (window, bias) not in group.biases:
+            by_head = bias(group.relative[window]).to(dtype)  # [rows, heads, queries, keys]
+            group.biases[window, bias] = mask + by_head.reshape(len(mask), -1, *mask.shape[2:])
+        return group.biases[window, bias]
+
+
+class _LinearBias:
+    """The biases of ALiBi."""
+
+    def __init__(self, slopes: Sequence[float], device: torch.device) -> None:
+        self._slopes = torch.tensor(slopes, device=device)[:, None, None]
+
+    def __call__(self, relative: torch.Tensor) -> torch.Tensor:
+        return self._slopes * relative[:, None]
 
 
 def _softmax(products: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

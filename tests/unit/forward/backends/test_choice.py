@@ -162,6 +162,7 @@ def test_a_backend_that_is_not_available_here_is_passed_over(suited: AttentionSe
         ({}, 8, "blocks of 8 tokens"),
         ({}, 24, "blocks of 24 tokens"),
         ({"layers": (LayerShape(2, 8),)}, 16, "heads of 8 numbers"),
+        ({"layers": (LayerShape(2, 64, heads_per_kv=2, alibi_slopes=(0.5, 0.25, 0.1, 0.05)),)}, 16, "ALiBi"),
         ({"blocks": 1 << 20}, 16, "more than its"),
         ({"relative_bias": lambda relative: relative}, 16, "relative bias"),
     ],
