@@ -146,7 +146,7 @@ class LoadedModel:
     states: tuple[StateShape, ...] = ()
     """The states of its recurrent layers; empty for a model of attention alone."""
     decoder_layers: int = 0
-    """Decoder layers, where some do not attend; 0: as many as `layers`."""
+    """Decoder layers, where some do not attend or attend more than once; 0: as many as `layers`."""
 
     @property
     def depth(self) -> int:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import eager_mask
 
+from workers.forward.adapters.offset_positions import longest
 from workers.forward.adapters.registry import adapt, needs_positions
 from workers.forward.attention import AttentionCall, UnsupportedModel, bind, paged_attention_forward
 from workers.forward.latent_heads import latent_heads
@@ -180,6 +181,8 @@ def measure_layers(module: PreTrainedModel, device: torch.device, max_context_le
     with _probing_masks(module, probe), _measuring(recurrent):
         run_probe(module, device, probe, _WIDTH)
     states = () if recurrent is None else tuple(shape for _, shape in sorted(recurrent.shapes.items()))
+    if (positions := longest(module)) is not None:
+        probe.bounds["its positions begin behind that of padding"] = positions
     if not probe.layers:
         raise UnsupportedModel(
             "it has no attention, and a model of recurrent layers alone is not served"

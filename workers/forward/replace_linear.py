@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 _READ_BY_PARENT = ("dt_proj",)
 """Layers whose weight the code around them reads, as Mamba does."""
+_ROUTER = "classifier"
+"""The layer of a router that reads its weight, as LongCat's does."""
 _STYLES = ("colwise", "rowwise")
 _How = tuple[str, str | None, torch.dtype]
 """The setting `quantization`, the directory of compiled CPU kernels, and the type of activations."""
@@ -46,7 +48,9 @@ def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", di
         for names in _SIBLINGS:
             _merge(parent, path, names, plan, how)
         for name, child in list(parent.named_children()):
-            if name in _READ_BY_PARENT:
+            if name == _ROUTER and type(getattr(child, "weight", None)) is nn.Parameter and child.weight.is_cpu:
+                child.weight = nn.Parameter(child.weight.detach().as_subclass(TiledWeight), requires_grad=False)
+            if name in _READ_BY_PARENT or name == _ROUTER:
                 continue
             if _is_linear(child) and (style := _style(child, f"{path}.{name}", plan)) is not None:
                 setattr(parent, name, _replace(child, f"{path}.{name}", style, how))

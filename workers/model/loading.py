@@ -227,12 +227,13 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
             "compiled; it must be auto or off"
         )
     vocabulary_size = int(text.vocab_size)
+    depth = len(list(decoder_layers(module)))
     model = LoadedModel(
         module=module,
         name=request.directory.name,
         layers=measured.layers,
         states=measured.states,
-        decoder_layers=len(list(decoder_layers(module))) if measured.states else 0,
+        decoder_layers=depth if measured.states or depth < len(measured.layers) else 0,
         hidden_size=stated_width(text),
         vocabulary_size=vocabulary_size,
         vocabulary_offset=share.tokens(vocabulary_size).start,

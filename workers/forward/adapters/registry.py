@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from workers.forward.adapters import attn_method, bloom, falcon, mpt, xglm
+from workers.forward.adapters import attn_method, bloom, falcon, mpt, offset_positions, xglm
 
 _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "bloom": bloom.adapt,
@@ -24,10 +24,9 @@ _WITHOUT_POSITIONS = {"bloom", "mpt"}
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Adapt a model of a family with attention code of its own, once."""
-    adapter = _ADAPTERS.get(model.config.model_type)
-    if adapter is not None and not hasattr(model, "is_adapted"):
-        adapter(model)
+    """Adapt a model of a family with attention code or positions of its own, once."""
+    if not hasattr(model, "is_adapted"):
+        _ADAPTERS.get(model.config.model_type, offset_positions.adapt)(model)
         model.is_adapted = True  # type: ignore[assignment]
 
 

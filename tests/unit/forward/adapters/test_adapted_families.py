@@ -1,4 +1,4 @@
-"""Families whose attention is code of their own: their text is that of `transformers`, with and without drafts."""
+"""Families whose attention or positions are code of their own: their text is that of `transformers`, with and without drafts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedConfig
 
 from cluster.core.config.model_section import ModelSection
+from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.engine_rows import PROMPT, SAMPLED, decode, first_row, open_engine, reference
@@ -46,6 +47,8 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "GPT-NeoX-Japanese": ("gpt_neox_japanese", {}),
     "GPT": ("openai-gpt", {}),
     "XGLM": ("xglm", {}),
+    "RoBERTa": ("roberta", {}),
+    "LongCat": ("longcat_flash", {}),
 }
 
 
@@ -88,6 +91,19 @@ def test_no_draft_changes_the_text_of_transformers(engine: TargetEngine, directo
 
     assert decode(engine, PROMPT, COUNT, propose=propose) == expected
     assert counted["steps"] < COUNT - 5  # drafts were accepted
+
+
+def test_positions_that_begin_behind_those_of_padding_bound_the_context(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path, config("RoBERTa"))  # 128 positions, of which padding has the first
+    assert load_model(ModelSection(path=str(directory), device="cpu", compile="off")).max_context_len == 127
+    with pytest.raises(ConfigurationError, match="128 is refused; it must be at most 127: its positions begin behind"):
+        load_model(ModelSection(path=str(directory), device="cpu", compile="off"), max_context_len=128)
+
+
+@pytest.mark.slow
+def test_a_layer_with_two_attention_modules_is_one_layer_for_taps(tmp_path: Path) -> None:
+    model = load_model(ModelSection(path=str(tiny.save(tmp_path, config("LongCat"))), device="cpu", compile="off"))
+    assert (model.depth, len(model.layers)) == (4, 8)
 
 
 def test_a_neighbor_does_not_change_the_text(engine: TargetEngine) -> None:
