@@ -77,6 +77,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "encoder-decoder": {"encoder": {"is_decoder": False}, "decoder": {"add_cross_attention": True}},
     "gemma3n_text": _PAIR,
     "gemma4_assistant_text": {"hidden_size_per_layer_input": 0},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
@@ -122,7 +123,10 @@ def _fields(kind: type[PreTrainedConfig], model_type: str) -> dict[str, Any]:
         inner = getattr(usual, name, None)
         if isinstance(inner, PreTrainedConfig):
             fields[name] = _fields(type(inner), inner.model_type)
-    return fields | dict(_OWN.get(model_type) or _OWN.get(kind.__name__, {}))
+    own = _OWN.get(model_type) or _OWN.get(kind.__name__, {})
+    return fields | {
+        name: {**fields[name], **value} if name in kind.sub_configs else value for name, value in own.items()
+    }
 
 
 def _size(name: str, default: Any) -> Any:

@@ -59,7 +59,7 @@ def verdict(model_type: str) -> Verdict:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
         try:
-            is_causal = _save(model_type, Path(directory))
+            is_causal = save(model_type, Path(directory))
         except Exception as error:  # its code may raise anything
             return Verdict(model_type, Kind.NOT_MADE, _one_line(error))
         try:
@@ -76,7 +76,7 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
-def _save(model_type: str, directory: Path) -> bool:
+def save(model_type: str, directory: Path) -> bool:
     """Save a tiny model with random weights that its logits depend on. Returns whether it has no encoder."""
     config = tiny_config(model_type)
     kind: Any = AutoModelForSeq2SeqLM if architectures()[model_type] else AutoModelForCausalLM

@@ -18,7 +18,6 @@ from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.transfer import IntegerArray, to_device, to_device_together
 
 _LONGEST_PADDED_ROW = 32  # rows at least this wide form a group of their own
-_EVERYTHING = AttentionWindow()
 
 RelativeBias = Callable[[torch.Tensor], torch.Tensor]
 """(relative positions `[rows, queries, keys]`) → biases `[rows, heads, queries, keys]`."""
@@ -250,6 +249,6 @@ def _source_group(
     return RowGroup(
         padding=RowPadding(to_device(gather, device), to_device(np.flatnonzero(real), device), is_whole),
         targets=to_device(gather[real], device),
-        blocks={(table, _EVERYTHING): held[table] for table in range(tables)},
-        masks={_EVERYTHING: mask},
+        blocks={(layer.table, layer.window): held[layer.table] for layer in kv_groups.placements},
+        masks={layer.window: mask for layer in kv_groups.placements},  # of the text: all tokens see the whole source
     )

@@ -107,9 +107,9 @@ class SourceParts:
     beam_scoring: BeamScoring = USUAL_SCORING
     renormalize_logits: bool = False
     """Whether log-probabilities are those among the tokens that can be chosen, as beam search then takes them."""
-    relative_bias: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Biases of the decoder's self-attention: from key position minus query position `[rows, queries, keys]` to
-    `[rows, heads, queries, keys]`."""
+    relative_biases: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+    """Biases of the self-attention of each decoder layer: from key position minus query position
+    `[rows, queries, keys]` to `[rows, heads, queries, keys]`. Empty: none has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,5 +163,6 @@ class LoadedModel:
             self.device,
             self.tensor_parallel,
             int(self.uses_cuda_graphs),
-            self.states,
+            has_sources=self.source is not None,
+            states=self.states,
         )

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -109,10 +109,11 @@ class AttentionProbe:
 
     def _check_source(self, layer: int, shape: LayerShape) -> None:
         self._sources.add(layer)
-        if self.layers.get(layer) != shape:
+        own = self.layers.get(layer)
+        if own is None or replace(own, window=None) != shape:
             raise UnsupportedModel(
                 f"decoder layer {layer}: its cross-attention has the shape {shape}, which is refused; it must be that "
-                f"of its self-attention, {self.layers.get(layer)}"
+                f"of its self-attention, {own}"
             )
 
     def make_mask(self, mask_function: MaskFunction, local_size: int | None, **sizes: Any) -> torch.Tensor:

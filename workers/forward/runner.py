@@ -302,7 +302,7 @@ def attention_setting(model: LoadedModel, pool: KvPool) -> AttentionSetting:
         blocks=pool.blocks_total,
         dtype=model.dtype,
         device=model.device,
-        relative_bias=None if model.source is None else model.source.relative_bias,
+        relative_biases=() if model.source is None else model.source.relative_biases,
         has_sources=model.source is not None,
         code_directory=model.code_directory,
     )

@@ -63,9 +63,9 @@ class KvCacheGroups:
 def group_layers(spec: KvCacheSpec, section: PoolSection, truncatable: bool = False) -> KvCacheGroups:
     """Group the model's layers by the positions they see.
 
-    All layers share one table, and windows only mask, in three cases: the pool is `truncatable` (sequences may be
-    cut to any length, so nothing may be freed early), the layers differ in shape, or no common depth keeps the
-    number of tables small.
+    All layers share one table, and windows only mask, in four cases: the pool is `truncatable` (sequences may be
+    cut to any length, so nothing may be freed early), tables hold sources, the layers differ in shape, or no common
+    depth keeps the number of tables small.
     """
     windows = [_visible_window(shape, section, spec.max_context_len) for shape in spec.layers]
     groups: dict[AttentionWindow, list[int]] = {}
@@ -74,7 +74,7 @@ def group_layers(spec: KvCacheSpec, section: PoolSection, truncatable: bool = Fa
     depth = gcd(*(len(layers) for layers in groups.values()))
     is_lossless = not any(_hides_positions(section, shape, spec.max_context_len) for shape in spec.layers)
     same_shape = len({(shape.kv_heads, shape.head_dim, shape.latent_dim) for shape in spec.layers}) == 1
-    if truncatable or not same_shape or len(spec.layers) // depth > _MAX_TABLES:
+    if truncatable or spec.has_sources or not same_shape or len(spec.layers) // depth > _MAX_TABLES:
         placements = tuple(LayerPlacement(0, layer, window) for layer, window in enumerate(windows))
         return KvCacheGroups(KvLayout(section.block_size), placements, spec.layers, is_lossless)
     placed: dict[int, LayerPlacement] = {}

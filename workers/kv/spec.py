@@ -55,5 +55,7 @@ class KvCacheSpec:
     """Ranks that hold the same block tables and call the pool in the same order."""
     scratch_blocks: int = 0
     """Blocks beyond the pool's own that no sequence may hold."""
+    has_sources: bool = False
+    """Whether tables hold sources as well, which all layers read whole: no block leaves a window."""
     states: tuple[StateShape, ...] = ()
     """The states of recurrent layers, which each sequence has besides its blocks."""

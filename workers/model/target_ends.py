@@ -95,7 +95,7 @@ def decoder_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 def decoder_vocabulary_size(config: PreTrainedConfig) -> int:
     """Number of tokens that a model writes: an encoder may read other ones."""
-    return int(getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+    return int(getattr(config, "decoder_vocab_size", None) or config.get_text_config().vocab_size)
 
 
 def decoder_layer_count(config: PreTrainedConfig) -> int:

@@ -74,7 +74,8 @@ class AttentionSetting:
     """Blocks of the pool, without the scratch block."""
     dtype: torch.dtype
     device: torch.device
-    relative_bias: RelativeBias | None = None
+    relative_biases: tuple[RelativeBias, ...] = ()
+    """One for each layer, which layers may share; empty: none has any."""
     has_sources: bool = False
     """Whether the model has cross-attention."""
     code_directory: str | None = None
@@ -100,7 +101,7 @@ class AttentionSetting:
         needed |= {Feature.LEARNED_SINKS for shape in self.layers if shape.has_learned_sinks}
         needed |= {Feature.ALIBI for shape in self.layers if shape.alibi_slopes is not None}
         needed |= {Feature.LATENTS for shape in self.layers if shape.latent_dim is not None}
-        if self.relative_bias is not None:
+        if self.relative_biases:
             needed.add(Feature.RELATIVE_BIAS)
         if self.has_sources and kind is StepKind.RAGGED:
             needed.add(Feature.SOURCES)

@@ -120,7 +120,7 @@ def _trial_setting(setting: AttentionSetting, shape: LayerShape) -> AttentionSet
         store = KvStore(groups, [empty], [empty.clone() if shape.latent_dim is None else nothing], stored)
         slots = torch.arange((blocks + 1) * size, device=setting.device)
         store.write(0, slots, keys.flatten(0, 1), values.flatten(0, 1))
-    return replace(setting, store=store, layers=(shape, shape), blocks=blocks, relative_bias=None, has_sources=False)
+    return replace(setting, store=store, layers=(shape, shape), blocks=blocks, relative_biases=(), has_sources=False)
 
 
 @torch.inference_mode()

@@ -90,6 +90,8 @@ class NativeBackend(AttentionBackend[NativeStep]):
         queries = _dense(queries)
         output = torch.empty((*queries.shape[:2], self._layers[layer].value_dim), dtype=queries.dtype)
         header = self._header(layer)
+        if metadata.reads_sources:
+            header.window = 0
         header.query, header.output = queries.data_ptr(), output.data_ptr()
         header.query_token, header.query_head, _ = queries.stride()
         header.query_kind = header.output_kind = KINDS[queries.dtype]

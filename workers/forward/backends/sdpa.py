@@ -19,7 +19,7 @@ from workers.forward.backends.base import (
     StepKind,
     register_backend,
 )
-from workers.forward.gathered_step import GatheredStep, RowGroup, gather_rows, gather_sources
+from workers.forward.gathered_step import GatheredStep, RelativeBias, RowGroup, gather_rows, gather_sources
 from workers.forward.layout import RowShape
 from workers.forward.padded_step import PaddedStep
 from workers.kv.eight_bits import STORED_TYPES
@@ -41,7 +41,10 @@ class SdpaBackend(AttentionBackend[GatheredStep]):
         self._layers = setting.layers
         slopes = {shape.alibi_slopes for shape in setting.layers if shape.alibi_slopes is not None}
         linear = {one: _LinearBias(one, setting.device) for one in slopes}
-        self._biases = [linear.get(shape.alibi_slopes or (), setting.relative_bias) for shape in setting.layers]
+        own: Sequence[RelativeBias | None] = setting.relative_biases or [None] * len(setting.layers)
+        self._biases = [
+            linear.get(shape.alibi_slopes or (), bias) for shape, bias in zip(setting.layers, own, strict=True)
+        ]
         self._is_relative = any(bias is not None for bias in self._biases)
 
     def plan(self, rows: Sequence[RowShape]) -> GatheredStep:

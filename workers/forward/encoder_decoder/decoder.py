@@ -6,21 +6,23 @@ source, so the projections that `transformers` would apply to the encoder's outp
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from workers.forward.attention import READS_SOURCE, UnsupportedModel
 
-_CROSS_ATTENTION = ("encoder_attn", "EncDecAttention", "cross_attention")
+_CROSS_ATTENTION = ("encoder_attn", "EncDecAttention", "cross_attention", "cross_attn", "crossattention.self")
 _SELF_ATTENTION = ("self_attn", "SelfAttention")
 _SCALED_IF_TIED = ("switch_transformers", "umt5")
 """Model types that scale the states before the head exactly if it is the embedding."""
-_KEY_AND_VALUE = (("k_proj", "v_proj"), ("k", "v"))
+_KEY_AND_VALUE = (("k_proj", "v_proj"), ("k", "v"), ("key", "value"))
 
 
 class SourcedDecoder(nn.Module):
@@ -29,18 +31,24 @@ class SourcedDecoder(nn.Module):
     Raises `UnsupportedModel` for a family whose parts have other names.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
+        """`decoder` is that of the model, or one in another form with its parameters."""
         super().__init__()
         self.config = model.config
         self.tp_plan: dict[str, str] = {}
-        self.decoder: nn.Module = model.get_decoder()
-        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.decoder = decoder
+        self.writes_logits = isinstance(self.decoder, GenerationMixin)
+        """Whether the decoder is a language model with a head of its own."""
+        self.lm_head: nn.Module = nn.Identity() if self.writes_logits else _head(model)
         self.scale = logits_scale(model)
         bias = getattr(model, "final_logits_bias", None)
         self.register_buffer("logits_bias", bias if bias is not None and bool(bias.any()) else None, persistent=False)
         self._positions = _replace_positions(self.decoder)
-        like: torch.Tensor = next(self.decoder.parameters())
-        self.register_buffer("no_states", like.new_zeros((1, 1, model.config.d_model)), persistent=False)
+        takes = inspect.signature(self.decoder.forward).parameters
+        self._takes_positions = self._positions is None and "position_ids" in takes
+        self._soft_cap: float | None = getattr(self.decoder.config, "final_logit_softcapping", None)
+        embedding: torch.Tensor = self.decoder.get_input_embeddings().weight  # type: ignore[operator]
+        self.register_buffer("no_states", embedding.new_zeros((1, 1, embedding.shape[1])), persistent=False)
 
     def forward(
         self,
@@ -53,14 +61,19 @@ class SourcedDecoder(nn.Module):
         """The logits of the tokens whose indices are `logits_to_keep`; of all for 0."""
         if self._positions is not None:
             self._positions.position_ids = position_ids
-        states = self.decoder(
+        positions = {"position_ids": position_ids} if self._takes_positions else {}
+        found = self.decoder(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             encoder_hidden_states=self.no_states,
             use_cache=False,
-        ).last_hidden_state
+            **positions,
+        )
+        states = found.logits if self.writes_logits else found.last_hidden_state
         kept = states if isinstance(logits_to_keep, int) else states[:, logits_to_keep]
         logits = self.lm_head(kept if self.scale is None else kept * self.scale)
+        if self._soft_cap is not None:
+            logits = self._soft_cap * torch.tanh(logits / self._soft_cap)
         return CausalLMOutput(logits=logits if self.logits_bias is None else logits + self.logits_bias)
 
 
@@ -100,22 +113,25 @@ class _NoProjection(nn.Module):
 
 
 class RelativePositionBias(nn.Module):
-    """T5's biases of attention by relative position, which all layers of a decoder share."""
+    """T5's biases of attention by relative position."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
         self.embedding: nn.Embedding = attention.relative_attention_bias
         self._bucket = attention._relative_position_bucket
-        self._buckets = int(attention.relative_attention_num_buckets)
-        self._max_distance = int(attention.relative_attention_max_distance)
+        if "bidirectional" in inspect.signature(self._bucket).parameters:  # UMT5's reads its module
+            buckets, longest = attention.relative_attention_num_buckets, attention.relative_attention_max_distance
+            self._bucket = partial(self._bucket, bidirectional=False, num_buckets=buckets, max_distance=longest)
 
     def forward(self, relative: torch.Tensor) -> torch.Tensor:
         """Map key position minus query position `[rows, queries, keys]` to biases `[rows, heads, queries, keys]`."""
-        buckets = self._bucket(
-            relative, bidirectional=False, num_buckets=self._buckets, max_distance=self._max_distance
-        )
-        bias: torch.Tensor = self.embedding(buckets)
+        bias: torch.Tensor = self.embedding(self._bucket(relative))
         return bias.permute(0, 3, 1, 2)
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    own: nn.Module | None = getattr(model.get_decoder(), "output_projection", None)  # of FSMT
+    return model.get_output_embeddings() if own is None else own
 
 
 def logits_scale(model: PreTrainedModel) -> float | None:
@@ -148,23 +164,26 @@ def take_projections(decoder: nn.Module, ranks: int = 1) -> list[tuple[nn.Linear
     return [taken[layer] for layer in range(len(taken))]
 
 
-def take_relative_bias(decoder: nn.Module) -> RelativePositionBias | None:
-    """Take the biases of relative positions out of the decoder. `None` if it has none.
+def take_relative_biases(decoder: nn.Module) -> tuple[RelativePositionBias, ...]:
+    """Take the biases of relative positions out of the decoder: those of each layer. Empty if it has none.
 
-    The decoder would compute those of a dense sequence; the paged attention adds those of the step.
+    A layer without biases of its own has those of the layer before. The decoder would compute those of a dense
+    sequence; the paged attention adds those of the step.
     """
+    found: list[RelativePositionBias] = []
     for attention in _named(decoder, _SELF_ATTENTION):
         if getattr(attention, "has_relative_attention_bias", False):
-            bias = RelativePositionBias(attention)
+            found.append(RelativePositionBias(attention))
             attention.has_relative_attention_bias = False  # type: ignore[assignment]
             del attention.relative_attention_bias
-            return bias
-    return None
+        elif found:
+            found.append(found[-1])
+    return tuple(found)
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
     for path, part in list(module.named_modules()):
-        if path.rsplit(".", 1)[-1] in names:
+        if f".{path}".endswith(tuple(f".{name}" for name in names)):
             yield part
 
 

@@ -50,12 +50,18 @@ class SourceEncoder:
 
     @torch.inference_mode()
     def project(self, hidden: torch.Tensor) -> EncodedSources:
-        embedding: torch.Tensor = self.encoder.get_input_embeddings().weight
-        return EncodedSources((0,), self._project(hidden.to(embedding.dtype)), hidden.bfloat16())
+        return EncodedSources((0,), self._project(hidden.to(input_embedding(self.encoder).dtype)), hidden.bfloat16())
 
     def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         projected: torch.Tensor = self.projection(hidden)
         return projected.view(len(projected), self.layers, 2, self.heads, -1)
+
+
+def input_embedding(encoder: Any) -> torch.Tensor:
+    """The embedding of an encoder's tokens, `[tokens, hidden]`."""
+    embedding = encoder.embed_tokens if hasattr(encoder, "embed_tokens") else encoder.get_input_embeddings()
+    weight: torch.Tensor = embedding.weight
+    return weight
 
 
 def batches(lengths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -57,6 +57,8 @@ class NativeStep:
     arrays: tuple[array[int] | npt.NDArray[np.generic], ...]
     end: int
     """Length of the longest row after this step."""
+    reads_sources: bool = False
+    """Whether the rows are sources, of which every token sees the whole, whatever a layer's window is."""
 
 
 def build_native_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups) -> NativeStep:
@@ -109,7 +111,7 @@ def build_native_source_step(rows: Sequence[RowShape], kv_groups: KvCacheGroups)
     ends = array("i", [_BEYOND]) * len(rows)
     arrays = (blocks, nothing, first_token, ends, ends, position, nothing)
     header = StepHeader(len(rows), 0, size, most_blocks, 0, *map(address, arrays))
-    return NativeStep(header, arrays, max([source.length for source in sources]))
+    return NativeStep(header, arrays, max([source.length for source in sources]), reads_sources=True)
 
 
 def address(numbers: array[int]) -> int:

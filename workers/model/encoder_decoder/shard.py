@@ -25,7 +25,7 @@ _BY_INPUT = ("out_proj", "o", "fc2", "wo")
 def shard_decoder(
     decoder: SourcedDecoder,
     projections: Sequence[tuple[nn.Linear, nn.Linear]],
-    bias: RelativePositionBias | None,
+    biases: Sequence[RelativePositionBias],
     share: Share,
     quantization: str,
     code_directory: str | None = None,
@@ -46,7 +46,7 @@ def shard_decoder(
     for pair in projections:
         for projection in pair:
             keep_outputs(projection, share.of(projection.out_features, "the outputs of cross-attention"))
-    if bias is not None:
+    for bias in dict.fromkeys(biases):
         heads = share.of(bias.embedding.embedding_dim, "num_heads")
         own = bias.embedding.weight.detach()[:, heads].contiguous()
         bias.embedding = nn.Embedding.from_pretrained(own)  # type: ignore[no-untyped-call]

@@ -12,12 +12,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError
-from workers.forward.encoder_decoder.decoder import SourcedDecoder, take_projections, take_relative_bias
-from workers.forward.encoder_decoder.encoder import SourceEncoder
+from workers.forward.attention import UnsupportedModel
+from workers.forward.encoder_decoder.decoder import SourcedDecoder, take_projections, take_relative_biases
+from workers.forward.encoder_decoder.encoder import SourceEncoder, input_embedding
+from workers.forward.encoder_decoder.known_form import in_known_form
 from workers.forward.loaded_model import SourceParts
 from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
 from workers.model.encoder_decoder.shard import shard_decoder
 from workers.model.share import Share
+from workers.model.target_ends import decoder_vocabulary_size
 
 _DEFAULT_CONTEXT = 512
 """Longest source and answer of a model whose configuration does not bound them, as for T5's relative positions."""
@@ -51,16 +54,19 @@ def split_encoder_decoder(
     do not divide.
     """
     defaults = read_generation_defaults(directory)
-    vocabulary_size = int(getattr(model.config, "decoder_vocab_size", None) or model.config.vocab_size)
+    if hasattr(model, "enc_to_dec_proj"):
+        raise UnsupportedModel("its decoder reads a projection of the encoder's output, which is of another width")
+    vocabulary_size = decoder_vocabulary_size(model.config)
     source_vocabulary = encoder_vocabulary_size(model)
-    own_decoder, encoder = model.get_decoder(), model.get_encoder()
+    own_decoder, encoder = (in_known_form(part, model.config) for part in (model.get_decoder(), model.get_encoder()))
     projections = take_projections(own_decoder, 1 if share is None else share.ranks)
-    bias = take_relative_bias(own_decoder)
-    decoder = SourcedDecoder(model)
+    biases = take_relative_biases(own_decoder)
+    decoder = SourcedDecoder(model, own_decoder)
     if share is not None:
-        shard_decoder(decoder, projections, bias, share, quantization, code_directory)
+        shard_decoder(decoder, projections, biases, share, quantization, code_directory)
     config = model.config.get_text_config()
-    heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
+    counts = (getattr(config, name, None) for name in ("num_key_value_heads", "decoder_attention_heads"))
+    heads = int(next(filter(None, counts), config.num_attention_heads))
     if share is not None:
         heads = len(range(heads)[share.of(heads, "the number of heads")])
     _attend_densely(encoder)
@@ -68,7 +74,7 @@ def split_encoder_decoder(
     source = SourceParts(
         encoder=reader,
         decoder_start=defaults.decoder_start,
-        max_source_len=context_limit(config) or _DEFAULT_CONTEXT,
+        max_source_len=_source_limit(getattr(encoder, "config", config)) or _DEFAULT_CONTEXT,
         vocabulary_size=source_vocabulary,
         forced_eos_token_id=defaults.forced_eos_token_id,
         bad_words=defaults.bad_words,
@@ -76,23 +82,29 @@ def split_encoder_decoder(
         min_tokens=defaults.min_tokens,
         beam_scoring=defaults.beam_scoring,
         renormalize_logits=defaults.renormalize_logits,
-        relative_bias=bias,
+        relative_biases=biases,
     )
     return SplitModel(cast(PreTrainedModel, decoder), source, reader, vocabulary_size)
 
 
 def encoder_vocabulary_size(model: PreTrainedModel) -> int:
     """Tokens that the encoder distinguishes."""
-    return int(model.get_encoder().get_input_embeddings().weight.shape[0])
+    return len(input_embedding(model.get_encoder()))
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
-    """Longest sequence of the model, in tokens; `None` if its positions are relative and nothing bounds them."""
-    for name in ("max_position_embeddings", "n_positions"):
-        value = getattr(config, name, None)
-        if value is not None:
-            return int(value)
-    return None
+    """Longest answer of the model, in tokens; `None` if its positions are relative and nothing bounds them."""
+    return _stated(config, "max_decoder_position_embeddings")
+
+
+def _source_limit(config: PreTrainedConfig) -> int | None:
+    """Longest source, as `context_limit` says that of answers."""
+    return _stated(config, "max_encoder_position_embeddings")
+
+
+def _stated(config: PreTrainedConfig, own_name: str) -> int | None:
+    values = (getattr(config, name, None) for name in (own_name, "max_position_embeddings", "n_positions"))
+    return next((int(value) for value in values if value is not None), None)
 
 
 def decoder_context_len(config: PreTrainedConfig, wanted: int | None) -> int:
@@ -116,9 +128,10 @@ def _joined(projections: list[tuple[nn.Linear, nn.Linear]]) -> nn.Linear:
 
 
 def _attend_densely(encoder: PreTrainedModel) -> None:
-    """Let the encoder use the attention of torch, since it reads whole sources and stores nothing."""
-    config = copy.deepcopy(encoder.config)
-    config._attn_implementation = "sdpa"
+    """Let the encoder use the attention of torch, or its own, since it reads whole sources and stores nothing."""
+    configs: dict[int, PreTrainedConfig] = {}
     for part in encoder.modules():
-        if isinstance(getattr(part, "config", None), PreTrainedConfig):
-            part.config = config  # type: ignore[assignment]
+        if isinstance(config := getattr(part, "config", None), PreTrainedConfig):
+            dense = configs.setdefault(id(config), copy.deepcopy(config))
+            dense._attn_implementation = "sdpa" if encoder._supports_sdpa else "eager"
+            part.config = dense  # type: ignore[assignment]

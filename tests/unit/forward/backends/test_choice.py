@@ -164,7 +164,7 @@ def test_a_backend_that_is_not_available_here_is_passed_over(suited: AttentionSe
         ({"layers": (LayerShape(2, 8),)}, 16, "heads of 8 numbers"),
         ({"layers": (LayerShape(2, 64, heads_per_kv=2, alibi_slopes=(0.5, 0.25, 0.1, 0.05)),)}, 16, "ALiBi"),
         ({"blocks": 1 << 20}, 16, "more than its"),
-        ({"relative_bias": lambda relative: relative}, 16, "relative bias"),
+        ({"relative_biases": (lambda relative: relative,)}, 16, "relative bias"),
     ],
 )
 def test_what_flex_attention_does_not_support_is_left_to_the_reference(

@@ -1,0 +1,87 @@
+"""Families of other parts than T5, Marian and BART write what `transformers` writes.
+
+Biases of positions in each layer (UMT5), attention code of their own (FSMT, LED, MVP), windows, soft caps and rotated
+queries (T5Gemma), a language model as decoder (BERT), parts of other names (SeamlessM4T). A random model repeats one
+token again and again, so no token may be repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, VerifyRow
+from tests.support.engines.engine_rows import verify
+from tests.support.engines.engine_sequence import GREEDY, drafts_near, some_tokens
+from tests.support.engines.sourced import SOURCE, SourcedModel, greedy_answer, sourced, translate
+from tests.zoo.verdict import save
+from workers.verify.engine import TargetEngine
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = ("encoder-decoder", "fsmt", "led", "mvp", "seamless_m4t", "t5gemma", "umt5")
+SOURCES = (SOURCE, (7,), tuple(some_tokens(31, 1)), tuple(some_tokens(12, 2)))
+"""Longer than a window, and so different in length that some are read beside others, padded, and some alone."""
+START, COUNT = 2, 16
+PADDING = 0
+"""A token to which some families give no position, so that they do not write it."""
+SAMPLING = replace(GREEDY, no_repeat_ngram_size=1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SourcedModel:
+    torch.manual_seed(0)
+    saved = tmp_path_factory.mktemp("saved")
+    save(request.param, saved)
+    fixed = {"decoder_start_token_id": START, "no_repeat_ngram_size": 1, "bad_words_ids": [[PADDING]]}
+    return SourcedModel(saved).with_generation_config(tmp_path_factory.mktemp("models") / request.param, **fixed)
+
+
+@pytest.fixture(scope="module")
+def engine(model: SourcedModel) -> TargetEngine:
+    return model.engine()
+
+
+@pytest.fixture(scope="module")
+def answers(model: SourcedModel) -> list[list[int]]:
+    """Those of `transformers`."""
+    reference = model.reference()
+    found = [greedy_answer(reference, source, COUNT) for source in SOURCES]
+    assert len({tuple(answer) for answer in found}) > 1
+    return found
+
+
+def test_greedy_texts_are_those_of_transformers_with_and_without_drafts(
+    engine: TargetEngine, answers: list[list[int]]
+) -> None:
+    for source, answer in zip(SOURCES, answers, strict=True):
+        assert translate(engine, COUNT, source, SAMPLING) == answer
+        assert translate(engine, COUNT, source, SAMPLING, drafts_near([START, *answer])) == answer
+    assert engine.info().kv.blocks_free == engine.info().kv.blocks_total
+
+
+def test_a_chain_and_a_path_of_a_tree_are_accepted(engine: TargetEngine, answers: list[list[int]]) -> None:
+    answer = answers[0]
+    for tree in (TokenTree.chain(answer[:7]), TokenTree.from_candidates([[3, 4], answer[:7], [answer[0], 3]], 16)):
+        sequence = sourced(engine, sampling=SAMPLING)
+        sequence.open()
+        verdict = verify(engine, VerifyRow(sequence.name, 1, tuple(sequence.tokens), tree))
+        engine.release([sequence.name])
+        assert (verdict.tokens, verdict.accepted) == (tuple(answer[:8]), 7)
+
+
+def test_sources_that_are_read_beside_each_other_are_read_as_alone(
+    engine: TargetEngine, answers: list[list[int]]
+) -> None:
+    rows = []
+    for index, (source, answer) in enumerate(zip(SOURCES, answers, strict=True)):
+        one = sourced(engine, source, f"s{index}", SAMPLING)
+        tree = TokenTree.from_candidates([[3, *answer[:2]], answer[:5]], 12)
+        rows.append(VerifyRow(one.name, 1, tuple(one.tokens), tree, start=one.start))
+    verdicts = engine.step(StepBatch(tuple(rows))).verdicts
+    engine.release([row.sequence_id for row in rows])
+    assert [verdict.tokens for verdict in verdicts] == [tuple(answer[:6]) for answer in answers]
+    assert {verdict.accepted for verdict in verdicts} == {5}
