@@ -24,28 +24,29 @@ CASES = [
     (90, 1, 896, 896),
 ]
 """Generation, rows, outputs and inputs."""
+STRIDES = ("gate_row", "value_row", "weight_row")
 
 
-def compiled(rows: int, outputs: int, inputs: int, capability: int) -> Assembled:
+def compiled(rows: int, outputs: int, inputs: int, capability: int, *, is_gated: bool = False) -> Assembled:
     from workers.forward.triton import residual
 
     tiles, splits = residual.tiles_of(rows), residual.splits_of(outputs, inputs)
-    pointers = dict.fromkeys(("x", "weight", "bias", "stream", "norm", "output", "normalized"), "*bf16")
+    pointers = dict.fromkeys(("gates", "values", "weight", "bias", "stream", "norm", "output", "normalized"), "*bf16")
     pointers |= {"partial": "*fp32", "counters": "*i32"}
     constants: dict[str, Any] = {
         "INPUTS": inputs, "OUTPUTS": outputs, "WIDTH": triton.next_power_of_2(outputs), "SPLITS": splits,
         "PER_SPLIT": -(-inputs // splits // 128) * 128, "ROWS": tiles.rows, "TILE": tiles.outputs, "STEP": tiles.step,
         "IS_APART": tiles.is_apart and splits > 1, "HAS_BIAS": False, "ADDS": True, "NORMALIZES": tiles.normalizes,
-        "EXACT": False,
+        "GATED": is_gated, "EXACT": False,
     }  # fmt: skip
     return assembled(
         residual.multiply_splits,
-        pointers | {"rows": "i32", "epsilon": "fp32", "weight_row": "i32"},
+        pointers | {"rows": "i32", "epsilon": "fp32"} | dict.fromkeys(STRIDES, "i32"),
         constants,
         capability,
         warps=tiles.warps,
         stages=tiles.stages,
-        aligned=[*pointers, "weight_row"],
+        aligned=[*pointers, *STRIDES],
     )
 
 
@@ -56,6 +57,16 @@ def test_products_run_on_tensor_cores_without_spills(capability: int, rows: int,
     assert found.shared_bytes <= MOST_SHARED
     assert found.tensor_products > 0
     assert found.is_asynchronous is (capability > 80), "one kind of instruction at every number of rows"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_products_of_gates_and_values_run_on_tensor_cores_without_spills(capability: int, rows: int) -> None:
+    found, apart = (compiled(rows, 4096, 14336, capability, is_gated=each) for each in (True, False))
+    assert found.spilled_bytes == 0, found
+    assert found.shared_bytes <= MOST_SHARED
+    assert found.tensor_products == apart.tensor_products
+    assert found.is_asynchronous is apart.is_asynchronous
 
 
 def test_a_row_is_normalized_in_the_order_of_the_kernel_that_only_normalizes() -> None:

@@ -19,12 +19,14 @@ from workers.forward import residual_product as products
 from workers.forward.fused_trial import fuse_if_equal
 from workers.forward.layer_kernels import TritonKernels
 from workers.forward.layer_lists import decoder_layers
-from workers.forward.projections import rms_norm
+from workers.forward.projections import Gated, rms_norm
 from workers.forward.residual_product import (
+    GATED_ROWS,
     MOST_ROWS,
     NoResidualProduct,
     check_product,
     check_speed,
+    most_gated_rows,
     residual_product,
 )
 from workers.model.loading import load_model
@@ -98,6 +100,62 @@ def test_neighbours_and_what_lies_behind_a_rows_end_change_no_bit() -> None:
     )
 
 
+def gated(rows: int, dtype: torch.dtype) -> Gated:
+    """Halves of one product, far from 0 and near it."""
+    both = 5 * torch.randn(rows, 2 * INPUTS, generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
+    both[0, :3] = torch.tensor([100.0, -100.0, 0.0])
+    return Gated(both[:, :INPUTS], both[:, INPUTS:])
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float16), (5, torch.bfloat16), (16, torch.float32)])
+def test_a_product_of_gates_and_values_has_the_bits_of_two_launches(rows: int, dtype: torch.dtype) -> None:
+    from workers.forward.triton.gate import silu_mul
+
+    if not IS_INTERPRETED and dtype == torch.float32:
+        pytest.skip("on a GPU the kernel does not multiply float32")
+    own = residual_product(numbers(OUTPUTS, INPUTS, seed=1, dtype=dtype), None)
+    x, stream = gated(rows, dtype), numbers(rows, OUTPUTS, seed=3, dtype=dtype)
+    inner, norm = silu_mul(x.gates, x.values), (numbers(OUTPUTS, seed=4, dtype=dtype), 1e-6)
+    assert torch.equal(own.multiply(x), own.multiply(inner))
+    for found, expected in zip(
+        own.add_and_normalize(x, stream, norm), own.add_and_normalize(inner, stream, norm), strict=True
+    ):
+        assert torch.equal(found, expected)
+    assert not own.counters.any()
+
+
+def test_gates_and_values_of_neighbours_change_no_bit() -> None:
+    own, x = product(), gated(9, torch.bfloat16)
+    alone = own.multiply(Gated(x.gates[4:5], x.values[4:5]))
+    x.gates[:4], x.values[:4], x.gates[5:], x.values[5:] = math.nan, 1e30, 1e30, math.nan
+    assert torch.equal(own.multiply(x)[4:5], alone)
+
+
+@pytest.mark.parametrize(("slow_at", "other_bits_at", "most"), [(None, None, 16), (8, None, 4), (None, 4, 1)])
+def test_gates_and_values_are_multiplied_up_to_the_rows_that_are_as_fast_and_have_the_same_bits(
+    slow_at: int | None, other_bits_at: int | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides are really computed; the clock is the test's."""
+    from workers.forward.triton import gate
+
+    own, right = residual_product(numbers(64, 128), None), gate.silu_mul
+    products._most_gated.clear()
+    factor = {other_bits_at: 2.0}
+    monkeypatch.setattr(gate, "silu_mul", lambda gates, values: right(gates, values) * factor.get(len(gates), 1.0))
+    measured: list[int] = []
+
+    def milliseconds(call: Callable[[], object]) -> float:
+        sums, _ = cast("tuple[torch.Tensor, torch.Tensor]", call())
+        measured.append(len(sums))
+        is_ours = len(measured) % 2 == 1
+        return 1.5 if is_ours and len(sums) == slow_at else 1.0
+
+    for _ in range(2):  # matrices of one kind are tried once
+        assert most_gated_rows(own, milliseconds) == most
+    assert measured == [rows for rows in GATED_ROWS if rows <= (slow_at or most) for _ in range(2)]
+    products._most_gated.clear()
+
+
 def test_a_wrong_product_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     own = product()
     products._tried.clear()
@@ -148,15 +206,15 @@ def test_layers_are_fused_with_the_products(
     from workers.forward.weights.plain import DenseKernel, PlainStorage
 
     monkeypatch.setattr(PlainStorage, "kernel", lambda self, bias: DenseKernel(self.weight, bias))  # as on a GPU
-    launched: list[int] = []
+    launched: list[bool] = []
     launch = residual.multiply_add_and_normalize
 
-    def count(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        launched.append(len(x))
+    def count(x: torch.Tensor | Gated, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        launched.append(isinstance(x, Gated))
         return launch(x, *others)
 
     monkeypatch.setattr(residual, "multiply_add_and_normalize", count)
     path = str(tiny.save(tmp_path, make()))
     model = load_model(ModelSection(path=path, device="cpu", native="off", compile="off", dtype="float32"))
     assert fuse_if_equal(model, TritonKernels) is None
-    assert len(launched) == 2 * len(list(decoder_layers(model.module)))
+    assert launched == [False, True] * len(list(decoder_layers(model.module)))

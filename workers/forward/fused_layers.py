@@ -1,11 +1,11 @@
 """Decoder layers of known families, computed with few kernels on a GPU.
 
-A layer launches four products, the attention, one kernel that rotates and stores, and one for SiLU · mul. Two of the
-products add to the residual stream and normalize it: the sum after a layer's feed-forward network is normalized for the
-layer that follows. Where ranks sum, for many rows and for quantized matrices, these two steps are a launch of their
-own. In a mixture the feed-forward network is the router's product, a kernel that chooses, and
-the experts. The modules stay what they are, so hooks on layers see the residual stream, and a layer of
-which parts are skipped runs as `transformers` wrote it.
+A layer launches four products, the attention, and one kernel that rotates and stores. Two of the products add to the
+residual stream and normalize it: the sum after a layer's feed-forward network is normalized for the layer that follows.
+The last one computes SiLU · mul before it for few rows. Otherwise that is a launch of its own; and so are addition and
+norm where ranks sum, for many rows and for quantized matrices. In a mixture the feed-forward network is the router's
+product, a kernel that chooses, and the experts. The modules stay what they are, so hooks on layers see the residual
+stream, and a layer of which parts are skipped runs as `transformers` wrote it.
 
 A layer is fused only if its classes are among those that are known line by line, and if it then agrees with the
 module's own result on the device.
@@ -24,10 +24,10 @@ from torch.nn import functional
 from workers.forward.activations import RowwiseActivation
 from workers.forward.expert_choice import ExpertChoice
 from workers.forward.experts import stream_experts
-from workers.forward.layer_kernels import LayerKernels
+from workers.forward.layer_kernels import LayerKernels, StreamProduct
 from workers.forward.layer_lists import decoder_layers, decoder_list
 from workers.forward.linear import FastLinear, MergedLinear, local_product
-from workers.forward.projections import HeadNorms, Projections
+from workers.forward.projections import Gated, HeadNorms, Projections
 from workers.forward.residual_product import MOST_ROWS
 
 
@@ -95,29 +95,37 @@ class _Norm:
 class _Output:
     """A product that ends in the residual stream, and what follows it."""
 
-    def __init__(self, layer: nn.Module, kernels: LayerKernels) -> None:
+    def __init__(self, layer: nn.Module, kernels: LayerKernels, *, follows_gate: bool = False) -> None:
+        """`follows_gate` says that it multiplies what SiLU · mul returns."""
         self._layer, self._kernels = layer, kernels
         self._local = local = local_product(layer)
         plain = None if local is None else local.plain
-        self._product = None if plain is None else kernels.product(plain.weight, plain.bias)
+        self._product = None if plain is None else kernels.product(plain.weight, plain.bias, follows_gate=follows_gate)
         self.sums_ranks = local is not None and local.reduce
 
     def add_and_normalize(
-        self, x: torch.Tensor, stream: torch.Tensor, norm: _Norm
+        self, x: torch.Tensor | Gated, stream: torch.Tensor, norm: _Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`stream` plus what the layer makes of `x`, and that normalized."""
         if self.sums_ranks:
             return self.begin(x)(stream, norm, None)
-        if self._product is not None and len(x) <= MOST_ROWS:
-            return self._product.add_and_normalize(x, stream, (norm.weight, norm.epsilon))
-        return self._kernels.add_and_normalize(stream, self._layer(x), norm.weight, norm.epsilon)
+        if self._product is not None and len(stream) <= MOST_ROWS:
+            return self._product.add_and_normalize(self._factor(x, self._product), stream, (norm.weight, norm.epsilon))
+        return self._kernels.add_and_normalize(stream, self._layer(self._joined(x)), norm.weight, norm.epsilon)
 
-    def begin(self, x: torch.Tensor) -> _Rest:
+    def _factor(self, x: torch.Tensor | Gated, product: StreamProduct) -> torch.Tensor | Gated:
+        """What the product multiplies: gates and values if they are few rows."""
+        return x if isinstance(x, Gated) and x.tokens <= product.most_gated else self._joined(x)
+
+    def _joined(self, x: torch.Tensor | Gated) -> torch.Tensor:
+        return self._kernels.silu_mul(x.gates, x.values) if isinstance(x, Gated) else x
+
+    def begin(self, x: torch.Tensor | Gated) -> _Rest:
         """Multiply, and begin the sum over ranks. Returns the rest of `add_and_normalize`, which waits for the sum."""
         local, own = self._local, self._product
         if local is None:
             raise RuntimeError("a layer whose weights are not this rank's is not summed here")
-        part = local.kernel.multiply(x) if own is None else own.multiply(x)
+        part = local.kernel.multiply(self._joined(x)) if own is None else own.multiply(self._factor(x, own))
         wait = self._kernels.begin_sum(part)
 
         def finish(
@@ -172,7 +180,8 @@ class FusedLayer:
         self._mixture = mixture_of(layer)
         self._attention_output = _Output(layer.self_attn.o_proj, kernels)
         self._experts = None if self._mixture is None else stream_experts(self._mixture.experts)
-        self._network_output = _Output(layer.mlp.down_proj, kernels) if self._mixture is None else None
+        is_dense = self._mixture is None
+        self._network_output = _Output(layer.mlp.down_proj, kernels, follows_gate=True) if is_dense else None
 
     def __call__(
         self,
@@ -216,20 +225,20 @@ class FusedLayer:
         ended = []
         for half, rest in zip(halves, begun, strict=True):
             rest(stream[half], second, (sums[half], normalized[half]))
-            ended.append(network.begin(self._inner(normalized[half])))
+            ended.append(network.begin(self._gated(normalized[half])))
         for half, rest in zip(halves, ended, strict=True):
             rest(sums[half], self._following, (last_sums[half], last_normalized[half]))
         return last_sums, last_normalized
 
-    def _inner(self, normalized: torch.Tensor) -> torch.Tensor:
-        """The inner numbers of a dense feed-forward network, `[rows, inner]`."""
+    def _gated(self, normalized: torch.Tensor) -> Gated:
+        """Gates and values of a dense feed-forward network."""
         mlp: Any = self._layer.mlp
-        return self._kernels.silu_mul(mlp.gate_proj(normalized), mlp.up_proj(normalized))
+        return Gated(mlp.gate_proj(normalized), mlp.up_proj(normalized))
 
     def _feed_forward(self, normalized: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream after the feed-forward network, and that normalized."""
         if self._network_output is not None:
-            return self._network_output.add_and_normalize(self._inner(normalized), stream, self._following)
+            return self._network_output.add_and_normalize(self._gated(normalized), stream, self._following)
         mixture = cast("Mixture", self._mixture)
         weights, chosen = self._kernels.choose(mixture.logits(normalized), mixture.choice)
         if self._experts is not None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from workers.forward.expert_choice import ExpertChoice
-from workers.forward.projections import rms_norm
+from workers.forward.projections import Gated, rms_norm
 from workers.forward.residual_product import NoResidualProduct, residual_product
 from workers.ranks import begin_sum_over_ranks
 
@@ -20,12 +20,17 @@ logger = logging.getLogger(__name__)
 class StreamProduct(Protocol):
     """A product whose results are added to the residual stream (`workers.forward.residual_product`)."""
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def most_gated(self) -> int:
+        """Most rows of gates and values that it multiplies, with the bits of `LayerKernels.silu_mul`."""
+        ...
+
+    def multiply(self, x: torch.Tensor | Gated) -> torch.Tensor:
         """`x` `[rows, in]` → `[rows, out]`."""
         ...
 
     def add_and_normalize(
-        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
+        self, x: torch.Tensor | Gated, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`stream` plus the product, and the RMSNorm of that. `norm` is the norm's weight and epsilon."""
         ...
@@ -57,8 +62,11 @@ class LayerKernels(Protocol):
         """Weights and numbers of each row's experts, `[rows, experts of a token]` each, as `choice.of` returns them."""
         ...
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:
-        """The product with a plain matrix `[out, in]`; `None` if it is left to the layer."""
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, follows_gate: bool) -> StreamProduct | None:
+        """The product with a plain matrix `[out, in]`; `None` if it is left to the layer.
+
+        `follows_gate` says that it multiplies what `silu_mul` returns.
+        """
         ...
 
     def begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
@@ -94,7 +102,13 @@ class ReferenceKernels:
         """Weights and numbers of each row's experts."""
         return choice.of(logits)
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:  # noqa: ARG002
+    def product(
+        self,
+        weight: torch.Tensor,  # noqa: ARG002 - part of the interface
+        bias: torch.Tensor | None,  # noqa: ARG002
+        *,
+        follows_gate: bool,  # noqa: ARG002
+    ) -> StreamProduct | None:
         """None: the layers multiply."""
         return None
 
@@ -134,10 +148,10 @@ class TritonKernels:
         """Weights and numbers of each row's experts."""
         return self._experts.choose(logits, choice)
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StreamProduct | None:
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, follows_gate: bool) -> StreamProduct | None:
         """The product in fixed splits, if it passes its trial on the device."""
         try:
-            return residual_product(weight, bias)
+            return residual_product(weight, bias, follows_gate=follows_gate)
         except NoResidualProduct as error:
             logger.warning("products %s are left to the library: %s", tuple(weight.shape), error)
             return None

@@ -1,4 +1,4 @@
-"""The queries, keys and values of a step's tokens as a layer's projections return them, before they are rotated.
+"""What a layer's joint projections return: queries, keys and values before they are rotated; gates and values.
 
 `Projections.rotated` is what kernels that rotate and store them in one launch are compared with.
 """
@@ -46,6 +46,19 @@ class Projections:
         cosines, sines = self.cosines[:, None], self.sines[:, None]
         rotated = heads[..., :turned] * cosines + torch.cat((-second, first), dim=-1) * sines
         return torch.cat((rotated, heads[..., turned:]), dim=-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gated:
+    """The two halves of a feed-forward network's wide projection, of which `silu(gates) * values` goes on."""
+
+    gates: torch.Tensor  # [tokens, inner]: rows may lie apart, their numbers may not
+    values: torch.Tensor  # [tokens, inner], as the gates
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.gates)
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -5,23 +5,31 @@ number of rows, and then the bits of a row depend on how many others are multipl
 on. Here the kernel of `workers.forward.triton.residual` has fixed splits up to the largest step that a CUDA graph
 holds. Beyond it, in steps with long prompt chunks, the library multiplies: there a product takes as long as its
 operations, and a row's bits may differ from those in other steps. A matrix that the device multiplies faster by the
-library stays with it.
+library stays with it. For few rows the kernel also computes SiLU · mul of a feed-forward network as it loads them, up
+to as many as the device multiplies so without losing time.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
+
+from workers.forward.projections import Gated
+
+logger = logging.getLogger(__name__)
 
 MOST_ROWS = 1024
 """Most rows that the kernel multiplies: the tokens of the largest CUDA graph (`GraphLimits.tokens`)."""
 _TRIAL_ROWS = (1, 4, 5, 16, 17, 64, 65, 128, 129)
 """Rows of the products of a trial: each kind of launch, with full tiles and others."""
 _TIMED_ROWS = (1, 4, 8, 64)
+GATED_ROWS = (1, 4, 8, 16)
+"""Rows up to which a kernel may compute SiLU · mul by itself: each of its programs reads gates and values again."""
 _SLOWEST = 1.05
 """Most time that the kernel may take with any of these numbers of rows, of what the library and the norm take."""
 _LARGEST_ERROR = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -44,35 +52,45 @@ class ResidualProduct:
     """int32, zeros between launches: programs that have ended. It stays where it is, since CUDA graphs hold it."""
     kernels: Any
     """The module `workers.forward.triton.residual`."""
+    most_gated: int = 0
+    """Most rows of gates and values that it multiplies."""
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor | Gated) -> torch.Tensor:
         """Multiply `x` `[rows, in]` → `[rows, out]`. Up to `MOST_ROWS` rows, no product depends on the other rows."""
-        if len(x) > MOST_ROWS:
+        if isinstance(x, torch.Tensor) and len(x) > MOST_ROWS:
             return functional.linear(x, self.weight, self.bias)
-        output: torch.Tensor = self.kernels.multiply(x.contiguous(), self.weight, self.bias, self.counters)
+        output: torch.Tensor = self.kernels.multiply(_contiguous(x), self.weight, self.bias, self.counters)
         return output
 
     def add_and_normalize(
-        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
+        self, x: torch.Tensor | Gated, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`stream` `[rows, out]`, contiguous, plus the product of `x` `[rows, in]`, and the RMSNorm of that sum.
 
         `norm` is the norm's weight and epsilon. At most `MOST_ROWS` rows.
         """
         sums: tuple[torch.Tensor, torch.Tensor] = self.kernels.multiply_add_and_normalize(
-            x.contiguous(), self.weight, self.bias, self.counters, stream, norm
+            _contiguous(x), self.weight, self.bias, self.counters, stream, norm
         )
         return sums
+
+
+def _contiguous(x: torch.Tensor | Gated) -> torch.Tensor | Gated:
+    return x if isinstance(x, Gated) else x.contiguous()
 
 
 _tried: set[tuple[object, ...]] = set()
 """Matrices whose like has passed a trial."""
 _slower: dict[tuple[object, ...], str] = {}
 """What was found of the speed with matrices of one kind; empty: the kernel is fast enough."""
+_most_gated: dict[tuple[object, ...], int] = {}
+"""Most rows of gates and values that the kernel multiplies, with matrices of one kind."""
 
 
-def residual_product(weight: torch.Tensor, bias: torch.Tensor | None) -> ResidualProduct:
+def residual_product(weight: torch.Tensor, bias: torch.Tensor | None, *, follows_gate: bool = False) -> ResidualProduct:
     """The product with a plain matrix `[out, in]`, after a trial on its device.
+
+    With `follows_gate` the trial also finds up to how many rows the kernel computes SiLU · mul before it.
 
     Raises `NoResidualProduct` if there is none, if it fails its trial or is slower than the library, and `ImportError`
     without `triton`.
@@ -92,7 +110,8 @@ def residual_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Residua
             raise
         except Exception as error:  # a compiler may raise anything
             raise NoResidualProduct(f"its kernel cannot be launched: {error!r}") from error
-    return product
+        return replace(product, most_gated=most_gated_rows(product, device_milliseconds)) if follows_gate else product
+    return replace(product, most_gated=max(GATED_ROWS)) if follows_gate else product
 
 
 def check_product(product: ResidualProduct) -> None:
@@ -151,6 +170,47 @@ def check_speed(product: ResidualProduct, milliseconds: Callable[[Callable[[], o
                 break
     if problem := _slower[key]:
         raise NoResidualProduct(problem)
+
+
+def most_gated_rows(product: ResidualProduct, milliseconds: Callable[[Callable[[], object]], float]) -> int:
+    """Most rows up to which the kernel computes SiLU · mul with the same bits as its own kernel, and as fast as both.
+
+    0 if there are none; then the log says why. `milliseconds` measures a call. Matrices of one kind are tried once.
+    """
+    key = _kind(product)
+    if key not in _most_gated:
+        _most_gated[key] = 0
+        try:
+            _try_gates(product, milliseconds)
+        except Exception as error:  # a compiler may raise anything
+            logger.warning(
+                "SiLU · mul before products %s is a launch of its own: %r", tuple(product.weight.shape), error
+            )
+    return _most_gated[key]
+
+
+def _try_gates(product: ResidualProduct, milliseconds: Callable[[Callable[[], object]], float]) -> None:
+    """Compare numbers of rows in ascending order, until the kernel is slower or has other bits."""
+    from workers.forward.triton.gate import silu_mul
+
+    weight, draw = product.weight, torch.Generator().manual_seed(0)
+    outputs, inputs = weight.shape
+    norm = weight.new_ones(outputs), 1e-6
+    for rows in GATED_ROWS:
+        both, stream = (3 * torch.randn((rows, width), generator=draw).to(weight) for width in (2 * inputs, outputs))
+        x = Gated(both[:, :inputs], both[:, inputs:])
+
+        def ours(x: Gated = x, stream: torch.Tensor = stream) -> tuple[torch.Tensor, torch.Tensor]:
+            return product.add_and_normalize(x, stream, norm)
+
+        def apart(x: Gated = x, stream: torch.Tensor = stream) -> tuple[torch.Tensor, torch.Tensor]:
+            return product.add_and_normalize(silu_mul(x.gates, x.values), stream, norm)
+
+        if not all(torch.equal(one, other) for one, other in zip(ours(), apart(), strict=True)):
+            raise NoResidualProduct(f"with {rows} rows it has other bits")
+        if milliseconds(ours) > milliseconds(apart):
+            return
+        _most_gated[_kind(product)] = rows
 
 
 def device_milliseconds(call: Callable[[], object]) -> float:

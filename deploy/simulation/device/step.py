@@ -23,9 +23,10 @@ from workers.forward.fused_layers import fuse_layers, has_known_layers
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.linear import FastLinear, sum_outputs
-from workers.forward.projections import Projections
+from workers.forward.projections import Gated, Projections
 from workers.forward.recurrence.plan import RecurrencePlan
 from workers.forward.recurrent import Products, Recurrent, RecurrentLayers, bind_recurrent
+from workers.forward.residual_product import GATED_ROWS
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.forward.triton.tiles import MOST_NORMALIZED
 from workers.kv.eight_bits import record_bytes
@@ -214,8 +215,14 @@ class _CountedKernels:
         self._counter.add(Kernel("choose_experts", logits.numel() * logits.element_size() + 10 * weights.numel()))
         return weights, chosen
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _CountedProduct:  # noqa: ARG002
-        return _CountedProduct(weight, self._counter)
+    def product(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,  # noqa: ARG002 - part of the interface
+        *,
+        follows_gate: bool,
+    ) -> _CountedProduct:
+        return _CountedProduct(weight, self._counter, most_gated=max(GATED_ROWS) if follows_gate else 0)
 
     def begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
         self._counter.add(Kernel(ALL_REDUCE, part.numel() * part.element_size()))
@@ -225,30 +232,31 @@ class _CountedKernels:
 class _CountedProduct:
     """A product that adds to the residual stream, which is counted instead of launched."""
 
-    def __init__(self, weight: torch.Tensor, counter: KernelCounter) -> None:
-        self._weight, self._counter = weight, counter
+    def __init__(self, weight: torch.Tensor, counter: KernelCounter, most_gated: int) -> None:
+        self._weight, self._counter, self.most_gated = weight, counter, most_gated
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        self._count(x, 0)
-        return x.new_empty((len(x), len(self._weight)))
+    def multiply(self, x: torch.Tensor | Gated) -> torch.Tensor:
+        return self._weight.new_empty((self._count(x, 0), len(self._weight)))
 
     def add_and_normalize(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Gated,
         stream: torch.Tensor,
         norm: tuple[torch.Tensor, float],  # noqa: ARG002 - part of the interface
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_one = len(x) <= MOST_NORMALIZED
+        is_one = len(stream) <= MOST_NORMALIZED
         self._count(x, 2 if is_one else 1)
         if not is_one:
             self._counter.add(Kernel("normalize_rows", 2 * stream.numel() * stream.element_size()))
         return torch.empty_like(stream), torch.empty_like(stream)
 
-    def _count(self, x: torch.Tensor, others: int) -> None:
-        """Count the product, and that many more readings or writings of its results."""
+    def _count(self, x: torch.Tensor | Gated, others: int) -> int:
+        """Count the product, and that many more readings or writings of its results. Returns the number of rows."""
         outputs, inputs = self._weight.shape
-        numbers = self._weight.numel() + x.numel() + (1 + others) * len(x) * outputs
-        self._counter.add(Kernel("multiply_splits", numbers * x.element_size(), 2 * len(x) * outputs * inputs))
+        rows, read = (x.tokens, 2 * inputs) if isinstance(x, Gated) else (len(x), inputs)
+        numbers = self._weight.numel() + rows * (read + (1 + others) * outputs)
+        self._counter.add(Kernel("multiply_splits", numbers * self._weight.element_size(), 2 * rows * outputs * inputs))
+        return rows
 
 
 class _CountedExperts:

@@ -21,6 +21,7 @@ from workers.forward.layer_kernels import ReferenceKernels
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import WHOLE_PASS, LoadedModel, PassOptions
 from workers.forward.partial_pass import WHOLE, PartialPass
+from workers.forward.projections import Gated
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.forward.weights.plain import DenseKernel, PlainStorage
 from workers.kv.pool import KvPool
@@ -68,9 +69,15 @@ class WithProducts(ReferenceKernels):
 
     def __init__(self) -> None:
         self.rows: list[int] = []
+        self.gated: list[int] = []
+        """Rows of gates and values that no product multiplies."""
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        return Product(weight, bias, self)
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, follows_gate: bool) -> Product:
+        return Product(weight, bias, self, most_gated=2 if follows_gate else 0)
+
+    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        self.gated.append(len(gates))
+        return super().silu_mul(gates, values)
 
 
 @dataclass
@@ -78,14 +85,17 @@ class Product:
     weight: torch.Tensor
     bias: torch.Tensor | None
     kernels: WithProducts
+    most_gated: int
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor | Gated) -> torch.Tensor:
+        if isinstance(x, Gated):
+            x = functional.silu(x.gates) * x.values
         return functional.linear(x, self.weight, self.bias)
 
     def add_and_normalize(
-        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
+        self, x: torch.Tensor | Gated, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.kernels.rows.append(len(x))
+        self.kernels.rows.append(len(stream))
         return self.kernels.add_and_normalize(stream, self.multiply(x), *norm)
 
 
@@ -101,6 +111,7 @@ def test_products_add_to_the_residual_stream_by_themselves(
         torch.testing.assert_close(ours, theirs)
     layers = len(list(decoder_layers(model.module)))
     assert kernels.rows == [*[4] * products * layers, *[1] * products * layers]
+    assert kernels.gated == [4] * layers * (products - 1), "of one row, the product after it reads gates and values"
 
 
 def test_a_pass_without_parts_of_fused_layers(tmp_path: Path) -> None:

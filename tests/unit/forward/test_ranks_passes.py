@@ -23,6 +23,7 @@ from workers.forward.fused_trial import fuse_if_equal
 from workers.forward.layer_kernels import ReferenceKernels
 from workers.forward.loaded_model import PassOptions
 from workers.forward.partial_pass import PartialPass
+from workers.forward.projections import Gated
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -56,19 +57,22 @@ class FailsLater(ReferenceKernels):
 class WithProducts(ReferenceKernels):
     """Kernels with products of their own, whose sum over ranks comes before the addition to the residual stream."""
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOfRank:
-        return LinearOfRank(weight, bias)
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, follows_gate: bool) -> LinearOfRank:
+        return LinearOfRank(weight, bias, most_gated=100 if follows_gate else 0)
 
 
 class LinearOfRank:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, most_gated: int) -> None:
         self._linear = weight, bias
+        self.most_gated = most_gated
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor | Gated) -> torch.Tensor:
+        if isinstance(x, Gated):
+            x = functional.silu(x.gates) * x.values
         return functional.linear(x, *self._linear)
 
     def add_and_normalize(
-        self, x: torch.Tensor, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
+        self, x: torch.Tensor | Gated, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 

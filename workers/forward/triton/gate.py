@@ -33,7 +33,12 @@ def gate_columns(gates, values, output, gate_row, value_row, WIDTH: tl.constexpr
     is_column = column < WIDTH
     gate = tl.load(gates + row * gate_row + column, mask=is_column, other=0.0)
     value = tl.load(values + row * value_row + column, mask=is_column, other=0.0)
+    tl.store(output + row * WIDTH + column, gated(gate, value), mask=is_column)
+
+
+@triton.jit
+def gated(gate, value):
+    """`silu(gate) * value`, in their type."""
     wide = gate.to(tl.float32)
     opened = (wide / (1.0 + tl.exp(tl.minimum(-wide, _LARGEST)))).to(gate.dtype)
-    result = opened.to(tl.float32) * value.to(tl.float32)
-    tl.store(output + row * WIDTH + column, result.to(gate.dtype), mask=is_column)
+    return (opened.to(tl.float32) * value.to(tl.float32)).to(gate.dtype)

@@ -8,6 +8,9 @@ and the tokens as their columns, so the number of rows changes neither the instr
 For few rows, each split is computed by a program of its own. The last one of a tile adds the splits in order, and the
 last one of all outputs of a row normalizes it. For more rows, a program computes all splits in turn.
 
+What is multiplied may be `silu(gates) * values`, computed as it is loaded and rounded as
+`workers.forward.triton.gate.silu_mul` rounds it. That saves a launch, and each program reads both: it is for few rows.
+
 The module needs the package `triton`.
 """
 
@@ -19,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from workers.forward.projections import Gated
+from workers.forward.triton.gate import gated
 from workers.forward.triton.norm import NORM_WARPS, normalize, store_normalized
 from workers.forward.triton.tiles import MOST_NORMALIZED
 
@@ -69,18 +74,20 @@ def counters_for(outputs: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(tiles * (-(-outputs // tiles_of(1).outputs) + 1), dtype=torch.int32, device=device)
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counters: torch.Tensor) -> torch.Tensor:
-    """`x` `[rows, in]`, contiguous, times `weight` `[out, in]` with contiguous inputs: `[rows, out]`.
+def multiply(
+    x: torch.Tensor | Gated, weight: torch.Tensor, bias: torch.Tensor | None, counters: torch.Tensor
+) -> torch.Tensor:
+    """`x` `[rows, in]`, with contiguous inputs, times `weight` `[out, in]` with contiguous inputs: `[rows, out]`.
 
     `bias` is `[out]`. `counters` are those of `counters_for`, and 0 again after each launch.
     """
-    output = x.new_empty((len(x), len(weight)))
+    output = weight.new_empty((_rows(x), len(weight)))
     _launch(x, weight, bias, counters, (output, None, None, 0.0), output)
     return output
 
 
 def multiply_add_and_normalize(
-    x: torch.Tensor,
+    x: torch.Tensor | Gated,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     counters: torch.Tensor,
@@ -92,7 +99,7 @@ def multiply_add_and_normalize(
     `norm` is the weight `[out]` and epsilon.
     """
     sums = torch.empty_like(stream)
-    if not tiles_of(len(x)).normalizes:
+    if not tiles_of(_rows(x)).normalizes:
         _launch(x, weight, bias, counters, (stream, None, None, 0.0), sums)
         return sums, normalize(sums, *norm)
     normalized = torch.empty_like(stream)
@@ -100,8 +107,12 @@ def multiply_add_and_normalize(
     return sums, normalized
 
 
+def _rows(x: torch.Tensor | Gated) -> int:
+    return x.tokens if isinstance(x, Gated) else len(x)
+
+
 def _launch(
-    x: torch.Tensor,
+    x: torch.Tensor | Gated,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     counters: torch.Tensor,
@@ -109,46 +120,52 @@ def _launch(
     output: torch.Tensor,
 ) -> None:
     """`after` is the residual stream, or `output` for none, and what is normalized, the norm's weight and epsilon."""
-    rows, inputs = x.shape
+    gates, values = (x.gates, x.values) if isinstance(x, Gated) else (x, x)
+    rows, inputs = gates.shape
     outputs = len(weight)
     stream, normalized, norm, epsilon = after
     tiles, splits = tiles_of(rows), splits_of(outputs, inputs)
     is_apart = tiles.is_apart and splits > 1
     partial = output
     if is_apart:
-        partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
+        partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=weight.device)
     grid = (triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows), splits if is_apart else 1)
     multiply_splits[grid](
-        x, weight, output if bias is None else bias, stream, output if norm is None else norm,
-        output, output if normalized is None else normalized, partial, counters, rows, epsilon, weight.stride(0),
+        gates, values, weight, output if bias is None else bias, stream, output if norm is None else norm,
+        output, output if normalized is None else normalized, partial, counters, rows, epsilon,
+        gates.stride(0), values.stride(0), weight.stride(0),
         INPUTS=inputs, OUTPUTS=outputs, WIDTH=triton.next_power_of_2(outputs), SPLITS=splits,
         PER_SPLIT=triton.cdiv(triton.cdiv(inputs, splits), _STEP) * _STEP, ROWS=tiles.rows, TILE=tiles.outputs,
         STEP=tiles.step, IS_APART=is_apart, HAS_BIAS=bias is not None, ADDS=stream is not output,
-        NORMALIZES=normalized is not None,
-        EXACT=x.dtype == torch.float32 or not x.is_cuda,  # the interpreter has no products of bfloat16
+        NORMALIZES=normalized is not None, GATED=gates is not values,
+        EXACT=weight.dtype == torch.float32 or not weight.is_cuda,  # the interpreter has no products of bfloat16
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "epsilon"])
 def multiply_splits(
-    x, weight, bias, stream, norm, output, normalized, partial, counters, rows, epsilon, weight_row,
+    gates, values, weight, bias, stream, norm, output, normalized, partial, counters, rows, epsilon,
+    gate_row, value_row, weight_row,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PER_SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, IS_APART: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ADDS: tl.constexpr, NORMALIZES: tl.constexpr, EXACT: tl.constexpr,
+    ADDS: tl.constexpr, NORMALIZES: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of some rows, or one split of their inputs."""
+    """Some outputs of some rows, or one split of their inputs. What is not gated is in the place of the gates."""
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_output, is_row = place < OUTPUTS, row < rows
     own = weight + tl.where(is_output, place, 0).to(tl.int64)[:, None] * weight_row
-    factors = x + tl.where(is_row, row, 0).to(tl.int64)[:, None] * INPUTS
+    own_row = tl.where(is_row, row, 0).to(tl.int64)[:, None]
+    gate, value = gates + own_row * gate_row, values + own_row * value_row
     to = row.to(tl.int64)[None, :] * OUTPUTS + place[:, None]
     is_number = is_output[:, None] & is_row[None, :]
     counter = counters + tl.program_id(1) * (tl.num_programs(0) + 1)
     if IS_APART:
         split = tl.program_id(2)
-        total = sum_of_split(own, factors, is_row, split * PER_SPLIT, INPUTS, PER_SPLIT, STEP, TILE, ROWS, EXACT)
+        total = sum_of_split(
+            own, gate, value, is_row, split * PER_SPLIT, INPUTS, PER_SPLIT, STEP, TILE, ROWS, GATED, EXACT
+        )
         span = tl.cast(rows, tl.int64) * OUTPUTS
         tl.store(partial + split * span + to, total, mask=is_number)
         is_last = arrives_last(counter + 1 + tl.program_id(0), SPLITS)
@@ -161,7 +178,9 @@ def multiply_splits(
         is_last = True
         total = tl.zeros((TILE, ROWS), tl.float32)
         for number in range(SPLITS):
-            total += sum_of_split(own, factors, is_row, number * PER_SPLIT, INPUTS, PER_SPLIT, STEP, TILE, ROWS, EXACT)
+            total += sum_of_split(
+                own, gate, value, is_row, number * PER_SPLIT, INPUTS, PER_SPLIT, STEP, TILE, ROWS, GATED, EXACT
+            )
         finish(total, bias + place, stream + to, output + to, is_output, is_number, HAS_BIAS, ADDS)
     if NORMALIZES:  # noqa: SIM102 - decided by the compiler
         if is_last:  # noqa: SIM102
@@ -182,8 +201,8 @@ def normalize_tile(output, normalized, norm, first, end, epsilon, OUTPUTS: tl.co
 
 @triton.jit
 def sum_of_split(
-    own, factors, is_row, begin, INPUTS: tl.constexpr, PER_SPLIT: tl.constexpr, STEP: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
+    own, gate, value, is_row, begin, INPUTS: tl.constexpr, PER_SPLIT: tl.constexpr, STEP: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The products of one split of the inputs, added in their order, float32 `[TILE, ROWS]`."""
     inputs = begin + tl.arange(0, STEP)[None, :]
@@ -192,7 +211,9 @@ def sum_of_split(
         place = step + inputs
         is_input = place < INPUTS
         left = tl.load(own + place, mask=is_input, other=0.0)
-        right = tl.load(factors + place, mask=is_row[:, None] & is_input, other=0.0)
+        right = tl.load(gate + place, mask=is_row[:, None] & is_input, other=0.0)
+        if GATED:
+            right = gated(right, tl.load(value + place, mask=is_row[:, None] & is_input, other=0.0))
         if EXACT:
             left, right = left.to(tl.float32), right.to(tl.float32)
         sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
