@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import PilotfishError
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from tests.zoo.configs import VOCABULARY, architectures, tiny_config
+from tests.zoo.configs import CONTEXT, VOCABULARY, architectures, tiny_config
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
+from workers.model.context import ENDLESS, longest_context
 from workers.model.loading import load_model
 
 TOKENS, STORED = 40, 30
@@ -63,13 +64,20 @@ def verdict(model_type: str) -> Verdict:
         except Exception as error:  # its code may raise anything
             return Verdict(model_type, Kind.NOT_MADE, _one_line(error))
         try:
-            model = load_model(TargetSection(path=directory, device="cpu", compile="off"), trial=True)
+            section = TargetSection(path=directory, device="cpu", compile="off")
+            model = load_model(section, max_context_len=_unstated_context(model_type), trial=True)
             differing = _compare(model, Path(directory), is_causal=is_causal)
         except PilotfishError as error:
             return Verdict(model_type, Kind.REFUSED, str(error).replace(directory, "…"))
         except Exception as error:
             return Verdict(model_type, Kind.FAILED, _one_line(error))
     return Verdict(model_type, Kind.DIFFERS, differing) if differing else Verdict(model_type, Kind.MATCH)
+
+
+def _unstated_context(model_type: str) -> int | None:
+    """The longest sequence to serve where a configuration states no limit."""
+    config = tiny_config(model_type).get_text_config()
+    return CONTEXT if not config.is_encoder_decoder and longest_context(config) > ENDLESS // 2 else None
 
 
 def _one_line(error: Exception) -> str:

@@ -27,7 +27,7 @@ from workers.forward.attention import AttentionCall, UnsupportedModel, bind, pag
 from workers.forward.latent_heads import latent_heads
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.recurrent import CACHE_NAMES, RecurrentLayers, bind_recurrent, cache_name
-from workers.kv.spec import LayerShape
+from workers.kv.spec import TOKENS_ALONE, LayerShape
 from workers.kv.state_slots import StateShape
 
 PROBE_NAME = "pilotfish_probe"
@@ -36,6 +36,7 @@ _HARMLESS = {"position_ids"}
 """Tensors that models pass to attention and that only other attention functions read."""
 _WIDTH = 4
 """Tokens of the probe's pass: enough to tell a causal mask."""
+_COUNTS_ITSELF = "its forward pass takes no position_ids, so it counts positions inside each step"
 _HIDDEN = -1e4
 """An additive mask hides a position by a number below this."""
 
@@ -174,9 +175,10 @@ def measure_layers(module: PreTrainedModel, device: torch.device, max_context_le
     if has_state and any(_has_convolution(part) and cache_name(part) is None for part in module.modules()):
         raise UnsupportedModel("its layers keep recurrent or convolutional state besides keys and values")
     adapt(module)
-    if needs_positions(module) and "position_ids" not in inspect.signature(module.forward).parameters:
-        raise UnsupportedModel("its forward pass takes no position_ids, so it counts positions inside each step")
     probe, recurrent = AttentionProbe(max_context_len), bind_recurrent(module)
+    counts_itself = needs_positions(module) and "position_ids" not in inspect.signature(module.forward).parameters
+    if counts_itself and recurrent is None:
+        raise UnsupportedModel(_COUNTS_ITSELF)
     AttentionInterface.register(PROBE_NAME, paged_attention_forward)
     AttentionMaskInterface.register(PROBE_NAME, _probed_mask)
     with _probing_masks(module, probe), _measuring(recurrent):
@@ -184,14 +186,24 @@ def measure_layers(module: PreTrainedModel, device: torch.device, max_context_le
     states = () if recurrent is None else tuple(shape for _, shape in sorted(recurrent.shapes.items()))
     if (positions := longest(module)) is not None:
         probe.bounds["its positions begin behind that of padding"] = positions
-    if not probe.layers:
+    if not probe.layers and not states:
         raise UnsupportedModel(
-            "it has no attention, and a model of recurrent layers alone is not served"
-            if states
-            else "its attention is code of its own, which does not call the registered attention function"
+            "its attention is code of its own, which does not call the registered attention function"
         )
+    if not probe.layers:  # recurrent layers alone, for which positions do not matter
+        _check_every_layer(module, {shape.layer for shape in states})
+        return MeasuredLayers((TOKENS_ALONE,), probe.bounds, states)
+    if counts_itself:
+        raise UnsupportedModel(_COUNTS_ITSELF)
     _number_attention(module, probe, {shape.layer for shape in states})
     return MeasuredLayers(tuple(probe.layers[layer] for layer in sorted(probe.layers)), probe.bounds, states)
+
+
+def _check_every_layer(module: nn.Module, recurrent: set[int]) -> None:
+    """Raise `UnsupportedModel` unless each decoder layer of a model without attention keeps a state in our slots."""
+    lost = sorted(set(range(len(list(decoder_layers(module))))) - recurrent)
+    if lost:
+        raise UnsupportedModel(f"its layers {', '.join(map(str, lost))} neither attend nor keep a state that is ours")
 
 
 def _has_convolution(part: nn.Module) -> bool:

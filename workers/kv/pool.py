@@ -21,7 +21,7 @@ from workers.kv.block_table import BlockTable, Prefix
 from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
-from workers.kv.spec import KvCacheSpec
+from workers.kv.spec import TOKENS_ALONE, KvCacheSpec
 from workers.kv.states import STATES_PER_SEQUENCE, SequenceStates, StateStore
 from workers.kv.store import KvStore
 from workers.kv.tiers import Tiers, agreed_length
@@ -63,6 +63,8 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
         budget -= needed
     size = block_bytes(group_layers(spec, section, truncatable), spec.dtype, stored_type(section))
     blocks = min(budget // size, _MAX_BLOCKS)
+    if spec.layers == (TOKENS_ALONE,):  # as many as all sequences and kept prefixes can use
+        blocks = min(blocks, 2 * _sequences(section) * -(-spec.max_context_len // section.block_size))
     if blocks < 1:
         raise ConfigurationError(
             f"kv.pool_bytes: a block of {section.block_size} tokens takes {size} bytes, "

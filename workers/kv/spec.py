@@ -42,6 +42,11 @@ class LayerShape:
         return 2 if self.latent_dim is None else 1
 
 
+TOKENS_ALONE = LayerShape(1, 1)
+"""What a model of recurrent layers alone has for attention layers: blocks that nothing is written to still count its
+tokens, and name the prefixes whose states are kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvCacheSpec:
     """One model's requirements for its paged KV cache on this rank."""

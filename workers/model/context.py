@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
 """Names of these numbers in the configurations of `transformers`."""
-_ENDLESS = 1 << 20
+ENDLESS = 1 << 20
 """Longest sequence, in tokens, for which masks are read where a configuration states none."""
 
 
@@ -29,7 +29,7 @@ def stated_width(config: PreTrainedConfig) -> int:
 
 def longest_context(config: PreTrainedConfig) -> int:
     """Longest sequence that the configuration allows, in tokens."""
-    return _stated(config, _LENGTHS) or _ENDLESS
+    return _stated(config, _LENGTHS) or ENDLESS
 
 
 def context_len(config: PreTrainedConfig, wanted: int | None, bounds: Mapping[str, int]) -> int:

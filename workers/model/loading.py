@@ -146,7 +146,10 @@ def check_truncatable(directory: Path) -> None:
 
 def _check_states(config: PreTrainedConfig, ranks: int) -> None:
     """Raise `ConfigurationError` for a model with recurrent layers, whose states are not divided among ranks."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) & _RECURRENT
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) & _RECURRENT
+    if not hasattr(text, "num_attention_heads"):  # none of its layers attends
+        kinds.add(config.model_type)
     if kinds:
         raise ConfigurationError(
             f"target.tensor_parallel: {ranks} is refused for model type {config.model_type!r}, whose layers "

@@ -1,4 +1,4 @@
-"""Tiny hybrid models: some layers attend, the others keep a recurrent or convolutional state."""
+"""Tiny models with layers that keep a recurrent or convolutional state; in most, others attend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.kv.pool import KvPool
 
 KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 """One family of each kind: gated delta rule, Mamba-2 beside attention, short convolutions."""
-OTHERS = ("qwen3_5_text", "nemotron_h", "granitemoehybrid", "jamba", "bamba", "lfm2_moe", "olmo_hybrid")
+OTHERS = ("qwen3_5_text", "nemotron_h", "granitemoehybrid", "jamba", "bamba", "lfm2_moe", "olmo_hybrid", "mamba2")
 
 
 _SEEDS = {"jamba": 0}
@@ -26,6 +26,8 @@ def save_hybrid(directory: Path, family: str, **changes: int) -> ModelCase:
     config = tiny_config(family)
     for name, value in changes.items():
         setattr(config, name, value)
+    if not hasattr(config, "max_position_embeddings"):  # without attention, nothing bounds a sequence
+        config.max_position_embeddings = 128
     config.tie_word_embeddings = False  # a random model with one matrix at both ends repeats its last token
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if hasattr(config, name):

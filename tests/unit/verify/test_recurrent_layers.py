@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import RowFaultCode
 from cluster.core.errors import ConfigurationError
@@ -25,12 +26,13 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
 from deploy.implied_settings import with_implied_settings
 from tests.support.engines.engine_rows import PROMPT, SAMPLED, decode, first_row, open_row, verify
-from tests.support.engines.engine_sequence import GREEDY
+from tests.support.engines.engine_sequence import GREEDY, drafts_near
 from tests.support.models import tiny
 from tests.support.models.hybrids import KINDS, OTHERS, committed_parts, save_hybrid
 from tests.support.models.model_cases import ModelCase
 from tests.support.slow import slow_but
 from workers.draft.registry import create
+from workers.forward.layer_lists import decoder_layers
 from workers.forward.recurrent import bind_recurrent, cache_name
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
@@ -163,6 +165,30 @@ def test_a_state_has_the_same_bits_however_its_tokens_were_computed(case: ModelC
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
+def test_a_model_of_recurrent_layers_alone_writes_the_text_of_transformers(family: str, tmp_path: Path) -> None:
+    case = save_hybrid(tmp_path, family)
+    engine, pool = case.engine_and_pool(60)
+    text = case.reference(PROMPT, COUNT)
+    assert decode(engine, PROMPT, COUNT) == text
+    assert pool.blocks_free == 60  # blocks count its tokens
+    steps = 0
+
+    def propose(tokens: Sequence[int]) -> TokenTree:
+        nonlocal steps
+        steps += 1
+        return drafting(tokens)
+
+    drafting = drafts_near([*PROMPT, *text])
+    assert decode(engine, PROMPT, COUNT, propose=propose) == text
+    assert steps < COUNT - 5  # drafts were accepted
+    wanted = KvSection(pool_bytes=1 << 30, block_size=4, sequences=8)
+    assert blocks_that_fit(case.model().kv_spec, wanted) == 2 * 8 * 128 // 4  # more would never be used
+    with pytest.raises(ConfigurationError, match=rf"2 is refused for model type '{family}', whose layers"):
+        load_model(ModelSection(path=str(tmp_path), device="cpu"), tensor_parallel=2)
+
+
 def test_all_tokens_of_a_step_are_computed_at_once(case: ModelCase) -> None:
     """A trial has compared each layer with its module's own code, which computes one token after another."""
     layers = bind_recurrent(case.model().module)
@@ -197,7 +223,7 @@ def test_hidden_states_are_those_of_the_dense_pass(case: ModelCase) -> None:
     model = AutoModelForCausalLM.from_pretrained(case.directory, dtype=torch.float32).eval()
     layers: list[torch.Tensor] = []
     hook = lambda _, __, output: layers.append(output[0] if isinstance(output, tuple) else output)  # noqa: E731
-    for layer in model.model.layers:
+    for layer in decoder_layers(model):
         layer.register_forward_hook(hook)
     with torch.inference_mode():
         model(torch.tensor([PROMPT]), use_cache=False)
