@@ -22,7 +22,6 @@ MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 6
 MORE_PARAMETERS = {
     "workers/forward/attention.py:paged_attention_forward": "transformers calls every attention function with these",
-    "workers/forward/cuda_graphs.py:__init__": "it assembles the recording of steps, once, from the parts of a runner",
     "cluster/generation/service.py:__init__": "it assembles the service, once, from its parts",
     "cluster/generation/text/tokenizer.py:__init__": "it assembles a tokenizer from what a model directory says",
     "cluster/ingress/http.py:create_app": "it assembles the HTTP API, once, from its parts",

@@ -103,10 +103,14 @@ def _node(
 
 
 def notes(configuration: Configuration, placement: Placement) -> list[str]:
-    """What the table does not say: where drafts are made that have no process of their own, and why."""
-    draft = configuration.draft
+    """What the table does not say: the target's CUDA graphs, and where drafts without a process are made."""
+    draft, found = configuration.draft, []
+    if placement.target.device == "cuda" and configuration.target.compile != "off":
+        from workers.forward.graph_sizes import describe_graphs
+
+        found.append(describe_graphs())
     if draft.weights is None or not placement.drafts_on_target:
-        return []
+        return found
     on_gpu = placement.draft.device == "cuda"
     place = "on a GPU of the target (rank 0)" if on_gpu else "in the target's process (rank 0)"
     if draft.placement == "target":
@@ -114,8 +118,9 @@ def notes(configuration: Configuration, placement: Placement) -> list[str]:
     else:
         reason = "no GPU is left for it" if on_gpu else "it takes less time there"
     return [
+        *found,
         f"the draft {draft.weights.path} drafts {place}: {reason}; its KV pool, draft.{draft.weights_method}.kv, is "
-        "taken before the target's is sized"
+        "taken before the target's is sized",
     ]
 
 

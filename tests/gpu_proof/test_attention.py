@@ -19,8 +19,9 @@ from workers.forward.backends import choice
 from workers.forward.backends.base import AttentionSetting, StepKind, all_backends
 from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.backends.triton import TritonBackend
-from workers.forward.graph_buffers import GraphBuffers, GraphSize
+from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
+from workers.forward.packed_step import PackedBuffers
 from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
@@ -158,7 +159,6 @@ def test_half_precision_is_close(dtype: torch.dtype, stored: torch.dtype | None)
         torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("kind", [StepKind.RAGGED, StepKind.PADDED])
 @pytest.mark.parametrize(("layer", "stored"), [
     (LayerShape(2, 32, heads_per_kv=4), None),
     (LayerShape(1, 40, heads_per_kv=6, latent_dim=32), None),
@@ -168,10 +168,10 @@ def test_half_precision_is_close(dtype: torch.dtype, stored: torch.dtype | None)
     (LayerShape(2, 32, heads_per_kv=4), torch.int8),
     (LayerShape(2, 32, heads_per_kv=4), torch.float8_e4m3fn),
 ])  # fmt: skip
-def test_the_trial_of_the_choice_passes(kind: StepKind, stored: torch.dtype | None, layer: LayerShape) -> None:
+def test_the_trial_of_the_choice_passes(stored: torch.dtype | None, layer: LayerShape) -> None:
     plugins = {plugin.name: plugin for plugin in all_backends()}
     setting = choice._trial_setting(setting_of(Shape(8, 2, 32, 16), torch.float32, stored=stored), layer)
-    assert choice._agrees(plugins["triton"], plugins["sdpa"], setting, kind)
+    assert choice._agrees(plugins["triton"], plugins["sdpa"], setting, StepKind.RAGGED)
 
 
 @pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(4, 4, 32, 64)])
@@ -194,24 +194,36 @@ def test_soft_caps_and_learned_sinks_equal_the_reference(shape: Shape) -> None:
         assert (sunk - capped).abs().max() > 0.05, "the sinks took a share"
 
 
-@pytest.mark.parametrize("size", [GraphSize(4, 16, 32, 20, 32), GraphSize(4, 64, 64, 20, 64)])
-def test_a_row_has_the_same_bits_in_a_cuda_graph(size: GraphSize) -> None:
+@pytest.mark.parametrize("size", [
+    GraphSize(4, 64, 32, 20, 32), GraphSize(4, 64, 64, 25, 64), GraphSize(16, 192, 192, 20, 16),
+])  # fmt: skip
+def test_a_row_has_the_same_bits_in_a_cuda_graph_of_any_size(size: GraphSize) -> None:
     shape = Shape(4, 2, 32, 64)  # the longest row has several splits
     setting = setting_of(shape, torch.float32)
-    rows = rows_of([(37, 1, TREE), (1100, 1, TokenTree.chain(range(5))), (0, 3, EMPTY_TREE)], 64)
+    prompts = [(70, 100, EMPTY_TREE)] if size.has_wide_rows else []
+    rows = rows_of([(37, 1, TREE), (1000, 1, TokenTree.chain(range(5))), (0, 3, EMPTY_TREE), *prompts], 64)
     queries = queries_of(rows, shape, torch.float32)
     backend = TritonBackend(setting)
     expected = attended(backend, rows, queries)
     poison(setting, rows)
-    for stored in (*setting.store.keys, *setting.store.values):
-        stored[POOL] = 0  # the scratch block, which padding rows read
-    buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
+    buffers = PackedBuffers(size, backend, setting.device)
     tokens = range(len(queries))
-    buffers.fill(rows, tokens, [position for row in rows for position in row.positions()], tokens)
-    plan = backend.plan_padded(buffers.step())
-    padded = torch.cat((queries, torch.ones(size.tokens - len(queries), shape.heads, shape.dim, device=DEVICE)))
+    for step in (rows[1:2], rows):  # the data of the first step does not affect the second
+        buffers.fill(step, tokens, [position for row in rows for position in row.positions()], [3])
+    plan = buffers.metadata()
+    padded = torch.cat(
+        (queries, torch.full((size.tokens - len(queries), *queries.shape[1:]), torch.nan, device=DEVICE))
+    )
     for layer, right in enumerate(expected):
         assert torch.equal(backend.attend(layer, padded, plan, None)[: len(queries)], right)
+    before = [one.clone() for one in (*setting.store.keys, *setting.store.values)]
+    backend.write(0, padded[:, :2], padded[:, :2], plan)
+    held = {block for row in rows for block in row.blocks[0]} | {setting.scratch}
+    for stored, earlier in zip((*setting.store.keys, *setting.store.values), before, strict=True):
+        others = [block for block in range(len(stored)) if block not in held]
+        assert torch.equal(stored[others].nan_to_num(7), earlier[others].nan_to_num(7))
+    assert buffers.tokens[0, : len(queries)].tolist() == list(tokens)
+    assert buffers.selected[0] == 3
 
 
 @pytest.mark.parametrize("kv", [None, *STORED_TYPES.values()])

@@ -7,18 +7,22 @@ import copy
 import pytest
 import torch
 
-from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
+from cluster.core.tree import EMPTY_TREE
 from deploy.simulation.device.fake_device import DEVICE, KernelCounter, fake_device
 from deploy.simulation.device.models import MODELS, RankModel, load
 from deploy.simulation.device.prediction import predict
 from deploy.simulation.device.step import Rows, count_step
 from workers.forward import fused_layers, linear
+from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.triton import TritonBackend
 from workers.forward.gpu_product import GpuProduct
-from workers.forward.graph_buffers import GraphBuffers, GraphSize
+from workers.forward.graph_sizes import GraphSize
+from workers.forward.layout import RowShape
+from workers.forward.packed_step import PackedBuffers
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
+from workers.kv.store import KvStore
 
 pytestmark = pytest.mark.slow
 
@@ -54,35 +58,49 @@ def test_an_operation_on_two_devices_raises() -> None:
             torch.ones(2, device=device) + torch.ones(2)
 
 
-def test_a_cuda_graphs_plan_is_computed_on_the_device_without_a_wait() -> None:
+def test_a_cuda_graphs_plan_is_copied_in_one_piece_and_computes_almost_nothing() -> None:
     placements = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, AttentionWindow(100, sinks=4)))
     groups = KvCacheGroups(KvLayout(16), placements, (LayerShape(8, 128, heads_per_kv=4),))
+    rows = [RowShape([range(9 * one, 9 * one + 9)], 100, 8, EMPTY_TREE) for one in range(30)]
+    rows.append(RowShape([range(300, 320)], 0, 200, EMPTY_TREE))
+    size = GraphSize(64, 512, 512, 2048, 256)
     with fake_device() as device, KernelCounter() as counter:
-        buffers = GraphBuffers(GraphSize(64, 8, 512, 2048, 512), groups, BlockId(9), device)
+        setting = AttentionSetting(KvStore(groups, [], []), groups.block_layers * 2, 999, torch.bfloat16, device)
         planning = TritonBackend.__new__(TritonBackend)  # to plan needs neither the pool nor the package triton
-        planning._set_tiles((LayerShape(8, 128),))
-        plan = planning.plan_padded(buffers.step())
-    assert counter.operations
-    assert counter.copies == 0
-    for (queries,) in plan.queries.values():
-        assert queries.items.shape == (64 * 2, 3)
-        assert queries.words.shape == (512, 1)
-    assert [queries.splits for (queries,) in plan.queries.values()] == [64, 3]
+        planning._bind(setting)
+        buffers = PackedBuffers(size, planning, device)
+        counter.operations.clear()
+        buffers.fill(rows, range(440), range(440), range(31))
+        assert (counter.copies, counter.operations) == (1, [])
+        plan = buffers.metadata()
+    assert len(counter.operations) <= 2  # the numbers of a row's blocks
+    for narrow, wide in plan.queries.values():
+        assert narrow.items.shape == ((256 + 3 * 64) // 4, 3)
+        assert wide.items.shape == ((512 + 15 * (512 // 65)) // 16, 3)
+        assert (narrow.words.shape, wide.words.shape) == ((256, 1), (512, 0))
+    assert [narrow.splits for narrow, _ in plan.queries.values()] == [64, 4]
 
 
-@pytest.mark.parametrize(("rows", "launches"), [
-    ((Rows(1, 2048),), 6), ((Rows(8, 2048),), 8), ((Rows(4, 300, nodes=7),), 9), ((Rows(64, 300),), 9),
-    ((Rows(1, 0, fresh=2048),), 9),
-    ((Rows(3, 700), Rows(1, 64, fresh=500), Rows(2, 90, nodes=3)), 10),
-], ids=["decode", "batch", "verify", "large batch", "prompt", "mixed"])  # fmt: skip
-def test_a_step_runs_whole(rows: tuple[Rows, ...], launches: int) -> None:
+@pytest.mark.parametrize(("rows", "launches", "is_captured"), [
+    ((Rows(1, 2048),), 6, True), ((Rows(8, 2048),), 8, True), ((Rows(4, 300, nodes=7),), 9, True),
+    ((Rows(64, 300),), 9, True), ((Rows(1, 0, fresh=300),), 10, True), ((Rows(1, 0, fresh=2048),), 9, False),
+    ((Rows(3, 700), Rows(1, 64, fresh=400), Rows(2, 90, nodes=3)), 10, True),
+    ((Rows(32, 700), Rows(1, 64, fresh=1024)), 10, False),
+], ids=["decode", "batch", "verify", "large batch", "prompt", "long prompt", "mixed", "large mixed"])  # fmt: skip
+def test_a_step_runs_whole(rows: tuple[Rows, ...], launches: int, is_captured: bool) -> None:
     """A layer launches four products, a rotation and attention, one or two kernels; for more rows than four two norms,
-    for more than sixteen a gate."""
+    for more than sixteen a gate.
+
+    Where the step fits a CUDA graph, the host launches nothing but that: it copies the step to the device, once.
+    """
     step = count_step(SMALL, rows)
     assert step.layer_kernels == launches
     assert step.eager_launches >= len(step.kernels) > LAYERS
     tokens = sum(kind.count * (kind.fresh + kind.nodes) for kind in rows)
     assert step.flops >= 2 * (step.weight_bytes // 2 - 128256 * 4096) * tokens
+    assert (step.is_captured, step.beside) == (is_captured, 0)
+    assert step.copies == (1 if is_captured else 4)
+    assert 0.8 < step.share <= 1
 
 
 def test_a_decoding_step_reads_little_more_than_weights_and_keys_and_values() -> None:

@@ -1,6 +1,7 @@
-"""Forward passes of recurring sizes, captured once as CUDA graphs and replayed.
+"""Forward passes of the sizes in a list, captured as CUDA graphs before the first request, and replayed.
 
 A decoding pass consists of hundreds of small kernels, and launching them one by one takes longer than running them.
+Nothing is captured while serving.
 The code does not depend on CUDA: the capture function is a parameter.
 """
 
@@ -8,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,25 +20,23 @@ import torch
 from workers.forward.attention import StepPlan
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend
-from workers.forward.graph_buffers import (
-    DEFAULT_LIMITS,
-    GraphBuffers,
-    GraphLimits,
+from workers.forward.graph_buffers import GraphBuffers
+from workers.forward.graph_sizes import (
+    LONGEST,
+    WORD,
     GraphSize,
-    decode_graph_sizes,
-    graph_size,
+    gathered_graph_sizes,
+    packed_graph_sizes,
+    padded_graph_sizes,
+    smallest_graph,
 )
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel, PassOutput
+from workers.forward.packed_step import PackedBuffers
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
 
 logger = logging.getLogger(__name__)
-
-_CAPTURE_AFTER = 8
-_MOST_GRAPHS = 192
-_WARM_ROWS = 64
-_WARM_TOKENS = 2048  # most tokens of a row at warm-up; longer rows are captured when they occur
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepPlan, PartialPass], PassOutput]
 """(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, plan, parts) → output of the pass."""
@@ -51,7 +50,7 @@ _Key = tuple[GraphSize, PartialPass]
 
 @dataclass(frozen=True, slots=True)
 class _CapturedGraph:
-    buffers: GraphBuffers
+    buffers: GraphBuffers | PackedBuffers
     replay: Replay
     output: PassOutput  # written by each replay
 
@@ -74,30 +73,21 @@ class CudaGraphRunner:
         capture: GraphCapture,
         setting: AttentionSetting,
         attention: ChosenBackend,
-        bounds: GraphLimits = DEFAULT_LIMITS,
-        capture_after: int = _CAPTURE_AFTER,
+        sizes: Sequence[GraphSize],
         ranks: int = 1,
     ) -> None:
-        """Capture a size when it occurs for the `capture_after`th time.
-
-        With several `ranks`, all of them run the same steps, and agree on each capture.
-        """
+        """`warm_up` captures these sizes, given in ascending order. Several `ranks` agree on each capture."""
         self._ranks = ranks
         self._compute = compute
         self._capture = capture
         self._setting = setting
         self._attention = attention
-        self._bounds = bounds
-        self._capture_after = capture_after
-        self._blocks = 0
-        """Blocks per row, fixed for all sizes, if the backend skips those that a row does not use; else 0."""
-        if attention.capabilities.skips_unused_blocks:  # no row has more blocks than the pool
-            self._blocks = min(bounds.longest // setting.block_size, setting.blocks)
-        self._times_seen: Counter[_Key] = Counter()
+        self._sizes = tuple(sizes)
         self._captured: dict[_Key, _CapturedGraph] = {}
+        self._ready: dict[PartialPass, list[GraphSize]] = {}
+        """The captured sizes of each part of the model, in ascending order."""
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
-        self._refused: set[_Key] = set()
         self._given_up = False
 
     def run(
@@ -108,59 +98,62 @@ class CudaGraphRunner:
         selected: Sequence[int],
         partial: PartialPass = WHOLE,
     ) -> PassOutput | None:
-        """Replay a step. Returns the output of at least `selected` logits, valid until the next step, or `None`."""
-        block_size = self._setting.block_size
-        size = graph_size(rows, len(selected), block_size, self._bounds, self._blocks)
+        """Replay a step. Returns the output of at least `selected` logits, valid until the next step.
+
+        `None`: the step fits no captured graph.
+        """
+        size = smallest_graph(self._ready.get(partial, ()), rows, len(selected), self._setting.block_size)
         if size is None:
             return None
-        key = size, partial
-        if key not in self._captured:
-            self._times_seen[key] += 1
-            if self._times_seen[key] < self._capture_after or not self.capture(size, partial):
-                return None
-        captured = self._captured[key]
+        captured = self._captured[size, partial]
         captured.buffers.fill(rows, tokens, positions, selected)
         captured.replay()
         hidden = captured.output.hidden
         return PassOutput(captured.output.logits, None if hidden is None else hidden[: len(tokens)])
 
-    def warm_up(self, longest: int) -> None:
-        """Capture the passes of plain decoding, for sequences of up to `longest` tokens."""
+    def size(self, rows: Sequence[RowShape], selected: int) -> GraphSize | None:
+        """The size in which these rows run with so many logits, once it is captured; `None` if they fit none."""
+        return smallest_graph(self._sizes, rows, selected, self._setting.block_size)
+
+    def warm_up(self, partials: Iterable[PartialPass] = ()) -> None:
+        """Capture all sizes, the largest first, whose memory the others use. Call this on all ranks.
+
+        Of `partials`, with which drafts are computed, the sizes without wide rows are captured.
+        """
         begun = time.perf_counter()
-        block_size = self._setting.block_size
-        sizes = decode_graph_sizes(block_size, min(longest, _WARM_TOKENS), _WARM_ROWS, self._bounds, self._blocks)
-        for number, size in enumerate(sizes, start=1):
-            self.capture(size)
+        keys = [(size, WHOLE) for size in self._sizes]
+        keys += [(size, part) for part in partials for size in self._sizes if size.queries <= WORD]
+        keys.sort(key=lambda key: key[0].order(), reverse=True)
+        for size, partial in keys:
             if self._given_up:
-                return
-            if size.rows == 1:
-                seconds = time.perf_counter() - begun
-                logger.info("captured %d of %d decoding passes in %.1f s", number, len(sizes), seconds)
+                break
+            self.capture(size, partial)
+        seconds = time.perf_counter() - begun
+        logger.info("captured %d of %d passes as CUDA graphs in %.1f s", len(self._captured), len(keys), seconds)
 
     @torch.inference_mode()
     def capture(self, size: GraphSize, partial: PartialPass = WHOLE) -> bool:
         """Capture a pass of this size over padding only. Returns whether it is captured, the same on all ranks."""
-        key = size, partial
-        if key in self._captured:
-            return True
-        if self._given_up or key in self._refused or len(self._captured) >= _MOST_GRAPHS:
-            return False
         found = self._attempt(size, partial)
         own = found if isinstance(found, _Outcome) else _Outcome.CAPTURED
         agreed = _Outcome(least_of_all_ranks(own, self._ranks))
         if agreed is not own:
             logger.warning("passes of %s are not captured as a CUDA graph, because another rank cannot", size)
         if agreed is _Outcome.CAPTURED and isinstance(found, _CapturedGraph):
-            self._captured[key] = found
+            self._captured[size, partial] = found
+            insort(self._ready.setdefault(partial, []), size, key=GraphSize.order)
             return True
-        self._refused.add(key)
         self._given_up = agreed is _Outcome.NONE_AT_ALL
         return False
 
     def _attempt(self, size: GraphSize, partial: PartialPass) -> _CapturedGraph | _Outcome:
         """Capture a pass on this rank. Logs why it cannot be captured."""
         setting = self._setting
-        buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
+        buffers: GraphBuffers | PackedBuffers
+        if self._attention.capabilities.packs_steps:
+            buffers = PackedBuffers(size, self._attention.backend, setting.device)
+        else:
+            buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
         buffers.fill((), (), (), ())
         try:
             example = try_together(lambda: self._pass(buffers, partial), self._ranks)
@@ -182,9 +175,12 @@ class CudaGraphRunner:
             return _Outcome.NONE_AT_ALL
         return _CapturedGraph(buffers, replay, output)
 
-    def _pass(self, buffers: GraphBuffers, partial: PartialPass) -> PassOutput:
+    def _pass(self, buffers: GraphBuffers | PackedBuffers, partial: PartialPass) -> PassOutput:
         backend = self._attention.backend
-        plan = StepPlan(backend, backend.plan_padded(buffers.step()))
+        if isinstance(buffers, PackedBuffers):
+            plan = StepPlan(backend, buffers.metadata())
+        else:
+            plan = StepPlan(backend, backend.plan_padded(buffers.step()))
         return self._compute(buffers.tokens, buffers.positions, buffers.selected, plan, partial)
 
     def _output_buffers(self, example: PassOutput) -> PassOutput:
@@ -241,9 +237,32 @@ def _forbid_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def make_graph_runner(model: LoadedModel, setting: AttentionSetting, compute: Compute) -> CudaGraphRunner | None:
-    """A graph runner for a model that uses CUDA graphs; `None` for other models."""
+def make_graph_runner(
+    model: LoadedModel,
+    setting: AttentionSetting,
+    compute: Compute,
+    attention: ChosenBackend | None,
+    capture: GraphCapture | None = None,
+) -> CudaGraphRunner | None:
+    """A graph runner for a model that uses CUDA graphs; `None` for other models.
+
+    `attention` computes steps outside of graphs, and if it packs steps, also those inside. `capture` is CUDA's unless
+    given.
+    """
     if not model.uses_cuda_graphs:
         return None
-    attention = choose_backend(setting, StepKind.PADDED, model.tensor_parallel)
-    return CudaGraphRunner(compute, CudaGraphCapture(model.device), setting, attention, ranks=model.tensor_parallel)
+    if attention is None or not attention.capabilities.packs_steps:
+        attention = choose_backend(setting, StepKind.PADDED, model.tensor_parallel)
+    sizes = graph_sizes(setting, attention, model.max_context_len)
+    capture = capture or CudaGraphCapture(model.device)
+    return CudaGraphRunner(compute, capture, setting, attention, sizes, model.tensor_parallel)
+
+
+def graph_sizes(setting: AttentionSetting, attention: ChosenBackend, longest: int) -> list[GraphSize]:
+    """The sizes that are captured, in ascending order, for rows of up to `longest` tokens."""
+    blocks = min(-(-min(longest, LONGEST) // setting.block_size), setting.blocks)  # no row has more than the pool
+    if attention.capabilities.packs_steps:
+        return packed_graph_sizes(blocks)
+    if attention.capabilities.skips_unused_blocks:
+        return padded_graph_sizes(blocks)
+    return gathered_graph_sizes(setting.block_size, longest)

@@ -1,4 +1,4 @@
-"""The input buffers of a CUDA graph: tensors of fixed size that every step of that size is copied into.
+"""The input buffers of a CUDA graph whose rows have one width: every step of its size is copied into them.
 
 The rest of the buffers is padding. Padding tokens are stored in a scratch block that no sequence holds, padding rows
 read this block, and their results are not used.
@@ -7,7 +7,6 @@ read this block, and their results are not used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -15,94 +14,11 @@ import torch
 
 from cluster.core.ids import BlockId
 from cluster.core.tree import ROOT
+from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape, blocks_read, slots_of
-from workers.forward.padded_step import WORD, PaddedStep, RowPadding, VisibilityMask, WindowBlocks
-from workers.forward.weights.plain import padded_rows
+from workers.forward.padded_step import PaddedStep, RowPadding, VisibilityMask, WindowBlocks
 from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.transfer import IntegerArray
-
-_FEWEST_BLOCKS = 8
-_TREE_WIDTH = 16
-
-
-@dataclass(frozen=True, slots=True)
-class GraphLimits:
-    """Largest sizes to capture. In larger steps the kernels take longer than their launches, so graphs gain nothing."""
-
-    rows: int = 128
-    tokens: int = 1024
-    """Total of all rows."""
-    keys: int = 1 << 17
-    """Keys that all rows read, with the shorter rows padded to the longest."""
-    longest: int = 1 << 15
-    """Tokens of a row if the attention backend skips the blocks that a row does not use."""
-
-
-DEFAULT_LIMITS = GraphLimits()
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSize:
-    """The size of a graph. The numbers of rows, of tokens per row and of blocks per row are powers of two."""
-
-    rows: int
-    queries: int
-    """Tokens per row."""
-    tokens: int
-    """Total of all rows."""
-    blocks: int
-    """Blocks per row."""
-    selected: int
-    """Tokens with logits: one per row, or all tokens."""
-
-
-def graph_size(
-    rows: Sequence[RowShape],
-    selected: int,
-    block_size: int,
-    bounds: GraphLimits = DEFAULT_LIMITS,
-    fixed_blocks: int = 0,
-) -> GraphSize | None:
-    """The smallest graph that fits these rows with `selected` logits; `None` if they fit none.
-
-    With `fixed_blocks` every row has this number of blocks: the attention backend skips the unused ones.
-    """
-    queries = _power(max(row.width for row in rows))
-    number = _power(len(rows))
-    # One token per row needs no packing: token and row are the same.
-    tokens = number if queries == 1 else max(number, padded_rows(sum(row.width for row in rows)))
-    used = max(-(-row.end // block_size) for row in rows)
-    blocks = fixed_blocks or max(_FEWEST_BLOCKS, _power(used))
-    if queries > WORD or number > bounds.rows or tokens > bounds.tokens or used > blocks:
-        return None
-    if not fixed_blocks and number * blocks * block_size > bounds.keys:
-        return None
-    return GraphSize(number, queries, tokens, blocks, number if selected <= number else tokens)
-
-
-def decode_graph_sizes(
-    block_size: int, longest: int, most_rows: int, bounds: GraphLimits = DEFAULT_LIMITS, fixed_blocks: int = 0
-) -> list[GraphSize]:
-    """The graph sizes for decoding up to `most_rows` rows of up to `longest` tokens, largest first.
-
-    With `fixed_blocks` (see `graph_size`) there are few sizes, and each number of tokens per row needs a compiled
-    kernel. So the sizes of small trees are included.
-    """
-    row_counts = _powers(1, min(most_rows, bounds.rows))
-    if fixed_blocks:
-        return [
-            GraphSize(rows, width, rows * width, fixed_blocks, rows * width)
-            for width in _powers(1, _TREE_WIDTH)
-            for rows in row_counts
-            if rows * width <= bounds.tokens
-        ][::-1]
-    most_blocks = max(_FEWEST_BLOCKS, _power(-(-longest // block_size)))
-    return [
-        GraphSize(rows, 1, rows, blocks, rows)
-        for blocks in _powers(_FEWEST_BLOCKS, most_blocks)
-        for rows in row_counts
-        if rows * blocks * block_size <= bounds.keys
-    ][::-1]
 
 
 class GraphBuffers:
@@ -139,15 +55,14 @@ class GraphBuffers:
         shapes: list[tuple[int, ...]] = [(tokens,), (tokens,), (self.size.selected,)]
         shapes += [(self._kv_groups.layout.tables, tokens), (tokens,), (rows,), (rows,), (rows,)]
         for window, tables in self._tables.items():
-            shapes += [(len(tables), rows, self._blocks_of(window)), (rows,), (rows,), (rows,), (tokens,)]
+            shapes += [
+                (len(tables), rows, self.size.blocks_of(window, self._block_size)),
+                (rows,),
+                (rows,),
+                (rows,),
+                (tokens,),
+            ]
         return shapes
-
-    def _blocks_of(self, window: AttentionWindow) -> int:
-        """Largest number of blocks that a row's tokens see through this window."""
-        if window.size is None:
-            return self.size.blocks
-        size = self._block_size
-        return min(self.size.blocks, -(-window.sinks // size) + (window.size + self.size.queries) // size + 2)
 
     def fill(
         self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
@@ -239,13 +154,3 @@ def _visible_bits(row: RowShape, window: AttentionWindow) -> list[int]:
                     word &= ~(1 << other)
         words.append(word)
     return words
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-def _powers(first: int, last: int) -> list[int]:
-    """The powers of two from `first` to `last`."""
-    return [1 << exponent for exponent in range(first.bit_length() - 1, last.bit_length())]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from cluster.core.request import USUAL_SCORING, BeamScoring
+from workers.forward.graph_sizes import LONGEST, MOST_TOKENS
 from workers.forward.layout import RowShape
 from workers.forward.partial_pass import WHOLE, PartialPass
+from workers.forward.triton.tiles import SPLIT_KEYS
 from workers.kv.pool import KvPool
 from workers.kv.spec import KvCacheSpec, LayerShape
 from workers.kv.state_slots import StateShape
@@ -165,4 +167,17 @@ class LoadedModel:
             int(self.uses_cuda_graphs),
             has_sources=self.source is not None,
             states=self.states,
+            reserved_bytes=self.graph_bytes if self.uses_cuda_graphs else 0,
         )
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of the device that its CUDA graphs need: those of the largest, since all graphs share them.
+
+        These are the logits, in the graph and as its result, the sums of attention's splits, and what layers compute,
+        of which 32 numbers for each of a hidden state are taken to live at once.
+        """
+        splits = -(-min(LONGEST, self.max_context_len) // SPLIT_KEYS)
+        sums = max(one.kv_heads * one.heads_per_kv * (one.value_dim + 2) for one in self.layers) * splits * 4
+        logits = 2 * self.vocabulary_size // self.tensor_parallel * self.dtype.itemsize
+        return MOST_TOKENS * (sums + logits + 32 * self.hidden_size * self.dtype.itemsize)

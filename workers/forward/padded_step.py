@@ -10,10 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from cluster.core.ids import BlockId
+from workers.forward.graph_sizes import WORD
 from workers.kv.groups import AttentionWindow
-
-WORD = 64
-"""Bits per word: one word says which tokens of its row a token sees. Rows are at most this wide."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

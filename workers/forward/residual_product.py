@@ -24,7 +24,7 @@ from workers.forward.projections import Gated
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 1024
-"""Most rows that the kernel multiplies: the tokens of the largest CUDA graph (`GraphLimits.tokens`)."""
+"""Most rows that the kernel multiplies: those of every CUDA graph (`graph_sizes.MOST_TOKENS`) among them."""
 _TRIAL_ROWS = (1, 4, 5, 16, 17, 64, 65, 128, 129)
 """Rows of the products of a trial: each kind of launch, with full tiles and others."""
 _TIMED_ROWS = (1, 4, 8, 64)

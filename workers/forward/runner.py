@@ -15,7 +15,7 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend
-from workers.forward.cuda_graphs import CudaGraphRunner, make_graph_runner
+from workers.forward.cuda_graphs import CudaGraphRunner, GraphCapture, make_graph_runner
 from workers.forward.layout import RowShape, SourceShape, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
@@ -70,8 +70,10 @@ class ModelRunner:
         pool: KvPool,
         taps: tuple[int, ...] = (),
         attention: ChosenBackend | None = None,
+        capture: GraphCapture | None = None,
     ) -> None:
-        """`taps`: see `hidden`. `attention` is what `choose_attention` returned, if it was called before.
+        """`taps`: see `hidden`. `attention` is what `choose_attention` returned, if it was called before. Graphs are
+        CUDA's unless `capture` is given.
 
         Raises `ConfigurationError` for a tap that the model does not have.
         """
@@ -89,9 +91,12 @@ class ModelRunner:
         self._paged = bind(model.module)
         self._recurrent = bind_recurrent(model.module) if model.states else None
         self._attention = attention or choose_attention(model, pool)
-        self._graphs: CudaGraphRunner | None = None
+        self._partials: list[PartialPass] = []
+        self.graphs: CudaGraphRunner | None = None
+        """Passes that `warm_up` captures as CUDA graphs."""
         if model.native is None:
-            self._graphs = make_graph_runner(model, attention_setting(model, pool), self._compute)
+            setting = attention_setting(model, pool)
+            self.graphs = make_graph_runner(model, setting, self._compute, self._attention, capture)
         else:
             model.native.bind(pool)
 
@@ -108,8 +113,12 @@ class ModelRunner:
             finally:
                 self._pool.release(table)
             logger.info("warm-up of a step of %d tokens took %.1f s", width, time.perf_counter() - begun)
-        if self._graphs is not None:
-            self._graphs.warm_up(self._model.max_context_len)
+        if self.graphs is not None:
+            self.graphs.warm_up(self._partials)
+
+    def expect(self, partial: PartialPass) -> None:
+        """Let `warm_up` prepare passes of this part of the model too."""
+        self._partials.append(partial)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[ForwardRow], options: PassOptions = WHOLE_PASS) -> torch.Tensor:
@@ -233,8 +242,8 @@ class ModelRunner:
             taps = self._taps if options.with_taps and options.partial is WHOLE else ()
             return self._model.native.compute(tokens, selected, shapes, options, taps)
         positions = [position for shape in shapes for position in shape.positions()]
-        if self._graphs is not None and options.inputs is None:
-            replayed = self._graphs.run(shapes, tokens, positions, selected, options.partial)
+        if self.graphs is not None and options.inputs is None:
+            replayed = self.graphs.run(shapes, tokens, positions, selected, options.partial)
             if replayed is not None:
                 return replayed
         ids, position_ids, chosen = (to_device(values, device) for values in (tokens, positions, selected))

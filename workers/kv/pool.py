@@ -45,13 +45,13 @@ _Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
 
 
 def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool = False) -> int:
-    """Number of blocks that fit into the configured bytes, or the fraction of free memory, on this rank.
+    """Number of blocks that fit into the configured bytes, or the fraction of unreserved free memory, on this rank.
 
     Raises `ConfigurationError` if not even one fits.
     """
     budget = section.pool_bytes
     if budget is None:
-        budget = int(_free_bytes(spec.device) * section.memory_fraction)
+        budget = int(max(0, _free_bytes(spec.device) - spec.reserved_bytes) * section.memory_fraction)
     if spec.states:
         needed = state_bytes(spec, section)
         if needed >= budget:

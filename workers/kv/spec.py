@@ -64,3 +64,5 @@ class KvCacheSpec:
     """Whether tables hold sources as well, which all layers read whole: no block leaves a window."""
     states: tuple[StateShape, ...] = ()
     """The states of recurrent layers, which each sequence has besides its blocks."""
+    reserved_bytes: int = 0
+    """Bytes of the device that a pool leaves before it takes its share of the free memory."""

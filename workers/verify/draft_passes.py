@@ -69,6 +69,7 @@ class PartialEngine:
         norm = torch.tensor(part.exit_norm, dtype=torch.float32, device=model.device) if part.exit_norm else None
         partial = PartialPass(part.layers, part.skip_attention, part.skip_mlp, norm)
         partial.check(self.layers, model.hidden_size, model.device)
+        self.runner.expect(partial)
         return EngineDraftPasses(self, partial)
 
 

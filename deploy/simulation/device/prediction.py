@@ -74,7 +74,7 @@ def predict(step: StepCount, device: Device = H100) -> Prediction:
     reduced = sum(_reduce_seconds(count, device) for count in step.all_reduces)
     sampling = sum(count * (work + device.launch_seconds) for name, work, count in works if name in _SAMPLING)
     moved = step.weight_bytes + step.kv_bytes + step.state_bytes
-    floor = max(moved / device.bytes_per_second, step.flops / device.flops_per_second)
+    floor = max(moved / device.bytes_per_second, step.flops * step.share / device.flops_per_second)
     eager = _seconds(step.sequence, device, in_graph=False)
     seconds = _seconds(step.sequence, device, in_graph=True) if step.is_captured else eager
     return Prediction(seconds, eager, floor, reduced, sampling)
@@ -130,7 +130,7 @@ def prediction_table(model: RankModel) -> Table:
         kind = "bfloat16, experts in MXFP4" if model.has_mxfp4 else "bfloat16"
         kind += "" if model.kv_dtype == "auto" else f", keys and values in {model.kv_dtype}"
         compiled = (
-            "" if step.is_fused else ", layers compiled" if step.is_captured else ", neither compiled nor captured"
+            "" if step.is_fused else ", neither compiled nor captured" if step.state_bytes else ", layers compiled"
         )
         table.title = f"{model.name}{part} in {kind} on H100{compiled}: predicted"
         table.add_row(

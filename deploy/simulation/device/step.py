@@ -20,15 +20,17 @@ from workers.forward.backends.triton import CAPABILITIES, TritonBackend, TritonS
 from workers.forward.expert_choice import ExpertChoice
 from workers.forward.experts import ExpertMatrices, FastExperts, is_mixture, matrices_of
 from workers.forward.fused_layers import fuse_layers, has_known_layers
+from workers.forward.graph_sizes import WORD
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.layout import RowShape
 from workers.forward.linear import FastLinear, sum_outputs
+from workers.forward.loaded_model import LoadedModel
 from workers.forward.projections import Gated, Projections
 from workers.forward.recurrence.plan import RecurrencePlan
 from workers.forward.recurrent import Products, Recurrent, RecurrentLayers, bind_recurrent
 from workers.forward.residual_product import GATED_ROWS
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
-from workers.forward.triton.tiles import MOST_NORMALIZED
+from workers.forward.triton.tiles import MOST_NORMALIZED, SPLIT_KEYS
 from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
@@ -79,7 +81,11 @@ class StepCount:
     state_bytes: int = 0
     """Bytes of the states of recurrent layers that the step has to read and write."""
     is_captured: bool = True
-    """Whether the model's pass is a CUDA graph. With recurrent layers it is not, and nothing is compiled."""
+    """Whether the model's pass is a CUDA graph. Larger steps and recurrent layers have none; these are not compiled."""
+    beside: int = 0
+    """Kernels that the host launches beside the graph before the decisions."""
+    share: float = 1.0
+    """The step's tokens as a share of those that are computed; the rest pads the graph."""
 
     @property
     def launches(self) -> int:
@@ -111,15 +117,10 @@ class _CountedAttention(TritonBackend):
     """The Triton backend, which plans as ever, and counts launches instead of making them."""
 
     def __init__(self, setting: AttentionSetting, counter: KernelCounter) -> None:
-        self._store, self._device = setting.store, setting.device
-        self._set_tiles(setting.layers)
+        self._bind(setting)
         self._counter = counter
-        self._rows: Sequence[RowShape] = ()
+        self.rows: Sequence[RowShape] = ()
         self.kv_bytes = 0
-
-    def plan(self, rows: Sequence[RowShape]) -> TritonStep:
-        self._rows = rows
-        return super().plan(rows)
 
     def attend(
         self,
@@ -132,14 +133,15 @@ class _CountedAttention(TritonBackend):
         heads, dim, element, of_value = queries.shape[1], queries.shape[2], queries.element_size(), shape.value_dim
         own = len(queries) * heads * (dim + of_value) * element
         size = placement.window.size
-        read = sum(row.end if size is None else min(row.end, row.width + size) for row in self._rows)
+        read = sum(row.end if size is None else min(row.end, row.width + size) for row in self.rows)
         token = self._token_bytes(layer, element)
         read *= token
-        seen = sum(_seen(row, size) for row in self._rows)
-        self.kv_bytes += read + len(queries) * token
+        seen = sum(_seen(row, size) for row in self.rows)
+        self.kv_bytes += read + sum(row.width for row in self.rows) * token
         for index, plan in enumerate(metadata.queries[placement.window]):
             first = index == 0
-            parts = plan.splits * len(plan.tokens) * heads * (of_value + 2) * _FLOAT_BYTES if plan.splits > 1 else 0
+            splits = sum(_split_queries(row, size) for row in self.rows) if not plan.is_wide else 0
+            parts = splits * heads * (of_value + 2) * _FLOAT_BYTES
             flops = 2 * heads * (dim + of_value) * seen * first
             self._counter.add(Kernel("attend_tiles", (own + read) * first + 2 * parts, flops))
         return queries.new_empty((*queries.shape[:2], of_value))
@@ -331,26 +333,36 @@ class _CountedStates:
 def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
     """Run a step of one rank on the fake device, decisions included, and count what it does.
 
-    Every step attends by the Triton kernels.
+    Every step attends by the Triton kernels. A step that fits a CUDA graph is counted as it is captured, padding
+    included, and then replayed.
     Raises what PyTorch raises where a tensor is on the wrong device or the host would wait.
     """
     with fake_device() as device:
         loaded, weight_bytes = load(model, device)
-        counter = KernelCounter()
+        loaded = replace(loaded, uses_cuda_graphs=not loaded.states)
         section = KvSection(block_size=16, dtype=model.kv_dtype, sequences=_MOST_SEQUENCES, prefix_cache=False)
         tokens = sum(kind.count * (kind.stored + kind.fresh + kind.nodes + section.block_size) for kind in rows)
         tables = group_layers(loaded.kv_spec, section, truncatable=False).layout.tables
         pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size) * tables)
-        attention = _CountedAttention(attention_setting(loaded, pool), counter)
-        runner = ModelRunner(loaded, pool, attention=ChosenBackend("triton", attention, CAPABILITIES))
-        experts = _count_experts(loaded.module, model, counter)
-        _sum_outputs(loaded.module, model)
+        pass_ = _CountedPass(model, loaded, pool)
+        counter, runner = pass_.counter, pass_.runner
         is_fused = not loaded.states and fuse_layers(loaded.module, _CountedKernels(counter))
         if (recurrent := bind_recurrent(loaded.module)) is not None:
             _CountedStates(recurrent, counter)
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
-        with _all_reduces(loaded.module, model, counter), _regions(loaded.module, counter) as begins, counter:
-            logits = runner.forward(batch)
+        pass_.attention.rows = shapes = [row.shape for row in batch]
+        width = sum(row.width for row in shapes)
+        size = None if runner.graphs is None else runner.graphs.size(shapes, sum(len(row.select) for row in batch))
+        beside = KernelCounter()
+        if runner.graphs is None or size is None:
+            pass_.count(lambda: runner.forward(batch))
+        else:
+            runner.graphs.capture(size)
+            with beside:
+                runner.forward(batch)
+        outputs = loaded.module.get_output_embeddings()
+        selected = sum(len(row.select) for row in batch)
+        logits = torch.empty((selected, outputs.out_features), dtype=loaded.dtype, device=device)
         counter.add(*_decisions(logits, rows))
         if model.ranks > 1:  # each rank's best scores and tokens
             counter.add(Kernel(ALL_REDUCE, len(logits) * 2 * 8), Kernel(WAIT, 0))
@@ -358,14 +370,46 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         return StepCount(
             sequence=tuple(counter.fused() if is_compiled else counter.eager()),
             eager_launches=sum(kernel.count for kernel in counter.eager()),
-            layer_kernels=_usual_layer(counter, begins, is_compiled),
-            copies=counter.copies,
-            weight_bytes=weight_bytes + sum(one.read for one in experts),
-            kv_bytes=attention.kv_bytes,
+            layer_kernels=_usual_layer(counter, pass_.begins, is_compiled),
+            copies=counter.copies + beside.copies,
+            weight_bytes=weight_bytes + sum(one.read for one in pass_.experts),
+            kv_bytes=pass_.attention.kv_bytes,
             is_fused=is_fused,
             state_bytes=0 if pool.states is None else pool.states.size * _state_moves(rows),
-            is_captured=is_compiled,
+            is_captured=size is not None,
+            beside=len(beside.operations),
+            share=1.0 if size is None else width / size.tokens,
         )
+
+
+class _CountedPass:
+    """A runner whose passes are counted. It stands for the capture of CUDA graphs: a replay launches nothing."""
+
+    def __init__(self, model: RankModel, loaded: LoadedModel, pool: KvPool) -> None:
+        self.counter = KernelCounter()
+        self.attention = _CountedAttention(attention_setting(loaded, pool), self.counter)
+        self.runner = ModelRunner(
+            loaded, pool, attention=ChosenBackend("triton", self.attention, CAPABILITIES), capture=self.capture
+        )
+        self.experts = _count_experts(loaded.module, model, self.counter)
+        _sum_outputs(loaded.module, model)
+        self.begins: list[int] = []
+        """The number of operations before each layer."""
+        self._model, self._module = model, loaded.module
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.count(function)
+        return lambda: None
+
+    def count(self, function: Callable[[], object]) -> None:
+        """Call the function, and count what it launches in place of what was launched before."""
+        self.attention.kv_bytes = 0
+        self.counter.operations.clear()
+        for one in self.experts:
+            one.read = 0
+        counter = self.counter
+        with _all_reduces(self._module, self._model, counter), _regions(self._module, counter) as self.begins, counter:
+            function()
 
 
 def _state_moves(rows: Sequence[Rows]) -> int:
@@ -418,6 +462,13 @@ def _seen(row: RowShape, window: int | None) -> int:
     """Pairs of a query of a row and a position that it sees."""
     ends = range(row.stored_len + 1, row.end + 1)
     return sum(ends) if window is None else sum(min(end, window) for end in ends)
+
+
+def _split_queries(row: RowShape, window: int | None) -> int:
+    """The splits of each query of a row whose keys are divided, together: each is written, read and joined."""
+    keys = row.end if window is None else min(row.end, row.width + window)
+    splits = -(-keys // SPLIT_KEYS)
+    return row.width * splits if row.width <= WORD and splits > 1 else 0
 
 
 def _forward_rows(pool: KvPool, kind: Rows) -> Iterator[ForwardRow]:

@@ -22,6 +22,7 @@ from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.sdpa import CAPABILITIES, SdpaBackend
 from workers.forward.cuda_graphs import Compute, CudaGraphRunner, GraphCapture
+from workers.forward.graph_sizes import GraphSize
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import OUT_OF_WINDOW, BlockTable
@@ -109,29 +110,40 @@ def gathering(setting: AttentionSetting) -> ChosenBackend:
     return ChosenBackend("sdpa", SdpaBackend(setting), CAPABILITIES)
 
 
+SIZES = [
+    GraphSize(rows, width, rows * width, blocks, rows * width)
+    for width in (1, 2, 8, 32, 64)
+    for rows in (1, 4)
+    for blocks in (8, 32)
+]
+"""Sizes of graphs for all steps of `scenario` and `decode_with_trees`, ascending."""
+
+
 def open_bench(
     directory: Path,
     record: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     taps: tuple[int, ...] = (),
     attention: Callable[[AttentionSetting], ChosenBackend] = gathering,
-    **options: object,
+    sizes: Sequence[GraphSize] = SIZES,
 ) -> Bench:
-    """A bench for the model in `directory`. With `record` it replays graphs, with `attention`."""
+    """A bench for the model in `directory`. With `record` it replays graphs of these `sizes`, with `attention`."""
     model = replace(
         load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
     )
     pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100)
     made: list[CudaGraphRunner] = []
 
-    def graphed(_: object, setting: AttentionSetting, compute: Compute) -> CudaGraphRunner | None:
+    def graphed(_: object, setting: AttentionSetting, compute: Compute, *__: object) -> CudaGraphRunner | None:
         if record is None:
             return None
-        made.append(CudaGraphRunner(compute, record, setting, attention(setting), **options))
+        made.append(CudaGraphRunner(compute, record, setting, attention(setting), sizes))
         return made[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runners, "make_graph_runner", graphed)
         runner = ModelRunner(model, pool, taps)
+    if made:
+        made[0].warm_up()
     return Bench(pool, runner, made[0] if made else None)
 
 
@@ -167,19 +179,30 @@ def open_engine(
     record: GraphCapture | None,
     device: str = "cpu",
     make_decider: Callable[[LoadedModel], Decider] = lambda _: LocalDecider(),
+    attention: Callable[[AttentionSetting], ChosenBackend] = gathering,
+    sizes: Sequence[GraphSize] = SIZES,
 ) -> TargetEngine:
-    """An engine for the model in `directory`. With `record` it replays graphs."""
+    """An engine for the model in `directory`. With `record` it replays graphs of these `sizes`, with `attention`."""
     model = replace(
         load_model(ModelSection.model_validate({"path": str(directory), "device": device, "native": "off"})),
         uses_cuda_graphs=record is not None,
     )
 
-    def graphed(_: object, setting: AttentionSetting, compute: Compute) -> CudaGraphRunner | None:
-        return record and CudaGraphRunner(compute, record, setting, gathering(setting), capture_after=2)
+    made: list[CudaGraphRunner] = []
+
+    def graphed(_: object, setting: AttentionSetting, compute: Compute, *__: object) -> CudaGraphRunner | None:
+        if record is None:
+            return None
+        made.append(CudaGraphRunner(compute, record, setting, attention(setting), sizes))
+        return made[0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runners, "make_graph_runner", graphed)
-        return TargetEngine(model, KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100), make_decider(model))
+        pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100)
+        engine = TargetEngine(model, pool, make_decider(model))
+    if made:
+        made[0].warm_up()
+    return engine
 
 
 def decode_with_trees(

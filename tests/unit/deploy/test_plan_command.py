@@ -97,7 +97,9 @@ def test_it_says_why_a_draft_model_shares_the_targets_gpu(
     one = ("--set", "target.replicas=1", "--set", "target.tensor_parallel=1", *model)
     for gpus, notes in ((1, 1), (2, 0)):
         found = planned(monkeypatch, capsys, *one, "--node", f"cpus=32,gpus={gpus}")
-        assert len(found["notes"]) == notes
+        graphs, *others = found["notes"]
+        assert graphs.startswith("CUDA graphs of the target, captured before the first request: 37 for 1 to 128 rows")
+        assert len(others) == notes
         assert [process["role"] for process in found["processes"]].count("draft") == 1 - notes
     assert run(monkeypatch, *one, "--node", "cpus=32,gpus=1") == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -11,32 +11,39 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
+from cluster.core.tree import TokenTree
 from tests.support.engines.graph_replay import (
     BLOCK,
     BRANCHING,
     CONFIGURATIONS,
+    SIZES,
     TOLERANCE,
     Bench,
     FakeRecorder,
     decode_with_trees,
+    gathering,
     open_bench,
     open_engine,
     scenario,
     some_tokens,
 )
+from tests.support.engines.packed_reference import packing
 from tests.support.fakes.host_waits import OnGpu
 from tests.support.models import tiny
 from workers.forward.backends import choice
 from workers.forward.backends.base import REFERENCE, AttentionSetting, all_backends
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.flex import CAPABILITIES, Flex, FlexBackend
-from workers.forward.graph_buffers import GraphLimits
+from workers.forward.graph_sizes import GraphSize, gathered_graph_sizes, packed_graph_sizes
+from workers.forward.loaded_model import PassOptions
+from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
 pytestmark = pytest.mark.slow
 
+PACKED_SIZES = [one for one in packed_graph_sizes(32) if (one.rows, one.tokens) in {(1, 1), (4, 16), (4, 64)}]
 WITHOUT_CUDA = not torch.cuda.is_available()
 
 
@@ -57,14 +64,16 @@ def visiting(flex: Flex) -> Callable[[AttentionSetting], ChosenBackend]:
     return lambda setting: ChosenBackend("flex", FlexBackend(setting, flex), CAPABILITIES)
 
 
-@pytest.mark.parametrize("gathers", [True, False])
-def test_replayed_steps_compute_and_store_the_same_as_others(directory: Path, gathers: bool, unfused: Flex) -> None:
+@pytest.mark.parametrize("kind", ["gathered", "visited", "packed"])
+def test_replayed_steps_compute_and_store_the_same_as_others(directory: Path, kind: str, unfused: Flex) -> None:
     tape = FakeRecorder()
-    options = {} if gathers else {"attention": visiting(unfused), "bounds": GraphLimits(longest=128)}
-    plain, replaying = open_bench(directory), open_bench(directory, tape, capture_after=1, **options)
+    attention = {"gathered": gathering, "visited": visiting(unfused), "packed": packing}[kind]
+    sizes = PACKED_SIZES if kind == "packed" else SIZES
+    plain, replaying = open_bench(directory), open_bench(directory, tape, attention=attention, sizes=sizes)
+    captured = tape.recorded
     (expected, tables), (actual, mirrored) = scenario(plain), scenario(replaying)
-    assert tape.replayed == len(actual)  # every step had a frame
-    assert tape.recorded < len(actual)
+    assert tape.replayed == len(actual)  # every step had a graph
+    assert tape.recorded == captured == len(sizes)
     for one, other in zip(expected, actual, strict=True):
         assert one.shape == other.shape
         assert (one - other).abs().max() < TOLERANCE
@@ -73,36 +82,67 @@ def test_replayed_steps_compute_and_store_the_same_as_others(directory: Path, ga
     assert plain.pool.blocks_free == replaying.pool.blocks_free
 
 
-def test_a_size_is_recorded_when_it_recurs(tmp_path: Path) -> None:
+def test_prompts_beside_decoding_rows_replay_and_compute_the_same(directory: Path) -> None:
     tape = FakeRecorder()
-    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=3)
-    table = bench.pool.new_table()
-    recorded = []
-    for token in range(3, 8):
-        bench.run(ForwardRow(table, (token,), select=(0,)))
-        recorded.append((tape.recorded, tape.replayed))
-    assert recorded == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
+    plain = open_bench(directory)
+    replaying = open_bench(directory, tape, attention=packing, sizes=[GraphSize(8, 192, 192, 32, 32)])
+    found = []
+    for bench in (plain, replaying):
+        first, second, third = (bench.pool.new_table() for _ in range(3))
+        found.append(
+            [
+                bench.run(ForwardRow(first, some_tokens(66), select=(65,)), ForwardRow(second, some_tokens(7, seed=1))),
+                bench.run(
+                    ForwardRow(second, (9,), TokenTree.chain((4, 5)), (0, 1, 2)),
+                    ForwardRow(first, (3,), select=(0,)),
+                    ForwardRow(third, some_tokens(100, seed=2), select=(99,)),
+                ),
+            ]
+        )
+    assert tape.replayed == 2
+    for one, other in zip(*found, strict=True):
+        assert (one - other[: len(one)]).abs().max() < TOLERANCE
 
 
-def test_after_the_warm_up_decoding_replays_at_once(tmp_path: Path) -> None:
+def test_the_warm_up_captures_the_largest_size_first_and_serving_captures_none(tmp_path: Path) -> None:
     tape = FakeRecorder()
-    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, bounds=GraphLimits(rows=4, keys=256))
+    sizes = gathered_graph_sizes(BLOCK, 64)
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, sizes=sizes)
     free = bench.pool.blocks_free
-    bench.runner.warm_up()
-    assert bench.pool.blocks_free == free
+    assert tape.recorded == len(sizes)
+    assert bench.graphs is not None
+    assert [size for size, _ in bench.graphs._captured] == sizes[::-1]
     tables = [bench.pool.new_table() for _ in range(3)]
-    bench.run(*(ForwardRow(table, some_tokens(9)) for table in tables))
-    before = tape.recorded
+    bench.run(*(ForwardRow(table, some_tokens(9)) for table in tables))  # no such step was captured
+    assert (tape.recorded, tape.replayed) == (len(sizes), 0)
     bench.run(*(ForwardRow(table, (5,), select=(0,)) for table in tables))
-    assert (tape.recorded, tape.replayed) == (before, 1)
+    assert (tape.recorded, tape.replayed) == (len(sizes), 1)
+    for table in tables:
+        bench.pool.release(table)
+    assert bench.pool.blocks_free == free
 
 
-def test_a_step_larger_than_all_frames_runs_without_a_graph(tmp_path: Path) -> None:
+def test_a_step_larger_than_all_graphs_runs_without_one(tmp_path: Path) -> None:
     tape = FakeRecorder()
-    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=1)
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape)
     logits = bench.run(ForwardRow(bench.pool.new_table(), some_tokens(65), select=(64,)))
     assert logits.shape == (1, tiny.VOCABULARY)
-    assert tape.recorded == 0
+    assert tape.replayed == 0
+
+
+def test_the_part_of_the_model_that_drafts_is_captured_too(tmp_path: Path) -> None:
+    tape, part = FakeRecorder(), PartialPass(layers=1)
+    sizes = [GraphSize(1, 1, 1, 8, 1), GraphSize(1, 64, 64, 8, 64), GraphSize(8, 192, 192, 8, 32)]
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, attention=packing, sizes=sizes)
+    assert bench.graphs is not None
+    bench.runner.expect(part)
+    bench.runner.warm_up()
+    assert {size for size, one in bench.graphs._captured if one is part} == set(sizes[:2])
+    table = bench.pool.new_table()
+    bench.pool.reserve(table, 3)
+    replayed = tape.replayed
+    bench.runner.forward([ForwardRow(table, (5, 6, 7), select=(2,))], PassOptions(part))
+    assert tape.replayed == replayed + 1
 
 
 def test_a_model_that_cannot_be_recorded_runs_without_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,20 +153,20 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(tmp_path: Path, cap
         raise RuntimeError("called a synchronizing CUDA operation")
 
     directory = tiny.save(tmp_path, tiny.llama())
-    plain, bench = open_bench(directory), open_bench(directory, refuse, capture_after=1)
+    plain, bench = open_bench(directory), open_bench(directory, refuse)
     (expected, _), (actual, _) = scenario(plain), scenario(bench)
     assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
     assert len(asked) == 1
     assert "no further passes are captured" in caplog.text
 
 
-@pytest.mark.parametrize(("agreed", "attempts"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("agreed", "attempts"), [(0, 1), (1, len(SIZES))])
 def test_a_capture_that_another_rank_cannot_make_is_made_by_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agreed: int, attempts: int
 ) -> None:
     monkeypatch.setattr("workers.forward.cuda_graphs.least_of_all_ranks", lambda own, _: min(own, agreed))
     tape = FakeRecorder()
-    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, capture_after=1)
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape)
     for width in (1, 2, 1, 2):
         bench.run(ForwardRow(bench.pool.new_table(), some_tokens(width), select=(0,)))
     assert (tape.recorded, tape.replayed) == (attempts, 0)
@@ -141,7 +181,7 @@ def test_a_size_whose_kernel_cannot_be_built_runs_without_a_frame(
     directory = tiny.save(tmp_path, tiny.llama())
     plain, bench = (
         open_bench(directory),
-        open_bench(directory, FakeRecorder(), capture_after=1, attention=visiting(unbuilt)),
+        open_bench(directory, FakeRecorder(), attention=visiting(unbuilt)),
     )
     (expected, _), (actual, _) = scenario(plain), scenario(bench)
     assert all((one - other).abs().max() < TOLERANCE for one, other in zip(expected, actual, strict=True))
@@ -153,9 +193,7 @@ def test_a_pass_does_not_synchronize_with_the_device(
     directory: Path, monkeypatch: pytest.MonkeyPatch, uses_cuda_graphs: bool
 ) -> None:
     monkeypatch.setattr(choice, "all_backends", lambda: [one for one in all_backends() if one.name == REFERENCE])
-    bench = open_bench(
-        directory, FakeRecorder() if uses_cuda_graphs else None, **({"capture_after": 1} if uses_cuda_graphs else {})
-    )
+    bench = open_bench(directory, FakeRecorder() if uses_cuda_graphs else None)
     first, second = bench.pool.new_table(), bench.pool.new_table()
     bench.run(ForwardRow(first, some_tokens(19)), ForwardRow(second, some_tokens(50, seed=1)))
     rows = [ForwardRow(first, (4, 5), BRANCHING, tuple(range(1, 8))), ForwardRow(second, (6,), select=(0,))]
@@ -167,14 +205,20 @@ def test_a_pass_does_not_synchronize_with_the_device(
     assert gpu.waits == []
 
 
+@pytest.mark.parametrize("kind", ["gathered", "packed"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_texts_equal_those_of_a_target_without_graphs(directory: Path, temperature: float) -> None:
+def test_texts_equal_those_of_a_target_without_graphs(directory: Path, temperature: float, kind: str) -> None:
     """Three sequences. The draft trees contain tokens of the other target's answer and wrong tokens."""
-    plain, replaying = (open_engine(directory, record) for record in (None, FakeRecorder()))
+    tape, plain = FakeRecorder(), open_engine(directory, None)
+    if kind == "packed":
+        replaying = open_engine(directory, tape, attention=packing, sizes=PACKED_SIZES)
+    else:
+        replaying = open_engine(directory, tape)
     answers = {f"s{seed}": decode_with_trees(plain, f"s{seed}", seed, temperature, ()) for seed in range(3)}
     for seed in range(3):
         answer = answers[f"s{seed}"]
         assert decode_with_trees(replaying, f"s{seed}", seed, temperature, answer) == answer
+    assert tape.replayed >= 3 * 6
     assert plain.release_all() == replaying.release_all()
 
 
@@ -196,11 +240,11 @@ def open_on_gpu(directory: Path, compiled: str, block_size: int = BLOCK) -> Benc
 def test_recorded_passes_on_a_gpu_compute_the_same_as_others(
     tmp_path: Path, compiled: str, block_size: int, dim: int
 ) -> None:
-    """The last case does not gather. Every case runs often enough to record all its sizes."""
+    """The last case packs rows."""
     directory = tiny.save(tmp_path, tiny.llama(head_dim=dim))
     expected, _ = scenario(open_bench(directory))
     bench = open_on_gpu(directory, compiled, block_size)
-    for _ in range(10):
+    for _ in range(2):
         actual, tables = scenario(bench)
         for one, other in zip(expected, actual, strict=True):
             assert (one - other.cpu()).abs().max() < 20 * TOLERANCE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,62 +9,19 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
-from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.tree import TokenTree
 from tests.support.engines.graph_replay import BLOCK, CPU, WINDOW
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.flex import FlexBackend, FlexStep
 from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.gathered_step import GatheredStep, gather_rows
-from workers.forward.graph_buffers import GraphBuffers, GraphLimits, GraphSize, decode_graph_sizes, graph_size
+from workers.forward.graph_buffers import GraphBuffers
+from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
 from workers.kv.block_table import OUT_OF_WINDOW
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore
-
-
-def shape(stored_len: int = 0, fresh: int = 1, tree: TokenTree = EMPTY_TREE, first_block: int = 0) -> RowShape:
-    end = stored_len + fresh + len(tree)
-    return RowShape([range(first_block, first_block - (-end // BLOCK))], stored_len, fresh, tree)
-
-
-def test_a_frame_is_a_little_larger_than_its_step() -> None:
-    rows = [shape(70), shape(3), shape(9)]
-    assert graph_size(rows, 3, BLOCK) == GraphSize(rows=4, queries=1, tokens=4, blocks=32, selected=4)
-    rows = [shape(10, tree=TokenTree.chain((3, 4, 5, 6))) for _ in range(3)]
-    assert graph_size(rows, 15, BLOCK) == GraphSize(rows=4, queries=8, tokens=16, blocks=8, selected=16)
-
-
-def test_a_step_with_one_decision_per_row_computes_no_other_logits() -> None:
-    size = graph_size([shape(10, fresh=20), shape(5)], 1, BLOCK)
-    assert size is not None
-    assert (size.tokens, size.selected) == (24, 2)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [[shape(fresh=65)], [shape()] * 5, [shape(fresh=9)] * 2, [shape(150)], [shape(40)] * 3],
-    ids=["long row", "rows", "tokens", "keys of one", "keys of all"],
-)
-def test_a_large_step_has_no_frame(rows: list[RowShape]) -> None:
-    assert graph_size(rows, 1, BLOCK, GraphLimits(rows=4, tokens=16, keys=128)) is None
-
-
-def test_the_frames_of_decoding_are_those_of_its_steps_largest_first() -> None:
-    sizes = decode_graph_sizes(BLOCK, longest=60, most_rows=5, bounds=GraphLimits(keys=200))
-    assert [(size.rows, size.blocks) for size in sizes] == [(2, 16), (1, 16), (4, 8), (2, 8), (1, 8)]
-    for size in sizes:
-        assert graph_size([shape(size.blocks * BLOCK - 1)] * size.rows, size.rows, BLOCK) == size
-
-
-def test_if_rows_have_one_length_the_frames_include_those_of_small_trees() -> None:
-    sizes = decode_graph_sizes(BLOCK, longest=60, most_rows=4, bounds=GraphLimits(tokens=16), fixed_blocks=25)
-    assert {(size.rows, size.queries) for size in sizes} == {
-        (rows, width) for rows in (1, 2, 4) for width in (1, 2, 4, 8, 16) if rows * width <= 16
-    }
-    assert graph_size([shape(90)], 1, BLOCK, GraphLimits(keys=4), fixed_blocks=25) in sizes
-    assert graph_size([shape(100)], 1, BLOCK, fixed_blocks=25) is None
-
 
 WINDOWS = (AttentionWindow(), AttentionWindow(WINDOW), AttentionWindow(WINDOW, sinks=3), AttentionWindow(70))
 
@@ -149,11 +105,9 @@ def distances(layout: GatheredStep, window: AttentionWindow, rows: list[RowShape
 @given(steps(), st.sampled_from(WINDOWS))
 def test_relative_positions_count_tree_nodes_by_their_depth(rows: list[RowShape], window: AttentionWindow) -> None:
     groups = kv_groups(window)
-    size = graph_size(rows, 1, BLOCK)
-    assert size is not None
     layer = LayerShape(1, 8, alibi_slopes=(0.5,))
     backend = SdpaBackend(AttentionSetting(KvStore(groups, [], []), (layer,) * 2, 300, torch.float32, CPU))
-    frame = GraphBuffers(size, groups, BlockId(300), CPU)
+    frame = GraphBuffers(GraphSize(4, 32, 128, 32, 4), groups, BlockId(300), CPU)
     count = sum(row.width for row in rows)
     frame.fill(rows, range(count), [position for row in rows for position in row.positions()], [count - 1])
     expected = []
@@ -175,9 +129,7 @@ def test_a_token_attends_to_the_same_slots_with_and_without_a_frame(
 ) -> None:
     groups = kv_groups(window)
     scratch = BlockId(300)
-    sizes = [graph_size(rows, 1, BLOCK) for rows in (first, second)]
-    largest = GraphSize(*(max(getattr(size, name) for size in sizes) for name in GraphSize.__slots__))
-    frame = GraphBuffers(largest, groups, scratch, CPU)
+    frame = GraphBuffers(GraphSize(4, 32, 128, 32, 4), groups, scratch, CPU)
     setting = AttentionSetting(KvStore(groups, [], []), groups.block_layers, 300, torch.float32, CPU)
     gathering, visiting = SdpaBackend(setting), FlexBackend(setting, flex_attention)
     for rows in (first, second):  # the data of the first step does not affect the second

@@ -17,6 +17,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.tree import TokenTree
 from tests.support.engines.graph_replay import FakeRecorder, gemma3, open_bench
 from tests.support.models import tiny
+from workers.forward.graph_sizes import GraphSize
 from workers.forward.layer_lists import decoder_list
 from workers.forward.loaded_model import PassOptions
 from workers.forward.partial_pass import PartialPass
@@ -145,8 +146,10 @@ def test_a_partial_pass_of_compiled_layers_computes_the_same(llama: Path, code: 
 
 def test_recorded_partial_passes_compute_the_same(llama: Path) -> None:
     tape = FakeRecorder()
-    bench = open_bench(llama, tape, capture_after=1)
+    bench = open_bench(llama, tape, sizes=())
+    assert bench.graphs is not None
     for name in ("first layers with their own norm", "without some parts"):
+        assert bench.graphs.capture(GraphSize(1, 64, 64, 32, 64), PARTS[name])
         reference = part_of(llama, PARTS[name])
         for text in (TEXT, OTHER):
             row = ForwardRow(bench.pool.new_table(), text, select=(len(text) - 1,))

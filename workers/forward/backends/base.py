@@ -15,17 +15,19 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from cluster.core.ids import BlockId
 from workers.forward.gathered_step import RelativeBias
+from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
 from workers.forward.padded_step import PaddedStep
 from workers.forward.projections import Projections
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore
+from workers.transfer import StepArray
 
 Metadata = TypeVar("Metadata")
 _MOST_OF_A_GROUP = 16
@@ -133,6 +135,8 @@ class Capabilities:
     """Whether a row's results have the same bits alone and beside any others."""
     skips_unused_blocks: bool = False
     """Whether a padded row costs as much as the blocks that it uses, and not as many as its block table has."""
+    packs_steps: bool = False
+    """Whether steps of any size are planned as a CUDA graph may hold them: `plan_packed`."""
 
     def problem(self, setting: AttentionSetting, kind: StepKind) -> str | None:
         """Why the backend does not compute steps of this kind for a model; `None` if it does."""
@@ -164,12 +168,28 @@ class Capabilities:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class PackedPlan(Generic[Metadata]):
+    """A step's metadata as arrays on the host."""
+
+    arrays: list[StepArray]
+    metadata: Callable[[Sequence[torch.Tensor]], Metadata]
+    """From the arrays on the device to the metadata, without a wait."""
+
+
 class AttentionBackend(Protocol[Metadata]):
     """Attention of one model over one pool. A backend inherits this, and plans the kinds of steps that it computes."""
 
     def plan(self, rows: Sequence[RowShape]) -> Metadata:  # noqa: ARG002 - for backends that compute such steps
         """The metadata of a step, whose tokens are the rows' tokens, one row after another. Computed on the host."""
         raise ValueError(f"{type(self).__name__} does not compute {StepKind.RAGGED.value}")
+
+    def plan_packed(self, rows: Sequence[RowShape], size: GraphSize | None = None) -> PackedPlan[Metadata]:  # noqa: ARG002
+        """What `plan` copies to the device. With `size`, the arrays have shapes that depend on it alone.
+
+        Tokens that are padding are stored in the scratch block, and attend to nothing.
+        """
+        raise ValueError(f"{type(self).__name__} does not pack steps")
 
     def plan_sources(self, rows: Sequence[RowShape]) -> Metadata:  # noqa: ARG002
         """The metadata of a step's cross-attention: every token of a row sees all of the row's source."""

@@ -27,7 +27,8 @@ from workers.forward.backends.base import (
     StepKind,
     all_backends,
 )
-from workers.forward.graph_buffers import GraphBuffers, graph_size
+from workers.forward.graph_buffers import GraphBuffers
+from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
 from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
@@ -151,10 +152,8 @@ def _trial_step(backend: AttentionBackend[Any], setting: AttentionSetting, kind:
     if kind is StepKind.RAGGED:
         metadata = backend.plan(rows)
     else:
-        size = graph_size(rows, tokens, setting.block_size, fixed_blocks=setting.blocks)
-        if size is None:
-            raise ValueError(f"the trial's rows fit no graph with blocks of {setting.block_size} tokens")
-        width = size.tokens
+        width = 2 * tokens  # some are padding
+        size = GraphSize(len(rows), max(row.width for row in rows), width, setting.blocks, width)
         buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
         buffers.fill(rows, range(tokens), [position for row in rows for position in row.positions()], range(tokens))
         metadata = backend.plan_padded(buffers.step())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,29 +21,27 @@ from workers.forward.backends.base import (
     BackendUnavailable,
     Capabilities,
     Feature,
+    PackedPlan,
     StepKind,
     latent_groups,
     register_backend,
 )
+from workers.forward.graph_sizes import WORD, GraphSize
 from workers.forward.layout import RowShape, blocks_read, slots_of
-from workers.forward.padded_step import PaddedStep, RowPadding, WindowBlocks
 from workers.forward.projections import Projections
 from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, wide_tile
 from workers.kv.eight_bits import STORED_TYPES
 from workers.kv.groups import AttentionWindow
-from workers.kv.spec import LayerShape
-from workers.transfer import IntegerArray, to_device_together
+from workers.transfer import StepArray, to_device_together
 
 if TYPE_CHECKING:
     from workers.forward.triton.eight_bits import StoredLayer
 
-WORD = 64
-"""Bits of a word, and most tokens of a row that has small tiles."""
 _NARROW_TILE = 4
 """Queries of a tile of rows of up to 64 tokens."""
 
 CAPABILITIES = Capabilities(
-    steps=frozenset({StepKind.RAGGED, StepKind.PADDED}),
+    steps=frozenset({StepKind.RAGGED}),
     features=frozenset(
         {
             Feature.WINDOWS,
@@ -63,7 +60,7 @@ CAPABILITIES = Capabilities(
     most_heads_per_kv=32,
     block_sizes=frozenset(1 << exponent for exponent in range(4, 9)),
     is_batch_invariant=True,
-    skips_unused_blocks=True,
+    packs_steps=True,
 )
 
 
@@ -90,14 +87,13 @@ class TritonBackend(AttentionBackend[TritonStep]):
             raise BackendUnavailable(f"the package triton is not installed: {error}") from error
         self._attention, self._kv_write, self._rotary = attention, kv_write, rotary
         self._layer_of = eight_bits.layer_of
-        self._store = setting.store
-        self._device = setting.device
-        self._caps = [shape.soft_cap for shape in setting.layers]
-        self._set_tiles(setting.layers)
+        self._bind(setting)
 
-    def _set_tiles(self, layers: Sequence[LayerShape]) -> None:
+    def _bind(self, setting: AttentionSetting) -> None:
         """Choose how heads and queries are divided among programs."""
-        self._layers = layers
+        self._store, self._device, self._scratch = setting.store, setting.device, setting.scratch
+        self._layers = layers = setting.layers
+        self._caps = [shape.soft_cap for shape in layers]
         self._groups = [None if one.latent_dim is None else latent_groups(one.heads_per_kv) for one in layers]
         self._kv_heads = max(groups or one.kv_heads for one, groups in zip(layers, self._groups, strict=True))
         self._wide_tile = min(
@@ -108,77 +104,48 @@ class TritonBackend(AttentionBackend[TritonStep]):
 
     def plan(self, rows: Sequence[RowShape]) -> TritonStep:
         """Tiles and blocks of ragged rows, copied to the device in one piece."""
+        planned = self.plan_packed(rows)
+        return planned.metadata(to_device_together(planned.arrays, self._device))
+
+    def plan_packed(self, rows: Sequence[RowShape], size: GraphSize | None = None) -> PackedPlan[TritonStep]:
+        """Tiles and blocks of ragged rows; in a graph as many of both as any step of its size has."""
         groups = self._store.kv_groups
-        size, tables = groups.layout.block_size, groups.layout.tables
-        slots = [
-            [slots_of(row.blocks[table], row.stored_len, row.end, size) for row in rows] for table in range(tables)
-        ]
+        block_size = groups.layout.block_size
         read = dict.fromkeys((placement.table, placement.window) for placement in groups.placements)
         windows = dict.fromkeys(window for _, window in read)
-        firsts = np.cumsum([0, *(row.width for row in rows)])
-        parts = [_Part(rows, firsts, self._narrow_tile, is_wide=False), _Part(rows, firsts, self._wide_tile)]
-        parts = [part for part in parts if part.members]
-        arrays = [np.array([list(chain.from_iterable(table)) for table in slots], dtype=np.int64)]
+        narrow, wide = _Part(rows, self._narrow_tile, size, is_wide=False), _Part(rows, self._wide_tile, size)
+        parts = [part for part in (narrow, wide) if part.is_needed]
+        slots = [
+            [slot for row in rows for slot in slots_of(row.blocks[table], row.stored_len, row.end, block_size)]
+            for table in range(groups.layout.tables)
+        ]
+        tokens = len(slots[0]) if size is None else size.tokens
+        stored = np.full((len(slots), tokens), self._scratch * block_size, dtype=np.int64)
+        stored[:, : len(slots[0])] = slots
+        arrays: list[StepArray] = [stored]
         for part in parts:
-            arrays += [*part.arrays, np.zeros(len(part.arrays[0]) * self._kv_heads, dtype=np.int64)]
-            for window in windows:
-                arrays += part.seen(window)
+            arrays += [*part.arrays(), np.zeros(part.tiles * self._kv_heads, dtype=np.int32)]
+            arrays += [part.words(window) for window in windows]
         for table, window in read:
-            arrays += _blocks(rows, table, window, size)
-        sent = iter(to_device_together(arrays, self._device))
-        slot_tensor = next(sent)
-        queries: dict[AttentionWindow, list[Queries]] = {window: [] for window in windows}
-        for part in parts:
-            items, tokens, starts, arrivals = (next(sent).int() for _ in range(4))
-            for window, found in queries.items():
-                last, positions, words = next(sent).int(), next(sent).int(), next(sent)
-                found.append(
-                    Queries(
-                        items,
-                        tokens,
-                        last,
-                        positions,
-                        words,
-                        starts,
-                        tile=part.tile,
-                        arrivals=arrivals,
-                        is_wide=part.is_wide,
-                        splits=part.splits(size, window),
+            arrays += _blocks(rows, table, window, block_size, size)
+
+        def metadata(sent: Sequence[torch.Tensor]) -> TritonStep:
+            found = iter(sent)
+            slots = next(found)
+            queries: dict[AttentionWindow, list[Queries]] = {window: [] for window in windows}
+            for part in parts:
+                items, tokens, starts, last, positions, arrivals = (next(found) for _ in range(6))
+                for window, tiles in queries.items():
+                    splits = part.splits(block_size, window)
+                    words = next(found)
+                    tiles.append(
+                        Queries(
+                            items, tokens, last, positions, words, starts, part.tile, part.is_wide, arrivals, splits
+                        )
                     )
-                )
-        return TritonStep(slot_tensor, queries, {key: self._received(sent) for key in read})
+            return TritonStep(slots, queries, {key: _received(found, key[1]) for key in read})
 
-    def plan_padded(self, step: PaddedStep) -> TritonStep:
-        """Tiles and blocks of rows of one width, of which each has so many tiles and splits as the longest may need."""
-        width = step.padding.gather.shape[1]
-        tokens = torch.arange(len(step.padding.scatter), dtype=torch.int32, device=step.slots.device)
-        is_padding = (step.padding.scatter == 0) & (tokens > 0)
-        queries: dict[AttentionWindow, list[Queries]] = {}
-        blocks: dict[tuple[int, AttentionWindow], Blocks] = {}
-        for window, read in step.windows.items():
-            last, positions, words = (part.flatten()[step.padding.scatter] for part in _seen(read))
-            last = last.masked_fill(is_padding, NO_QUERY)
-            items = _tiles(step.padding, min(width, self._narrow_tile))
-            queries[window] = [
-                Queries(
-                    items=items,
-                    tokens=tokens,
-                    last=last.int(),
-                    positions=positions.int(),
-                    words=words[:, None],
-                    starts=read.sees.stored.int(),
-                    tile=self._narrow_tile,
-                    is_wide=False,
-                    arrivals=items.new_zeros(len(items) * self._kv_heads),
-                    splits=most_splits(read.order.shape[1], step.block_size, window),
-                )
-            ]
-            order, counts = read.order.int(), read.counts.int()
-            blocks |= {(table, window): Blocks(held.int(), order, counts) for table, held in read.blocks.items()}
-        return TritonStep(step.slots, queries, blocks)
-
-    def _received(self, sent: Iterator[torch.Tensor]) -> Blocks:
-        return Blocks(*(next(sent).int() for _ in range(3)))
+        return PackedPlan(arrays, metadata)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:
         """Store keys and values at the step's slots, in one launch."""
@@ -236,24 +203,13 @@ class TritonBackend(AttentionBackend[TritonStep]):
         return output
 
 
-def _tiles(padding: RowPadding, tile: int) -> torch.Tensor:
-    """The tiles of all rows, int32 `[tiles, 3]`: row, first query, number of queries.
-
-    The number is 0 behind a row's end and in padding rows, which nothing is computed for.
-    """
-    rows, width = padding.gather.shape
-    first, last = padding.gather[:, :1], padding.gather[:, -1:]  # a row's last token is repeated behind its end
-    row = torch.arange(rows, device=first.device)[:, None]
-    is_real = padding.scatter[first] == row * width  # padding rows name the token of another row
-    begin = torch.arange(0, width, tile, device=first.device)
-    counts = torch.where(is_real, last - first + 1 - begin, 0).clamp(0, tile)  # [rows, tiles of a row]
-    return torch.stack((row.expand_as(counts), first + begin, counts), -1).view(-1, 3).int()
-
-
-def _seen(read: WindowBlocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last stored position that each query sees, its own position, and its word, `[rows, queries]` each."""
-    sees = read.sees
-    return (sees.stored[:, None] - 1).expand_as(sees.position), sees.position, sees.seen
+def _received(found: Iterator[torch.Tensor], window: AttentionWindow) -> Blocks:
+    """The blocks that rows read through a window. Without one, they are those from the first to the last."""
+    blocks, counts = next(found), next(found)
+    if window.size is not None:
+        return Blocks(blocks, next(found), counts)
+    order = torch.arange(blocks.shape[1], dtype=torch.int32, device=blocks.device)
+    return Blocks(blocks, order.repeat(len(blocks), 1), counts)
 
 
 def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,46 +218,73 @@ def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Part:
-    """The rows of a step that are computed alike, as arrays of integers."""
+    """The rows of a step that are computed alike, as arrays of integers: the wide ones or the others."""
 
-    def __init__(self, rows: Sequence[RowShape], firsts: IntegerArray, tile: int, *, is_wide: bool = True) -> None:
-        """The wide rows or the narrow ones, in tiles of so many queries."""
-        self.is_wide = is_wide
-        self.members = [index for index, row in enumerate(rows) if (row.width > WORD) is self.is_wide]
-        self.tile = tile
-        self._rows = [rows[index] for index in self.members]
-        items: list[tuple[int, int, int]] = []
+    def __init__(self, rows: Sequence[RowShape], tile: int, size: GraphSize | None, *, is_wide: bool = True) -> None:
+        """They are computed in tiles of so many queries. In a graph of this `size` there is room for any of its steps.
+
+        `is_needed` says whether there are such rows, or may be some in the graph.
+        """
+        self.is_wide, self.tile = is_wide, tile
+        self._size, self._all = size, rows
+        firsts = np.cumsum([0, *(row.width for row in rows)])
+        members = [index for index, row in enumerate(rows) if (row.width > WORD) is is_wide]
+        self._rows = [rows[index] for index in members]
+        self._tokens = [token for index in members for token in range(firsts[index], firsts[index + 1])]
+        self._items: list[tuple[int, int, int]] = []
         query = 0
-        for index, row in zip(self.members, self._rows, strict=True):
-            firsts_of_tiles = range(0, row.width, self.tile)
-            items += [(index, query + first, min(self.tile, row.width - first)) for first in firsts_of_tiles]
+        for index, row in zip(members, self._rows, strict=True):
+            begins = range(0, row.width, tile)
+            self._items += [(index, query + begin, min(tile, row.width - begin)) for begin in begins]
             query += row.width
-        tokens = [np.arange(firsts[index], firsts[index + 1]) for index in self.members]
-        starts = [row.base_len for row in rows]
-        self.arrays: list[IntegerArray] = [
-            np.array(items, dtype=np.int64).reshape(-1, 3),
-            np.concatenate(tokens).astype(np.int64) if tokens else np.zeros(0, dtype=np.int64),
-            np.array(starts, dtype=np.int64),
-        ]
-        """Tiles `[tiles, 3]`, the token of each query, and the position of the first tree node of each row."""
+        self.is_needed = bool(members) if size is None else size.has_wide_rows or not is_wide
+        self.tiles, self.queries = len(self._items), query
+        if size is not None:
+            self.queries = size.tokens if is_wide else size.narrow
+            most = min(size.rows, self.queries // (WORD + 1 if is_wide else 1))
+            self.tiles = min(self.queries, (self.queries + (tile - 1) * most) // tile)
 
-    def splits(self, size: int, window: AttentionWindow) -> int:
+    def splits(self, block_size: int, window: AttentionWindow) -> int:
         """The most splits of a row."""
-        return 1 if self.is_wide else most_splits(max(-(-row.end // size) for row in self._rows), size, window)
+        if self.is_wide:
+            return 1
+        if self._size is not None:
+            return most_splits(self._size.blocks_of(window, block_size), block_size, window)
+        return most_splits(max(-(-row.end // block_size) for row in self._rows), block_size, window)
 
-    def seen(self, window: AttentionWindow) -> list[IntegerArray]:
-        """The last committed position that each query sees, its own position, and its words of tree nodes."""
+    def arrays(self) -> list[StepArray]:
+        """Tiles `[tiles, 3]`; the token of each query; the position of the first tree node of each row of the step; the
+        last committed position that each query sees, and its own position. A tile without queries is padding."""
         last: list[int] = []
-        positions: list[int] = []
-        words: list[int] = []
         for row in self._rows:
             last += [*range(row.stored_len, row.base_len), *[row.base_len - 1] * len(row.tree)]
-            positions += row.positions()
-            words += [0] * row.fresh + _ancestors(row, window)
-        count = -(-max(len(row.tree) for row in self._rows) // WORD)
-        parts = [[_signed(word >> (WORD * part)) for part in range(count)] for word in words]
-        found = [np.array(values, dtype=np.int64) for values in (last, positions, parts)]
-        return [*found[:2], found[2].reshape(len(words), count)]
+        positions = [position for row in self._rows for position in row.positions()]
+        rows = len(self._all) if self._size is None else self._size.rows
+        return [
+            _filled(np.array(self._items, dtype=np.int32).reshape(-1, 3), self.tiles),
+            _filled(np.array(self._tokens, dtype=np.int32), self.queries),
+            _filled(np.array([row.base_len for row in self._all], dtype=np.int32), rows),
+            _filled(np.array(last, dtype=np.int32), self.queries, NO_QUERY),
+            _filled(np.array(positions, dtype=np.int32), self.queries),
+        ]
+
+    def words(self, window: AttentionWindow) -> StepArray:
+        """For each query the words of the tree nodes that it sees. Rows that are not wide have one at least."""
+        count = max([0 if self.is_wide else 1, *(-(-len(row.tree) // WORD) for row in self._rows)])
+        words = [word for row in self._rows for word in (*[0] * row.fresh, *_ancestors(row, window))]
+        found = np.array(
+            [[_signed(word >> (WORD * part)) for part in range(count)] for word in words], dtype=np.int64
+        ).reshape(len(words), count)
+        return _filled(found, self.queries)
+
+
+def _filled(found: StepArray, length: int, padding: int = 0) -> StepArray:
+    """The array, lengthened to this length."""
+    if len(found) == length:
+        return found
+    whole = np.full((length, *found.shape[1:]), padding, dtype=found.dtype)
+    whole[: len(found)] = found
+    return whole
 
 
 def _ancestors(row: RowShape, window: AttentionWindow) -> list[int]:
@@ -324,15 +307,17 @@ def _signed(word: int) -> int:
     return word - (1 << WORD) if word >> (WORD - 1) else word
 
 
-def _blocks(rows: Sequence[RowShape], table: int, window: AttentionWindow, size: int) -> list[IntegerArray]:
-    """The blocks that each row reads, their order in the sequence, and their number, padded to the most."""
-    order = []
-    for row in rows:
-        sinks, first, end = blocks_read(row, window, size)
-        order.append([*range(sinks), *range(first, end)])
-    most = max(map(len, order))
-    padded = np.zeros((2, len(rows), most), dtype=np.int64)
-    for index, (row, places) in enumerate(zip(rows, order, strict=True)):
-        padded[0, index, : len(places)] = [row.blocks[table][place] for place in places]
-        padded[1, index, : len(places)] = places
-    return [padded[0], padded[1], np.array(list(map(len, order)), dtype=np.int64)]
+def _blocks(
+    rows: Sequence[RowShape], table: int, window: AttentionWindow, block_size: int, size: GraphSize | None
+) -> list[StepArray]:
+    """The blocks that each row reads, their number, and under a window their order in the sequence."""
+    read = [blocks_read(row, window, block_size) for row in rows]
+    counts = [sinks + end - first for sinks, first, end in read]
+    most = max(counts) if size is None else size.blocks_of(window, block_size)
+    blocks, order = np.zeros((2, len(rows) if size is None else size.rows, most), dtype=np.int32)
+    for index, (row, (sinks, first, end)) in enumerate(zip(rows, read, strict=True)):
+        held = row.blocks[table]
+        blocks[index, : counts[index]] = [*held[:sinks], *held[first:end]]
+        order[index, : counts[index]] = [*range(sinks), *range(first, end)]
+    found = [blocks, _filled(np.array(counts, dtype=np.int32), len(blocks))]
+    return found if window.size is None else [*found, order]

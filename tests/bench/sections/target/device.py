@@ -71,7 +71,7 @@ NOTES = """
 - fused: `target.compile: auto`; compiled: `on`; recorded: steps of recurring sizes are CUDA graphs, as by default.
 - texts: greedy texts of random weights, whose best tokens often lie close: alone, in a batch of 8, and with drafts of
   four right tokens.
-- replayed: share of the timed steps that were replayed. Larger ones (`GraphLimits`) run without a graph.
+- replayed: share of the timed steps that were replayed. Larger ones (see `graph_sizes`) run without a graph.
 - one of n ranks: the only rank of a group over NCCL (gloo on CPU). The all-reduces after each attention and each
   feed-forward network run inside the step, recorded where the step is; an all-gather decides. With one rank they move
   no bytes. Not included: the time on the links between GPUs, waiting for other ranks, the broadcast of commands."""

@@ -101,7 +101,7 @@ def _choose_reference(setting: AttentionSetting, kind: StepKind, ranks: int) -> 
 def _attention(engine: Decoding, said: _Messages) -> str:
     """What computes attention in recorded steps, or in all steps if none is recorded."""
     runner = engine.engine._runner
-    graphs = runner._graphs
+    graphs = runner.graphs
     if graphs is None:
         return "the CPU kernels" if runner._attention is None else runner._attention.name
     return f"{graphs._attention.name} ({'; '.join(said.messages) or 'no trial'})"

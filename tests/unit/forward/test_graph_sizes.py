@@ -1,0 +1,89 @@
+"""The list of CUDA graphs, and the graph that a step runs in."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.core.ids import BlockId
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from workers.forward.graph_sizes import (
+    MOST_TOKENS,
+    GraphSize,
+    describe_graphs,
+    gathered_graph_sizes,
+    packed_graph_sizes,
+    padded_graph_sizes,
+    smallest_graph,
+)
+from workers.forward.layout import RowShape
+from workers.kv.groups import AttentionWindow
+
+BLOCK, BLOCKS = 16, 100
+PACKED = packed_graph_sizes(BLOCKS)
+
+
+def shape(stored_len: int = 0, fresh: int = 1, nodes: int = 0) -> RowShape:
+    end = stored_len + fresh + nodes
+    tree = TokenTree.chain(range(nodes)) if nodes else EMPTY_TREE
+    return RowShape([[BlockId(block) for block in range(-(-end // BLOCK))]], stored_len, fresh, tree)
+
+
+@pytest.mark.parametrize(("rows", "selected", "found"), [
+    ([shape(70)], 1, (1, 1)),
+    ([shape(70), shape(3), shape(9)], 3, (4, 4)),
+    ([shape(10, nodes=4)] * 3, 15, (4, 16)),
+    ([shape(10, nodes=7)] * 64, 512, (64, 512)),
+    ([shape(10, nodes=15), *[shape(9)] * 63], 79, (64, 128)),  # rows are not padded to one width
+    ([shape(fresh=64), shape(30)], 2, (8, 128)),
+    ([shape(fresh=300)], 1, (8, 320)),
+    ([shape(40)] * 32 + [shape(fresh=256)], 33, (64, 320)),
+    ([shape(40, nodes=3)] * 32 + [shape(fresh=256)], 129, (64, 384)),
+])  # fmt: skip
+def test_a_step_runs_in_a_graph_that_is_a_little_larger(
+    rows: list[RowShape], selected: int, found: tuple[int, int]
+) -> None:
+    size = smallest_graph(PACKED, rows, selected, BLOCK)
+    assert size is not None
+    assert (size.rows, size.tokens) == found
+
+
+@pytest.mark.parametrize("rows", [
+    [shape(fresh=MOST_TOKENS + 1)],
+    [shape()] * 129,
+    [shape(BLOCK * BLOCKS)],
+    [shape(fresh=100, nodes=1)],
+    [shape(40, nodes=5)] * 64 + [shape(fresh=100)],
+], ids=["tokens", "rows", "length", "a draft behind a prompt", "many drafts beside a prompt"])  # fmt: skip
+def test_a_larger_step_has_no_graph(rows: list[RowShape]) -> None:
+    assert smallest_graph(PACKED, rows, 1, BLOCK) is None
+
+
+def test_a_backend_that_pads_rows_has_graphs_of_one_width() -> None:
+    sizes = padded_graph_sizes(BLOCKS)
+    assert smallest_graph(sizes, [shape(9)] * 63 + [shape(10, nodes=15)], 79, BLOCK) is None
+    found = smallest_graph(sizes, [shape(9), shape(10, nodes=15)], 17, BLOCK)
+    assert (found.rows, found.queries, found.tokens) == (2, 16, 32)
+    assert smallest_graph(sizes, [shape(fresh=100)], 1, BLOCK) is None
+
+
+def test_a_backend_that_gathers_has_graphs_of_several_lengths() -> None:
+    sizes = gathered_graph_sizes(BLOCK, longest=1 << 20)
+    found = smallest_graph(sizes, [shape(300), shape(200)], 2, BLOCK)
+    assert found == GraphSize(2, 1, 2, 32, 2)
+    assert smallest_graph(sizes, [shape(3000)], 1, BLOCK) is None
+    assert max(size.rows * size.blocks * BLOCK for size in sizes) <= 1 << 17
+
+
+def test_sizes_ascend_and_the_list_is_told() -> None:
+    for sizes in (PACKED, padded_graph_sizes(BLOCKS), gathered_graph_sizes(BLOCK, 4096)):
+        assert [size.tokens for size in sizes] == sorted(size.tokens for size in sizes)
+        assert len(set(sizes)) == len(sizes)
+    prompts = sum(size.has_wide_rows for size in PACKED)
+    assert f"{len(PACKED) - prompts} for 1 to 128 rows" in describe_graphs()
+    assert f"{prompts} with prompts, for 128 to {MOST_TOKENS} tokens" in describe_graphs()
+
+
+def test_a_window_bounds_the_blocks_that_a_row_reads() -> None:
+    size = GraphSize(4, 8, 32, BLOCKS, 4)
+    assert size.blocks_of(AttentionWindow(), BLOCK) == BLOCKS
+    assert size.blocks_of(AttentionWindow(40, sinks=20), BLOCK) == 2 + 3 + 2

@@ -1,0 +1,144 @@
+"""The sizes of the CUDA graphs: which are captured before the first request, and which of them a step runs in.
+
+The list is a pure function of what the backend of attention can do and of the pool's block size, so it is equal on all
+ranks. A step that fits no graph is launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workers.forward.layout import RowShape
+    from workers.kv.groups import AttentionWindow
+
+WORD = 64
+"""Bits of a word, which says which tokens of its row a token sees. A row of more tokens is wide: part of a prompt."""
+MOST_TOKENS = 512
+"""Most tokens of a graph. In larger steps the kernels take longer than their launches.
+
+`pilotfish simulate step` on an H100, each kernel launched by itself or in a graph: a prompt of 128 tokens takes 7% more
+for Llama-3.1-8B, 8% for a rank of Llama-3.3-70B on eight, 5% for Qwen3-30B-A3B; of 512 tokens 0%, 2% and 3%; of 1,024
+-1%, 0% and 1%. Tokens that pad a step cost more than that."""
+LONGEST = 1 << 15
+"""Most tokens of a row."""
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_WIDTHS = (1, 2, 4, 8, 16)
+"""Tokens of all rows, per row."""
+_PROMPT_ROWS = (8, 64)
+_PROMPT_STEP = 64
+"""The graphs of prompts have multiples of so many tokens: padding costs what it computes."""
+_NARROW = 4
+"""Tokens of narrow rows per row, in a graph of prompts."""
+_FEWEST_BLOCKS, _MOST_KEYS, _MOST_GATHERED_TOKENS = 8, 1 << 17, 2048
+"""Of graphs whose rows read as many blocks as the longest: the least of a row, and the most keys of all rows and of
+one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSize:
+    """The size of a graph: the most of everything that a step in it may have."""
+
+    rows: int
+    queries: int
+    """Tokens of a row."""
+    tokens: int
+    """Total of all rows."""
+    blocks: int
+    """Blocks of a row."""
+    selected: int
+    """Tokens with logits."""
+
+    @property
+    def has_wide_rows(self) -> bool:
+        """Whether a row may be wide. It then has no draft."""
+        return self.queries > WORD
+
+    @property
+    def narrow(self) -> int:
+        """Total of the tokens of rows that are not wide."""
+        return min(self.tokens, _NARROW * self.rows) if self.has_wide_rows else self.tokens
+
+    def blocks_of(self, window: AttentionWindow, block_size: int) -> int:
+        """The most blocks that a row's tokens see through this window."""
+        if window.size is None:
+            return self.blocks
+        return min(self.blocks, -(-window.sinks // block_size) + (window.size + self.queries) // block_size + 2)
+
+    def order(self) -> tuple[int, ...]:
+        """What it costs: a step runs in the first graph that it fits, in ascending order."""
+        return self.tokens, self.has_wide_rows, self.rows * self.blocks, self.queries
+
+
+def packed_graph_sizes(blocks: int) -> list[GraphSize]:
+    """The sizes for a backend that packs rows of any widths, each of up to `blocks` blocks: tokens, drafts, prompts."""
+    prompts = [
+        GraphSize(rows, tokens, tokens, blocks, _NARROW * rows)
+        for tokens in range(2 * WORD, MOST_TOKENS + 1, _PROMPT_STEP)
+        for rows in _PROMPT_ROWS
+    ]
+    return _ordered(
+        [GraphSize(rows, WORD, rows * width, blocks, rows * width) for rows, width in _decoding()] + prompts
+    )
+
+
+def padded_graph_sizes(blocks: int) -> list[GraphSize]:
+    """The sizes for a backend that pads all rows to one width, and skips blocks that a row does not use: no prompts."""
+    return _ordered(GraphSize(rows, width, rows * width, blocks, rows * width) for rows, width in _decoding())
+
+
+def gathered_graph_sizes(block_size: int, longest: int) -> list[GraphSize]:
+    """The sizes for a backend that reads as many blocks of every row as the longest has: one token per row."""
+    most = max(_FEWEST_BLOCKS, -(-min(longest, _MOST_GATHERED_TOKENS) // block_size))
+    counts = [1 << exponent for exponent in range((most - 1).bit_length() + 1) if 1 << exponent >= _FEWEST_BLOCKS]
+    return _ordered(
+        GraphSize(rows, 1, rows, blocks, rows)
+        for rows in _ROWS
+        for blocks in counts
+        if rows * blocks * block_size <= _MOST_KEYS
+    )
+
+
+def smallest_graph(
+    sizes: Iterable[GraphSize], rows: Sequence[RowShape], selected: int, block_size: int
+) -> GraphSize | None:
+    """The first of `sizes`, in ascending order, that these rows fit with `selected` logits; `None` if they fit none."""
+    widths = [row.width for row in rows]
+    queries, tokens = max(widths), sum(widths)
+    blocks = max(-(-row.end // block_size) for row in rows)
+    narrow = sum(width for width in widths if width <= WORD)
+    if any(row.tree and row.width > WORD for row in rows):
+        return None
+    for size in sizes:
+        if (
+            len(rows) <= size.rows
+            and tokens <= size.tokens
+            and queries <= size.queries
+            and narrow <= size.narrow
+            and blocks <= size.blocks
+            and selected <= size.selected
+        ):
+            return size
+    return None
+
+
+def describe_graphs() -> str:
+    """The sizes that do not depend on the model, in words."""
+    decoding, prompts = _decoding(), range(2 * WORD, MOST_TOKENS + 1, _PROMPT_STEP)
+    return (
+        f"CUDA graphs of the target, captured before the first request: {len(decoding)} for 1 to {_ROWS[-1]} rows "
+        f"with 1 to {_WIDTHS[-1]} tokens per row, {MOST_TOKENS} in all at most; {len(prompts) * len(_PROMPT_ROWS)} "
+        f"with prompts, for {prompts[0]} to {prompts[-1]} tokens in steps of {_PROMPT_STEP}; larger steps, and "
+        "recurrent layers, are launched kernel by kernel"
+    )
+
+
+def _decoding() -> list[tuple[int, int]]:
+    """Rows, and tokens per row."""
+    return [(rows, width) for rows in _ROWS for width in _WIDTHS if rows * width <= MOST_TOKENS]
+
+
+def _ordered(sizes: Iterable[GraphSize]) -> list[GraphSize]:
+    return sorted(sizes, key=GraphSize.order)
