@@ -194,14 +194,12 @@ def test_soft_caps_and_learned_sinks_equal_the_reference(shape: Shape) -> None:
         assert (sunk - capped).abs().max() > 0.05, "the sinks took a share"
 
 
-@pytest.mark.parametrize("size", [
-    GraphSize(4, 64, 32, 20, 32), GraphSize(4, 64, 64, 25, 64), GraphSize(16, 192, 192, 20, 16),
-])  # fmt: skip
+@pytest.mark.parametrize("size", [GraphSize(4, 64, 32, 20, 32), GraphSize(8, 192, 192, 12, 8)])
 def test_a_row_has_the_same_bits_in_a_cuda_graph_of_any_size(size: GraphSize) -> None:
     shape = Shape(4, 2, 32, 64)  # the longest row has several splits
     setting = setting_of(shape, torch.float32)
     prompts = [(70, 100, EMPTY_TREE)] if size.has_wide_rows else []
-    rows = rows_of([(37, 1, TREE), (1000, 1, TokenTree.chain(range(5))), (0, 3, EMPTY_TREE), *prompts], 64)
+    rows = rows_of([(37, 1, TREE), (560, 1, TokenTree.chain(range(5))), (0, 3, EMPTY_TREE), *prompts], 64)
     queries = queries_of(rows, shape, torch.float32)
     backend = TritonBackend(setting)
     expected = attended(backend, rows, queries)

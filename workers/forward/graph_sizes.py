@@ -2,6 +2,9 @@
 
 The list is a pure function of what the backend of attention can do and of the pool's block size, so it is equal on all
 ranks. A step that fits no graph is launched kernel by kernel.
+
+Attention computes a row alike in a graph of any size, outside of graphs and beside any rows, to the bit. The library
+that multiplies plain numbers chooses its code by the number of tokens, in graphs as outside of them.
 """
 
 from __future__ import annotations

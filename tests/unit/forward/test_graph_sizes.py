@@ -62,6 +62,7 @@ def test_a_backend_that_pads_rows_has_graphs_of_one_width() -> None:
     sizes = padded_graph_sizes(BLOCKS)
     assert smallest_graph(sizes, [shape(9)] * 63 + [shape(10, nodes=15)], 79, BLOCK) is None
     found = smallest_graph(sizes, [shape(9), shape(10, nodes=15)], 17, BLOCK)
+    assert found is not None
     assert (found.rows, found.queries, found.tokens) == (2, 16, 32)
     assert smallest_graph(sizes, [shape(fresh=100)], 1, BLOCK) is None
 
