@@ -130,7 +130,7 @@ def open_bench(
     model = replace(
         load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
     )
-    pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100)
+    pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=200)
     made: list[CudaGraphRunner] = []
 
     def graphed(_: object, setting: AttentionSetting, compute: Compute, *__: object) -> CudaGraphRunner | None:
