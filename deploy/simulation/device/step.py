@@ -12,33 +12,29 @@ from torch import nn
 
 from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
+from deploy.simulation.device.attention import FLOAT_BYTES, CountedAttention
 from deploy.simulation.device.fake_device import Kernel, KernelCounter, fake_device
 from deploy.simulation.device.models import RankModel, load
-from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.choice import ChosenBackend
-from workers.forward.backends.triton import CAPABILITIES, TritonBackend, TritonStep
+from workers.forward.backends.triton import CAPABILITIES
 from workers.forward.expert_choice import ExpertChoice
 from workers.forward.experts import ExpertMatrices, FastExperts, is_mixture, matrices_of
 from workers.forward.fused_layers import fuse_layers, has_known_layers
-from workers.forward.graph_sizes import WORD
 from workers.forward.layer_lists import decoder_layers
-from workers.forward.layout import RowShape
 from workers.forward.linear import FastLinear, sum_outputs
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.projections import Gated, Projections
+from workers.forward.projections import Gated
 from workers.forward.recurrence.plan import RecurrencePlan
 from workers.forward.recurrent import Products, Recurrent, RecurrentLayers, bind_recurrent
 from workers.forward.residual_product import GATED_ROWS
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
-from workers.forward.triton.tiles import MOST_NORMALIZED, SPLIT_KEYS
-from workers.kv.eight_bits import record_bytes
+from workers.forward.triton.tiles import MOST_NORMALIZED
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 from workers.kv.state_slots import LayerState
 
 ALL_REDUCE, WAIT = "all_reduce", "wait"
 """Beginnings and ends of sums over ranks, among the kernels of a step in their order."""
-_FLOAT_BYTES = 4
 _MOST_SEQUENCES = 4096
 """Sequences whose recurrent states have room."""
 _DIGIT_PASSES = 5
@@ -111,74 +107,6 @@ class StepCount:
     def flops(self) -> int:
         """Operations of all kernels."""
         return sum(kernel.flops * kernel.count for kernel in self.kernels)
-
-
-class _CountedAttention(TritonBackend):
-    """The Triton backend, which plans as ever, and counts launches instead of making them."""
-
-    def __init__(self, setting: AttentionSetting, counter: KernelCounter) -> None:
-        self._bind(setting)
-        self._counter = counter
-        self.rows: Sequence[RowShape] = ()
-        self.kv_bytes = 0
-
-    def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        metadata: TritonStep,
-        scaling: float | None,  # noqa: ARG002 - part of the interface
-    ) -> torch.Tensor:
-        shape, placement = self._layers[layer], self._store.kv_groups.placements[layer]
-        heads, dim, element, of_value = queries.shape[1], queries.shape[2], queries.element_size(), shape.value_dim
-        own = len(queries) * heads * (dim + of_value) * element
-        size = placement.window.size
-        read = sum(row.end if size is None else min(row.end, row.width + size) for row in self.rows)
-        token = self._token_bytes(layer, element)
-        read *= token
-        seen = sum(_seen(row, size) for row in self.rows)
-        self.kv_bytes += read + sum(row.width for row in self.rows) * token
-        for index, plan in enumerate(metadata.queries[placement.window]):
-            first = index == 0
-            splits = sum(_split_queries(row, size) for row in self.rows) if not plan.is_wide else 0
-            parts = splits * heads * (of_value + 2) * _FLOAT_BYTES
-            flops = 2 * heads * (dim + of_value) * seen * first
-            self._counter.add(Kernel("attend_tiles", (own + read) * first + 2 * parts, flops))
-        return queries.new_empty((*queries.shape[:2], of_value))
-
-    def _token_bytes(self, layer: int, element: int) -> int:
-        """Bytes of a token's key and value, or of its latent, as they are stored."""
-        shape = self._layers[layer]
-        numbers = shape.kv_heads * shape.head_dim * element
-        return shape.records * (numbers if self._store.stored is None else record_bytes(shape))
-
-    def attend_with_sinks(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        metadata: TritonStep,
-        scaling: float | None,
-        sinks: torch.Tensor,  # noqa: ARG002
-    ) -> torch.Tensor:
-        return self.attend(layer, queries, metadata, scaling)
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:  # noqa: ARG002
-        written = (keys, values)[: self._layers[layer].records]
-        size = sum(part.numel() * part.element_size() for part in written)
-        self._counter.add(Kernel("store_tokens", size + len(keys) * self._token_bytes(layer, keys.element_size())))
-
-    def write_rotated(
-        self,
-        layer: int,
-        fresh: Projections,
-        metadata: TritonStep,  # noqa: ARG002 - part of the interface
-    ) -> torch.Tensor:
-        element = fresh.keys.element_size()
-        rotated = 2 * sum(part.numel() * part.element_size() for part in (fresh.queries, fresh.cosines))
-        read = (fresh.keys.numel() + fresh.values.numel()) * element
-        written = len(fresh.keys) * self._token_bytes(layer, element)
-        self._counter.add(Kernel("rotate_token", rotated + read + written))
-        return fresh.queries.new_empty((len(fresh.queries), fresh.queries.shape[1] // fresh.dim, fresh.dim))
 
 
 class _CountedKernels:
@@ -387,7 +315,7 @@ class _CountedPass:
 
     def __init__(self, model: RankModel, loaded: LoadedModel, pool: KvPool) -> None:
         self.counter = KernelCounter()
-        self.attention = _CountedAttention(attention_setting(loaded, pool), self.counter)
+        self.attention = CountedAttention(attention_setting(loaded, pool), self.counter)
         self.runner = ModelRunner(
             loaded, pool, attention=ChosenBackend("triton", self.attention, CAPABILITIES), capture=self.capture
         )
@@ -458,19 +386,6 @@ def _usual_layer(counter: KernelCounter, begins: Sequence[int], is_compiled: boo
     return sum(kernel.count for kernel in kernels if kernel.name not in (ALL_REDUCE, WAIT))
 
 
-def _seen(row: RowShape, window: int | None) -> int:
-    """Pairs of a query of a row and a position that it sees."""
-    ends = range(row.stored_len + 1, row.end + 1)
-    return sum(ends) if window is None else sum(min(end, window) for end in ends)
-
-
-def _split_queries(row: RowShape, window: int | None) -> int:
-    """The splits of each query of a row whose keys are divided, together: each is written, read and joined."""
-    keys = row.end if window is None else min(row.end, row.width + window)
-    splits = -(-keys // SPLIT_KEYS)
-    return row.width * splits if row.width <= WORD and splits > 1 else 0
-
-
 def _forward_rows(pool: KvPool, kind: Rows) -> Iterator[ForwardRow]:
     for _ in range(kind.count):
         table = pool.new_table()
@@ -516,7 +431,7 @@ def _decisions(logits: torch.Tensor, rows: Sequence[Rows]) -> Iterator[Kernel]:
     """The kernels of `workers.sampling.triton` for sampled rows."""
     count, size = logits.shape
     read = logits.numel() * logits.element_size()
-    parts = count * -(-size // 4096) * 2 * _FLOAT_BYTES
+    parts = count * -(-size // 4096) * 2 * FLOAT_BYTES
     truncated = sum(kind.count * (1 + kind.nodes) for kind in rows if kind.top_p)
     if truncated:
         part = read * truncated // count
