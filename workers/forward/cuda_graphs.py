@@ -244,12 +244,12 @@ def make_graph_runner(
     attention: ChosenBackend | None,
     capture: GraphCapture | None = None,
 ) -> CudaGraphRunner | None:
-    """A graph runner for a model that uses CUDA graphs; `None` for other models.
+    """A graph runner for a model that uses CUDA graphs; `None` for other models, and for decoders that read sources.
 
     `attention` computes steps outside of graphs, and if it packs steps, also those inside. `capture` is CUDA's unless
     given.
     """
-    if not model.uses_cuda_graphs:
+    if not model.uses_cuda_graphs or model.source is not None:
         return None
     if attention is None or not attention.capabilities.packs_steps:
         attention = choose_backend(setting, StepKind.PADDED, model.tensor_parallel)
