@@ -424,7 +424,10 @@ def _ranks_on(device: torch.device) -> Iterator[None]:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:
+        raise UnsupportedModel(f"transformers has no model of it that reads and writes text alone ({kind.__name__})")
+    return kind
 
 
 def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportError) -> str:

@@ -12,7 +12,8 @@ from tests.zoo.verdict import Kind, verdict
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", ["llama", "gemma2", "deepseek_v3", "falcon_h1", "t5", "falcon", "bloom", "gemma4_unified"]
+    "model_type",
+    ["llama", "gemma2", "deepseek_v3", "falcon_h1", "t5", "falcon", "bloom", "gemma4_unified", "umt5", "voxtral"],
 )
 def test_the_page_has_the_verdict_on_this_architecture(model_type: str) -> None:
     assert row(verdict(model_type)) in PAGE.read_text("utf-8").splitlines()

@@ -18,8 +18,8 @@ from workers.forward.weights.choice import store
 from workers.model.sharding import keep_outputs
 from workers.model.share import Share
 
-_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q", "k", "v", "fc1", "wi", "wi_0", "wi_1")
-_BY_INPUT = ("out_proj", "o", "fc2", "wo")
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "q", "k", "v", "fc1", "wi", "wi_0", "wi_1", "gate_proj", "up_proj")
+_BY_INPUT = ("out_proj", "o", "o_proj", "fc2", "wo", "down_proj")
 
 
 def shard_decoder(
@@ -43,6 +43,10 @@ def shard_decoder(
             kernel = make_linear_kernel(store(weight, quantization, cut_inputs=True), None, code_directory)
             own_bias = None if layer.bias is None else layer.bias.detach()
             setattr(parent, name, FastLinear(kernel, layer.out_features, reduce=True, bias=own_bias))
+    for part in decoder.decoder.modules():
+        if isinstance(count := getattr(part, "n_heads", None), int):  # UMT5 counts them to part its queries
+            own_heads = share.of(count, "the number of heads")
+            part.n_heads = own_heads.stop - own_heads.start
     for pair in projections:
         for projection in pair:
             keep_outputs(projection, share.of(projection.out_features, "the outputs of cross-attention"))
