@@ -13,6 +13,7 @@ from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, load_settings
+from tests.bench.processes.llama_server import ENVIRONMENTS
 from tests.bench.tasks import read_user_prompts
 from tests.support.models.prompts import CHAT, PLAIN
 
@@ -50,6 +51,8 @@ class Options:
     """Where the printed tables are kept. `None` keeps none."""
     dtypes: tuple[str, ...]
     variants: tuple[str, ...]
+    environments: Path
+    """Where `llama` builds its peer."""
     quick: bool
 
     def settings(self, *assignments: str) -> Settings:
@@ -147,8 +150,9 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument(
         "--variants",
         default="",
-        help="variants for `step` and `widths`, drafting methods for `serving-pairs`, or roles for `recovery`",
+        help="variants for `step`, `widths` and `llama`, drafting methods for `serving-pairs`, or roles for `recovery`",
     )
+    parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help="where `llama` builds its peer")
     parser.add_argument("--quick", action="store_true", help="the smallest run that shows every table")
     asked = parser.parse_args(arguments)
     unknown = [name for name in asked.sections if name not in sections]
@@ -172,6 +176,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         results=asked.results,
         dtypes=tuple(name for name in asked.dtypes.split(",") if name),
         variants=tuple(name for name in asked.variants.split(",") if name),
+        environments=asked.environments.resolve(),
         quick=asked.quick,
     )
     return asked.sections or list(sections), options
