@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +23,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError, TargetUnavailable
-from cluster.core.verification import StepSample
 from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.heartbeat import end_with, until_lost
 from workers.serve.logs import set_logging
 from workers.serve.node import compute_without_interruption, free_port, node_address, set_threads, use_interface_of
-from workers.serve.rank_placement import RankGroup, RankPlacement
+from workers.serve.rank_placement import RankGroup, RankPlacement, StartedRank
 from workers.serve.target_servicer import StepEngine
 from workers.serve.worker_server import WorkerHost, host_target
 
@@ -95,11 +95,14 @@ class FirstRank:
         """The address of this node, and a port at which the ranks may find each other."""
         return (host := node_address()), free_port(host)
 
-    async def prepare(self, *, is_early: bool = False) -> None:
-        """Load the libraries that `start` needs; `is_early`: those for packed weights, ahead of other processes."""
+    async def prepare(self, *, is_packed: bool, is_early: bool = False) -> None:
+        """Load the libraries that `start` needs, with `is_packed` for packed weights alone.
+
+        With `is_early`, other processes wait for them.
+        """
         if is_early:
             compute_without_interruption()
-        await asyncio.to_thread(_load_libraries, is_packed=is_early)
+        await asyncio.to_thread(_load_libraries, is_packed=is_packed)
 
     async def claim(self, owner: int) -> bool:
         """Let this rank end with the process `owner` of this node. Returns `False` if another one has claimed it."""
@@ -107,8 +110,8 @@ class FirstRank:
         self._owner = self._owner or asyncio.create_task(end_with(owner), name="owner")
         return is_free
 
-    async def start(self, group: RankGroup, access: PeerAccess) -> tuple[str, tuple[StepSample, ...]]:
-        """Load the model and listen. Returns the address, and how long steps take.
+    async def start(self, group: RankGroup, access: PeerAccess) -> StartedRank:
+        """Load the model and listen.
 
         Raises `ConfigurationError`, `ModelLoadError`.
         """
@@ -124,7 +127,7 @@ class FirstRank:
             learning=None if self._learner is None else self._learner.status,
         )
         await self._server.start()
-        return self._server.address, engine.info().profile
+        return StartedRank(self._server.address, engine.info().profile, "transformers" not in sys.modules)
 
     async def run(self) -> None:
         """Return after `stop()`. Raises `WorkerUnavailable` once this rank can compute no more."""
@@ -181,9 +184,9 @@ class WorkerRank:
         """Where this actor runs."""
         return _own_place()
 
-    def prepare(self) -> None:
-        """Load the libraries that `run` needs."""
-        _load_libraries()
+    def prepare(self, *, is_packed: bool) -> None:
+        """Load the libraries that `run` needs, with `is_packed` for packed weights alone."""
+        _load_libraries(is_packed=is_packed)
 
     def run(self, group: RankGroup, rank: int) -> None:
         """Join the group, load this rank's part, and run the driver rank's commands until the stop command.
@@ -267,11 +270,12 @@ class RankActors:
         if done != {starting} or starting.exception() is not None:
             await asyncio.wait(awaited, timeout=_CAUSE_SECONDS)  # when one rank fails, the others fail with it
             raise self._failed_start(starting)
-        address, self._placement.step_profile = starting.result()
+        started: StartedRank = starting.result()
+        self._placement.step_profile = started.profile
         await identified
         self._running[_future(first.run.remote())] = 0
-        self._placement.prepare()
-        return str(address)
+        self._placement.prepare(is_packed=started.is_packed)
+        return started.address
 
     async def ended(self) -> str:
         """Return once any rank has ended or is frozen, with the reason. The ranks cannot compute from then on."""
@@ -337,7 +341,7 @@ def rank_kinds(tensor_parallel: int) -> tuple[type, ...]:
     return (FirstRank, *([WorkerRank] * (tensor_parallel - 1)))
 
 
-def _load_libraries(*, is_packed: bool = False) -> None:
+def _load_libraries(*, is_packed: bool) -> None:
     import workers.verify.build
     import workers.verify.group
 

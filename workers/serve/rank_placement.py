@@ -50,6 +50,18 @@ class RankGroup:
     """What ranks before these measured as they warmed up; empty at the first start."""
 
 
+@dataclass(frozen=True, slots=True)
+class StartedRank:
+    """What rank 0 says once it serves."""
+
+    address: str
+    """Where `TargetService` listens."""
+    profile: tuple[StepSample, ...]
+    """How long steps take."""
+    is_packed: bool
+    """Whether it read packed weights, so that a process that takes its place needs no `transformers` either."""
+
+
 class RankPlacement:
     """The actors of all ranks: rank `i` in bundle `i + 1` of the current placement group.
 
@@ -111,8 +123,11 @@ class RankPlacement:
             self._place(group, rank, group.bundle_specs[rank + 1]) for rank in range(len(kept), len(self._kinds))
         ]
 
-    def prepare(self) -> None:
-        """Start standby actors in the background, if they are wanted and missing."""
+    def prepare(self, *, is_packed: bool) -> None:
+        """Start standby actors in the background, if they are wanted and missing.
+
+        `is_packed`: they will read packed weights, and load the libraries for these alone.
+        """
         if not self._wants_standby or self._standby:
             return
         group = _placement_group()
@@ -120,7 +135,7 @@ class RankPlacement:
             return
         self._standby = [self._place(group, rank, {}) for rank in range(len(self._kinds))]
         for actor in self._standby:
-            actor.prepare.remote()
+            actor.prepare.remote(is_packed=is_packed)
 
     def discard(self) -> None:
         """End the standby processes. Discarding again does nothing."""
@@ -163,7 +178,7 @@ def start_early(kind: type, application: str, environment: Mapping[str, str]) ->
         rank: Any = ray.remote(kind).options(**options).remote()
     except ValueError:  # the rank of an application with this name, which was stopped, has not ended yet
         return None
-    rank.prepare.remote(is_early=True)
+    rank.prepare.remote(is_packed=True, is_early=True)
     return rank
 
 
