@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from workers.forward.adapters import attn_method, bloom, falcon, mpt, offset_positions, xglm
+from workers.forward.adapters import attn_method, bloom, falcon, mpt, offset_positions, xglm, zamba2
 
 _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "bloom": bloom.adapt,
@@ -18,6 +18,7 @@ _ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "mpt": mpt.adapt,
     "openai-gpt": attn_method.adapt,
     "xglm": xglm.adapt,
+    "zamba2": zamba2.adapt,
 }
 _WITHOUT_POSITIONS = {"bloom", "mpt"}
 """Model types whose only positions are those of ALiBi, which the paged attention counts itself."""

@@ -49,6 +49,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "GPT": ("openai-gpt", {}),
     "XGLM": ("xglm", {}),
     "LongCat": ("longcat_flash", {}),
+    "Zamba2": ("zamba2", {}),
 }
 
 
