@@ -35,6 +35,7 @@ from workers.forward.expert_trial import replace_experts_on_gpu
 from workers.forward.fused_trial import fuse_on_gpu
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.recurrence import load_recurrence
 from workers.forward.probe import AttentionProbe, measure_layers, run_probe
 from workers.forward.recurrence.reference import ReferenceKernels
 from workers.forward.recurrent import cache_name, use_recurrences
@@ -275,7 +276,7 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     replace_experts_on_gpu(model)
     if model.states:
         if model.device.type == "cpu":
-            use_recurrences(model.module, ReferenceKernels())
+            use_recurrences(model.module, load_recurrence(section.compile_directory) or ReferenceKernels())
         return model
     if (section.compile == "on" or not fuse_on_gpu(model)) and should_compile(section):
         _compile_or_warn(model.module, section, model.device, model.tensor_parallel)

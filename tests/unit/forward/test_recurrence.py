@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 from cluster.core.tree import EMPTY_TREE, TokenTree
+from tests.support.engines.kept_kernels import NARROW, portable
+from workers.forward.native import build
+from workers.forward.native.recurrence import NativeRecurrence
 from workers.forward.recurrence.base import DeltaInputs, RecurrenceKernels, SpaceInputs
 from workers.forward.recurrence.plan import RecurrencePlan, StateRow, plan_recurrence
 from workers.forward.recurrence.reference import ReferenceKernels
@@ -72,9 +76,48 @@ KINDS: dict[str, Callable[[RecurrenceKernels], Recurrence]] = {
 }
 
 
+@pytest.fixture(scope="module", params=["reference", "native", "portable"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RecurrenceKernels:
+    """The reference, the kernels of this processor, and those of one without known vectors."""
+    if request.param == "reference":
+        return ReferenceKernels()
+    compiler = build._find_compiler()
+    assert compiler is not None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "_SOURCES", ("recurrence.c",))
+        if request.param == "portable":
+            patched.setattr(build, "_FLAGS", portable(*NARROW))
+        return NativeRecurrence(ctypes.CDLL(str(build._build(compiler, tmp_path_factory.mktemp("code")))))
+
+
 @pytest.fixture(params=KINDS)
-def recurrence(request: pytest.FixtureRequest) -> Recurrence:
-    return KINDS[request.param](ReferenceKernels())
+def recurrence(request: pytest.FixtureRequest, kernels: RecurrenceKernels) -> Recurrence:
+    return KINDS[request.param](kernels)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_compute_what_the_reference_computes(kernels: RecurrenceKernels, kind: str) -> None:
+    found, wanted = (Steps(KINDS[kind](own)) for own in (kernels, ReferenceKernels()))
+    outputs = []
+    for steps in (found, wanted):
+        rows = [(steps.row(2), (7, 9)), (steps.row(5, 0, TokenTree((1, 2, 3), (-1, 0, -1))), range(8))]
+        outputs.append(steps.run(rows))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.states, wanted.states, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_a_convolution_keeps_its_inputs_as_they_are(kernels: RecurrenceKernels) -> None:
+    """Its states may have the model's type, bfloat16, which holds inputs of that type exactly."""
+    weight, inputs = numbers(37, 3), numbers(TOKENS, 37).bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        states = torch.zeros(3, 37, 3, dtype=dtype)
+        for first, last, committed, slot in ((0, 5, 0, 1), (5, TOKENS, 1, 2)):
+            plan = plan_recurrence([StateRow(last - first, EMPTY_TREE, SequenceStates(committed, [slot]))], CPU)
+            found.append(kernels.convolution(inputs[first:last], weight, None, states, plan, None))
+        assert torch.equal(states[2], inputs[-3:].T)
+    assert found[0].dtype is torch.bfloat16
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 class Steps:

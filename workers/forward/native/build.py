@@ -56,6 +56,7 @@ _SOURCES = (
     "decoder.c",
     "leading.c",
     "largest.c",
+    "recurrence.c",
     "sourced_decoder.c",
 )
 _BUILD_SECONDS = 600.0
