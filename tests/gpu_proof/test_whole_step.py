@@ -9,10 +9,10 @@ import torch
 
 from cluster.core.kv import KvLayout
 from cluster.core.tree import EMPTY_TREE
-from deploy.simulation.device.fake_device import DEVICE, KernelCounter, fake_device
+from deploy.simulation.device.fake_device import DEVICE, Kernel, KernelCounter, fake_device
 from deploy.simulation.device.models import MODELS, RankModel, load
 from deploy.simulation.device.prediction import predict
-from deploy.simulation.device.step import Rows, count_step
+from deploy.simulation.device.step import ALL_REDUCE, WAIT, Rows, StepCount, count_step
 from workers.forward import fused_layers, linear
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.triton import TritonBackend
@@ -172,6 +172,15 @@ def test_a_rank_of_eight_reduces_twice_a_layer_and_once_for_the_decisions() -> N
     step = count_step(LARGE, (Rows(1, 2048),))
     assert len(step.all_reduces) == 161
     assert step.bytes <= 1.05 * (step.weight_bytes + step.kv_bytes)
+
+
+def test_a_rank_sends_of_a_sum_what_it_adds_for_others_and_what_it_has_added() -> None:
+    two, eight = (
+        predict(StepCount((Kernel(ALL_REDUCE, 90 << 20), Kernel(WAIT, 0)), 0, 0, 0, 0, 0, ranks=ranks))
+        for ranks in (2, 8)
+    )
+    assert two.seconds == two.all_reduce_seconds == pytest.approx(8e-6 + 1.0 * (90 << 20) / 450e9)
+    assert eight.seconds == eight.all_reduce_seconds == pytest.approx(8e-6 + 1.75 * (90 << 20) / 450e9)
 
 
 def test_ranks_sum_one_half_of_many_rows_while_they_multiply_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,11 @@ Every constant is named with its source. What has no published source is an assu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE
 from rich.table import Table
 
-from deploy.simulation.device.fake_device import Kernel
 from deploy.simulation.device.models import RankModel
 from deploy.simulation.device.step import ALL_REDUCE, WAIT, Rows, StepCount, count_step
 
@@ -71,27 +69,28 @@ def predict(step: StepCount, device: Device = H100) -> Prediction:
         (one.name, max(one.bytes / device.bytes_per_second, one.flops / device.flops_per_second), one.count)
         for one in step.kernels
     ]
-    reduced = sum(_reduce_seconds(count, device) for count in step.all_reduces)
+    reduced = sum(_reduce_seconds(count, step.ranks, device) for count in step.all_reduces)
     sampling = sum(count * (work + device.launch_seconds) for name, work, count in works if name in _SAMPLING)
     moved = step.weight_bytes + step.kv_bytes + step.state_bytes
     floor = max(moved / device.bytes_per_second, step.flops * step.share / device.flops_per_second)
-    eager = _seconds(step.sequence, device, in_graph=False)
-    seconds = _seconds(step.sequence, device, in_graph=True) if step.is_captured else eager
+    eager = _seconds(step, device, in_graph=False)
+    seconds = _seconds(step, device, in_graph=True) if step.is_captured else eager
     return Prediction(seconds, eager, floor, reduced, sampling)
 
 
-def _reduce_seconds(count: int, device: Device) -> float:
-    """The time of an all-reduce of so many bytes."""
-    return device.all_reduce_seconds + 2 * count / device.link_bytes_per_second
+def _reduce_seconds(count: int, ranks: int, device: Device) -> float:
+    """The time of an all-reduce of so many bytes: each rank sends 2 (ranks - 1) / ranks of them (Patarasuk and Yuan,
+    2009), first what others add and then what it has added."""
+    return device.all_reduce_seconds + 2 * (ranks - 1) / ranks * count / device.link_bytes_per_second
 
 
-def _seconds(sequence: Sequence[Kernel], device: Device, *, in_graph: bool) -> float:
+def _seconds(step: StepCount, device: Device, *, in_graph: bool) -> float:
     """The time until the last kernel of a step has ended. Those that sample are outside of the graph."""
     now = linked = 0.0
     ends: deque[float] = deque()
-    for kernel in sequence:
+    for kernel in step.sequence:
         if kernel.name == ALL_REDUCE:
-            linked = max(now, linked) + _reduce_seconds(kernel.bytes, device)
+            linked = max(now, linked) + _reduce_seconds(kernel.bytes, step.ranks, device)
             ends.append(linked)
         elif kernel.name == WAIT:
             now = max(now, ends.popleft())

@@ -76,6 +76,8 @@ class StepCount:
     """Whether the layers run fused, and not compiled."""
     state_bytes: int = 0
     """Bytes of the states of recurrent layers that the step has to read and write."""
+    ranks: int = 1
+    """Ranks of the model, each of which does this."""
     is_captured: bool = True
     """Whether the model's pass is a CUDA graph. Larger steps and recurrent layers have none; these are not compiled."""
     beside: int = 0
@@ -307,6 +309,7 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
             is_captured=size is not None,
             beside=len(beside.operations),
             share=1.0 if size is None else width / size.tokens,
+            ranks=model.ranks,
         )
 
 
