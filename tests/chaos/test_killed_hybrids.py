@@ -1,4 +1,4 @@
-"""The target of a hybrid model is killed in the middle of its answers. The texts are those of `transformers`.
+"""A rank of a hybrid model is killed in the middle of its answers. The texts are those of `transformers`.
 
 The states of its recurrent layers are gone with the process: the next one computes them again from committed tokens.
 """
@@ -44,8 +44,11 @@ def request(prompt: list[int], bias: dict[int, float]) -> generation_pb2.Generat
     )
 
 
-@pytest.mark.parametrize("family", [*KINDS, "granitemoehybrid", "qwen3_5_text"])
-async def test_a_killed_target_changes_no_text(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "killed"),
+    [*((family, "target") for family in (*KINDS, "granitemoehybrid", "qwen3_5_text")), ("qwen3_next", "rank")],
+)
+async def test_a_killed_rank_changes_no_text(family: str, killed: str, tmp_path: Path) -> None:
     case = save_hybrid(tiny_tokenizer.byte_level(tmp_path / "target"), family, vocab_size=VOCABULARY)
     target = {"path": str(case.directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
     draft = {"method": "ngram", "max_nodes": 6, "max_depth": 4, "controller": "off"}
@@ -60,7 +63,9 @@ async def test_a_killed_target_changes_no_text(family: str, tmp_path: Path) -> N
     prompts = [[50 + number, *PHRASE, 60 + number, *PHRASE[:3]] for number in range(2)]
     wanted = [*(case.reference(prompt, TOKENS) for prompt in prompts), [REPEATED] * TOKENS]
     sent = [*(request(prompt, {}) for prompt in prompts), request(prompts[0], {REPEATED: 100.0})]
-    cluster = ChaosCluster(with_implied_settings(configuration), (1,), 0, 0, tmp_path, seed=0)
+    cluster = ChaosCluster(
+        with_implied_settings(configuration), (2 if killed == "rank" else 1,), 0, 0, tmp_path, seed=0
+    )
     answers: list[list[int]] = [[] for _ in sent]
     is_begun = asyncio.Event()
 
@@ -84,7 +89,7 @@ async def test_a_killed_target_changes_no_text(family: str, tmp_path: Path) -> N
                 for index in range(len(sent)):
                     group.create_task(read(client, index))
                 await is_begun.wait()
-                (victim,) = (one for one in cluster.victims() if one.kind == "target")
+                (victim,) = (one for one in cluster.victims() if one.kind == killed)
                 victim.signal(signal.SIGKILL)
                 assert all(len(answer) < TOKENS for answer in answers[:2]), "the answers were complete before the kill"
             counts = await read_counts(client)
@@ -92,6 +97,6 @@ async def test_a_killed_target_changes_no_text(family: str, tmp_path: Path) -> N
             await client.close()
             await cluster.stop()
     assert answers == wanted
-    assert [kind for kind, _ in cluster.replacements.reasons] == ["target"]
+    assert [kind for kind, _ in cluster.replacements.reasons] == [killed]
     assert counts["pilotfish:target_replays_total"] > 0
     assert counts["vllm:spec_decode_num_accepted_tokens_total"] > 0

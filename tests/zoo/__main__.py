@@ -13,7 +13,8 @@ from transformers.utils import logging
 from tests.support.engines.kept_kernels import kept_kernels
 from tests.zoo.configs import architectures
 from tests.zoo.page import PAGE, page, written
-from tests.zoo.verdict import Kind, verdict
+from tests.zoo.ranks import TwoRanks
+from tests.zoo.verdict import verdict
 
 
 def main(names: list[str]) -> int:
@@ -25,15 +26,16 @@ def main(names: list[str]) -> int:
     if unknown := sorted(set(names) - set(architectures())):
         print(f"transformers has no {', '.join(unknown)}")
         return 2
-    verdicts = dict(written()) if names else {}
+    verdicts = dict(written())
     wrong = False
-    with kept_kernels():
+    with kept_kernels(), TwoRanks() as two_ranks:
         for name in names or architectures():
             begun = time.perf_counter()
-            found = verdicts[name] = verdict(name)
-            wrong |= found.kind in (Kind.DIFFERS, Kind.FAILED)
-            print(f"{name}: {found.kind.value} {found.reason} ({time.perf_counter() - begun:.1f} s)", flush=True)
-    PAGE.write_text(page(verdicts.values()), "utf-8")
+            found = verdicts[name] = verdict(name, two_ranks)
+            wrong |= found.is_wrong
+            said = f"{found.kind.value} {found.reason}{found.two_ranks and f'two ranks: {found.two_ranks}'}"
+            print(f"{name}: {said} ({time.perf_counter() - begun:.1f} s)", flush=True)
+            PAGE.write_text(page(verdicts.values()), "utf-8")  # an interrupted run keeps what it found
     return int(wrong)
 
 

@@ -22,6 +22,8 @@ Which architectures of `transformers` {version} are served, for causal language 
 - REFUSED: the model is refused when it is loaded, with this reason, before anything is served.
 - NOT MADE: no tiny model could be made of its configuration's defaults. Such a model is tried when it is loaded, as
   every model is.
+- Two ranks: whether two ranks of a MATCH (`target.tensor_parallel: 2`) have the logits of one, in prompts, and in a
+  chain beside a tree; else why they are refused; empty where nobody tried.
 
 A checkpoint is tried on its own weights as well. `target.trial: "off"` serves it without that trial; its answers are
 then reported as lossy. Code that a checkpoint brings itself is never run.
@@ -44,15 +46,22 @@ def page(verdicts: Iterable[Verdict]) -> str:
         counts = [sum(known[one].kind is kind for one in members) for kind in (Kind.MATCH, Kind.REFUSED, Kind.NOT_MADE)]
         lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
     for name, members in types.items():
-        lines += ["", f"## {name.capitalize()}", "", "| model type | verdict | reason |", "|---|---|---|"]
+        lines += [
+            "",
+            f"## {name.capitalize()}",
+            "",
+            "| model type | verdict | two ranks | reason |",
+            "|---|---|---|---|",
+        ]
         lines += [row(known[one]) for one in members]
     return "\n".join(lines) + "\n"
 
 
 def row(verdict: Verdict) -> str:
     """The line of one architecture."""
-    reason = verdict.reason.removeprefix(f"model type {verdict.model_type!r} is refused: ").replace("|", "\\|")
-    return f"| `{verdict.model_type}` | {verdict.kind.value} | {reason} |"
+    own = f"model type {verdict.model_type!r} is refused: "
+    texts = (text.removeprefix(own).replace("|", "\\|") for text in (verdict.two_ranks, verdict.reason))
+    return f"| `{verdict.model_type}` | {verdict.kind.value} | {' | '.join(texts)} |"
 
 
 def written() -> Mapping[str, Verdict]:
@@ -60,7 +69,7 @@ def written() -> Mapping[str, Verdict]:
     found = {}
     for line in PAGE.read_text("utf-8").splitlines() if PAGE.exists() else []:
         parts = [part.strip() for part in line.replace("\\|", "\0").strip("|").split("|")]
-        if line.startswith("| `") and len(parts) == 3:
-            name, kind, reason = (part.replace("\0", "|") for part in parts)
-            found[name.strip("`")] = Verdict(name.strip("`"), Kind(kind), reason)
+        if line.startswith("| `") and len(parts) == 4:
+            name, kind, two_ranks, reason = (part.replace("\0", "|") for part in parts)
+            found[name.strip("`")] = Verdict(name.strip("`"), Kind(kind), reason, two_ranks)
     return found

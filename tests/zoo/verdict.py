@@ -16,6 +16,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import PilotfishError
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.zoo.configs import CONTEXT, VOCABULARY, architectures, tiny_config
+from tests.zoo.ranks import BOUND, TwoRanks, relative_error
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
@@ -28,7 +29,6 @@ TOKENS, STORED = 40, 30
 """Tokens of the text, and how many are stored before a chain or a tree."""
 _TREE = TokenTree((5, 6, 7, 8, 5, 9, 10), (-1, -1, 0, 0, 1, 3, 5))
 _MOST_PARAMETERS = 20_000_000
-_BOUND = 1e-3
 
 
 class Kind(Enum):
@@ -53,10 +53,17 @@ class Verdict:
     model_type: str
     kind: Kind
     reason: str = ""
+    two_ranks: str = ""
+    """`yes` if two ranks have the logits of one, else why not; empty unless it is a MATCH."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is neither served right nor refused."""
+        return self.kind in (Kind.DIFFERS, Kind.FAILED) or self.two_ranks.startswith(Kind.DIFFERS.value)
 
 
-def verdict(model_type: str) -> Verdict:
-    """Make, serve and compare a tiny model of this type."""
+def verdict(model_type: str, two_ranks: TwoRanks | None = None) -> Verdict:
+    """Make, serve and compare a tiny model of this type, and serve a MATCH on `two_ranks` as well, if given."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -71,7 +78,9 @@ def verdict(model_type: str) -> Verdict:
             return Verdict(model_type, Kind.REFUSED, str(error).replace(directory, "…"))
         except Exception as error:
             return Verdict(model_type, Kind.FAILED, _one_line(error))
-    return Verdict(model_type, Kind.DIFFERS, differing) if differing else Verdict(model_type, Kind.MATCH)
+        if differing:
+            return Verdict(model_type, Kind.DIFFERS, differing)
+        return Verdict(model_type, Kind.MATCH, "", "" if two_ranks is None else two_ranks.serve(Path(directory)))
 
 
 def _unstated_context(model_type: str) -> int | None:
@@ -111,7 +120,7 @@ def _compare(model: LoadedModel, directory: Path, *, is_causal: bool) -> str:
     reference = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     steps = Steps(model, reference)
     for name, error in steps.errors():
-        if not error <= _BOUND:
+        if not error <= BOUND:
             return f"{name}: relative error {error:.2g}"
     return ""
 
@@ -170,7 +179,7 @@ class Steps:
         for row in step:
             self._runner.commit(row, accepted)
         expected = self._dense(texts)
-        return max(_error(logits, one) for logits, one in zip(found, expected, strict=True))
+        return max(relative_error(logits, one) for logits, one in zip(found, expected, strict=True))
 
     @torch.inference_mode()
     def _dense(self, texts: Sequence[list[int]]) -> list[torch.Tensor]:
@@ -188,8 +197,3 @@ class Steps:
         """The logits after a text that begins one whose pass was computed."""
         whole = (logits for known, logits in self._logits.items() if known[: len(text)] == tuple(text))
         return next((logits[len(text) - 1] for logits in whole), None)
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.double() - found.double().mean(), expected.double() - expected.double().mean()
-    return float((found - expected).norm() / expected.norm())

@@ -78,8 +78,6 @@ _QUANTIZATION_PACKAGES = {
     "torchao": "torchao",
 }
 """Arguments of `pip install` for the library of each format of quantized weights that `transformers` reads."""
-_RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}
-"""Names that configurations give to layers with a recurrent or convolutional state."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -115,7 +113,6 @@ def load_model(
             "checkpoint with quantized weights"
         )
     if tensor_parallel > 1:
-        _check_states(request.config, tensor_parallel)
         check_divisible(request.config, tensor_parallel)
         complete_plan(request.config, request.share)
     keep_compiled_code(section.compile_directory)
@@ -143,19 +140,6 @@ def check_truncatable(directory: Path) -> None:
         module = AutoModelForCausalLM.from_config(config)
     if any(cache_name(part) is not None for part in module.modules()):
         raise ConfigurationError(RECURRENT_DRAFT)
-
-
-def _check_states(config: PreTrainedConfig, ranks: int) -> None:
-    """Raise `ConfigurationError` for a model with recurrent layers, whose states are not divided among ranks."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) & _RECURRENT
-    if not hasattr(text, "num_attention_heads"):  # none of its layers attends
-        kinds.add(config.model_type)
-    if kinds:
-        raise ConfigurationError(
-            f"target.tensor_parallel: {ranks} is refused for model type {config.model_type!r}, whose layers "
-            f"({', '.join(sorted(kinds))}) keep states that are not divided among ranks; it must be 1"
-        )
 
 
 @contextmanager
@@ -223,8 +207,6 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     module, vocabulary = request.read_decoder()
     least_of_all_ranks(1, share.ranks)  # all have read their weights: the pass below sums over them
     measured = measure_layers(module, request.device, longest_context(text))
-    if measured.states and share.ranks > 1:
-        raise UnsupportedModel("the states of its recurrent layers are not divided among ranks")
     if measured.states and section.compile == "on":
         raise ConfigurationError(
             f"compile: on is refused for model type {request.config.model_type!r}, whose recurrent layers are not "

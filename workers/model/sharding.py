@@ -27,12 +27,22 @@ from workers.model.expert_styles import OWN_EXPERTS, WHOLE_EXPERTS, register_exp
 from workers.model.head_counts import ranks_that_divide
 from workers.model.share import Share
 
+
+def _divided(part: str, columns: tuple[str, ...], rows: str) -> dict[str, str]:
+    """The plan of linear layers in `part` of each layer: outputs of the first are divided, and inputs of the last."""
+    plan = dict.fromkeys((f"layers.*.{part}.{name}" for name in columns), "colwise")
+    return plan | {f"layers.*.{part}.{rows}": "rowwise"}
+
+
+_QUERIES = ("q_proj", "k_proj", "v_proj")
+_ATTENTION = _divided("self_attn", _QUERIES, "o_proj")
+_NETWORK = _divided("feed_forward", ("gate_proj", "up_proj"), "down_proj")
+_SHORT_NAMES = _divided("feed_forward", ("w1", "w3"), "w2")
 _ADDED_PLANS: dict[str, dict[str, str]] = {
-    "gpt_oss": {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
+    "bamba": _ATTENTION | _NETWORK,
+    "falcon_h1": _ATTENTION | _NETWORK,
+    "gpt_oss": _ATTENTION
+    | {
         "layers.*.self_attn.sinks": "colwise",
         "layers.*.self_attn": "local_params",
         "layers.*.mlp.experts.gate_up_proj": "rowwise",
@@ -40,9 +50,22 @@ _ADDED_PLANS: dict[str, dict[str, str]] = {
         "layers.*.mlp.experts.down_proj": "colwise",
         "layers.*.mlp.experts": "moe_tp_experts",
     },
+    "granitemoehybrid": _ATTENTION,
+    "jamba": _ATTENTION | _NETWORK,
+    "lfm2": _divided("self_attn", _QUERIES, "out_proj") | _SHORT_NAMES,
+    "lfm2_moe": _divided("self_attn", _QUERIES, "out_proj") | _SHORT_NAMES,
+    "lfm3": _divided("self_attn", (*_QUERIES, "g_proj"), "o_proj") | _SHORT_NAMES,
+    "nemotron_h": _divided("mixer", (*_QUERIES, "up_proj"), "o_proj")
+    | _divided("mixer.shared_experts", ("up_proj",), "down_proj")
+    | {"layers.*.mixer.down_proj": "rowwise"},
 }
-"""Plans in the words of `transformers`, for families of which it has none. The experts of gpt-oss are stored `[inputs,
-outputs]`, so what is divided by rows are their outputs, in which gates and factors alternate."""
+"""What `transformers` lacks in its plans, in its words, by model type. What no plan names is whole on each rank.
+
+The experts of gpt-oss are stored `[inputs, outputs]`, so what is divided by rows are their outputs, in which gates and
+factors alternate."""
+_WHOLE = ".linear_attn."
+"""In names of layers that are whole on each rank whatever a plan says. Every rank has the states of all recurrent
+layers, and computes them from the whole stream: none is summed or gathered."""
 KV_HEADS = "kv_heads"
 """The style, in a plan, of a projection to KV heads that several ranks share: each rank holds one head."""
 _KV_PROJECTIONS = ("k_proj", "v_proj")
@@ -87,6 +110,10 @@ _PLANS = {
 by the layer's name within its decoder layer. All others of their layers are whole on each rank."""
 
 
+_DIFFERING = {"youtu"}
+"""Model types whose logits on several ranks are not those of one, by the plan of `transformers`."""
+
+
 def has_own_plan(config: PreTrainedConfig) -> bool:
     """Whether `divide` divides models of this family, which are read whole."""
     return config.get_text_config().model_type in _PLANS
@@ -102,18 +129,28 @@ def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
 def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
     """Raise `ConfigurationError` unless the ranks can divide the heads, and the family has a plan."""
     text = config.get_text_config()
+    if not (_known_plan(text) or config.is_encoder_decoder or has_own_plan(config)):
+        raise ConfigurationError(
+            f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} "
+            "has no tensor-parallel plan; it must be 1"
+        )
+    if text.model_type in _DIFFERING:
+        raise ConfigurationError(
+            f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} has other "
+            "logits on several ranks than on one; it must be 1"
+        )
     heads, kv_heads = head_counts(config)
     if tensor_parallel not in (fitting := ranks_that_divide(heads, kv_heads)):
         raise ConfigurationError(
             f"target.tensor_parallel: {tensor_parallel} does not divide num_attention_heads = {heads} with "
             f"num_key_value_heads = {kv_heads}; it must be one of {', '.join(map(str, fitting))}"
         )
-    is_known = text.model_type in _ADDED_PLANS or config.is_encoder_decoder or has_own_plan(config)
-    if not (is_known or getattr(text, "base_model_tp_plan", None)):
-        raise ConfigurationError(
-            f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} "
-            "has no tensor-parallel plan; it must be 1"
-        )
+
+
+def _known_plan(text: PreTrainedConfig) -> dict[str, str]:
+    """The plan of `transformers` with what it lacks; empty if there is none."""
+    plan: dict[str, str] = (getattr(text, "base_model_tp_plan", None) or {}) | _ADDED_PLANS.get(text.model_type, {})
+    return {name: style for name, style in plan.items() if _WHOLE not in name}
 
 
 def complete_plan(config: PreTrainedConfig, share: Share) -> None:
@@ -123,9 +160,9 @@ def complete_plan(config: PreTrainedConfig, share: Share) -> None:
     Raises `ConfigurationError` for whole experts of a model without any.
     """
     text = config.get_text_config()
-    plan: dict[str, str] | None = getattr(text, "base_model_tp_plan", None) or _ADDED_PLANS.get(text.model_type)
+    plan = _known_plan(text)
     if share.expert_parallel:
-        plan = (plan or {}) | _whole_experts(config, plan or {})
+        plan |= _whole_experts(config, plan)
     if not plan:
         return
     text.base_model_tp_plan = plan  # type: ignore[misc]
@@ -140,9 +177,9 @@ def complete_plan(config: PreTrainedConfig, share: Share) -> None:
 
 
 def check_inner(config: PreTrainedConfig, share: Share) -> None:
-    """Raise `ConfigurationError` unless the ranks divide the plain experts of a family in `_ADDED_PLANS`."""
+    """Raise `ConfigurationError` unless the ranks divide the plain experts that `_ADDED_PLANS` divides."""
     text = config.get_text_config()
-    if text.model_type in _ADDED_PLANS and not share.expert_parallel:
+    if "layers.*.mlp.experts" in _ADDED_PLANS.get(text.model_type, {}) and not share.expert_parallel:
         share.of(text.intermediate_size, "intermediate_size")
 
 

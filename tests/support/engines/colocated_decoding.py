@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, StepResult, VerifyRow
 
 Step = Callable[[StepBatch], StepResult]
@@ -80,3 +81,36 @@ def plain_answers(
 ) -> dict[str, list[int]]:
     """The first `count` tokens of the answers without drafts."""
     return {name: one.answer[:count] for name, one in decode_together(step, requests, count, NO_DRAFT).items()}
+
+
+def through_trees(
+    step: Step,
+    requests: Mapping[str, tuple[tuple[int, ...], SamplingParameters]],
+    texts: Mapping[str, list[int]],
+    *,
+    branches: bool = True,
+) -> dict[str, tuple[list[int], int]]:
+    """Decode all requests together with drafts: the answer, and how many drafted tokens were accepted.
+
+    A draft is the chain of the tokens that `texts` has next. With `branches`, it has another token at each depth too.
+    """
+    found: dict[str, tuple[list[int], int]] = {name: ([], 0) for name in texts}
+    rows = {
+        name: VerifyRow(SequenceId(f"tree {name}"), len(prompt), prompt, start=SequenceStart(len(prompt), sampling))
+        for name, (prompt, sampling) in requests.items()
+    }
+    while rows:
+        for name, verdict in zip(tuple(rows), step(StepBatch(tuple(rows.values()))).verdicts, strict=True):
+            assert verdict.fault is None
+            answer, accepted = found[name]
+            answer += verdict.tokens
+            found[name] = answer, accepted + verdict.accepted
+            row = rows.pop(name)
+            likely = texts[name][len(answer) : len(answer) + 3]
+            if likely:
+                others = [(*likely[:depth], (token + 1) % 90 + 3) for depth, token in enumerate(likely)]
+                tree = TokenTree.from_candidates([likely, *(others if branches else ())], 8)
+                assert (tree.depth() < len(tree)) == branches
+                length = len(requests[name][0]) + len(answer)
+                rows[name] = VerifyRow(row.sequence_id, length, (answer[-1],), tree)
+    return found

@@ -14,11 +14,8 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftBudget
-from cluster.core.ids import SequenceId
-from cluster.core.request import SamplingParameters, SequenceStart
-from cluster.core.tree import TokenTree
-from cluster.core.verification import StepBatch, VerifyRow
-from tests.support.engines.colocated_decoding import Step, decode_together, plain_answers
+from cluster.core.request import SamplingParameters
+from tests.support.engines.colocated_decoding import decode_together, plain_answers, through_trees
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_group import RankGroup, rank_group
 from tests.support.engines.rank_processes import free_port, start_ranks
@@ -63,33 +60,6 @@ def configure(directory: Path, layers: int, ranks: int = RANKS) -> Configuration
     return load_configuration({"target": target, "draft": draft})
 
 
-def through_trees(step: Step, texts: Mapping[str, list[int]]) -> dict[str, tuple[list[int], int]]:
-    """Decode all requests together with trees that branch: the answer, and how many drafted tokens were accepted.
-
-    The first branch at each depth is a token that `texts` has there, the second is another one.
-    """
-    found: dict[str, tuple[list[int], int]] = {name: ([], 0) for name in texts}
-    rows = {
-        name: VerifyRow(SequenceId(f"tree {name}"), len(prompt), prompt, start=SequenceStart(len(prompt), sampling))
-        for name, (prompt, sampling) in REQUESTS.items()
-    }
-    while rows:
-        for name, verdict in zip(tuple(rows), step(StepBatch(tuple(rows.values()))).verdicts, strict=True):
-            assert verdict.fault is None
-            answer, accepted = found[name]
-            answer += verdict.tokens
-            found[name] = answer, accepted + verdict.accepted
-            row = rows.pop(name)
-            likely = texts[name][len(answer) : len(answer) + 3]
-            if likely:
-                others = [(*likely[:depth], (token + 1) % 90 + 3) for depth, token in enumerate(likely)]
-                tree = TokenTree.from_candidates([likely, *others], 8)
-                assert tree.depth() < len(tree)
-                length = len(REQUESTS[name][0]) + len(answer)
-                rows[name] = VerifyRow(row.sequence_id, length, (answer[-1],), tree)
-    return found
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_texts_are_those_of_one_rank_in_chains_and_trees(group: RankGroup, name: str, tmp_path: Path) -> None:
     config = FAMILIES[name]
@@ -100,7 +70,7 @@ def test_the_texts_are_those_of_one_rank_in_chains_and_trees(group: RankGroup, n
     assert {one: decoded.answer[:COUNT] for one, decoded in chains.items()} == expected
     assert all(decoded.accepted for decoded in chains.values())
     formed.release_all()
-    for one, (answer, accepted) in through_trees(formed.step, expected).items():
+    for one, (answer, accepted) in through_trees(formed.step, REQUESTS, expected).items():
         assert answer[:COUNT] == expected[one]
         assert accepted >= COUNT // 2
     formed.release_all()

@@ -307,8 +307,6 @@ def test_settings_that_such_a_model_cannot_have_are_refused_by_name(short: Model
     chosen = load_configuration({"target": target, "draft": {"method": "early_exit"}})
     with pytest.raises(ConfigurationError, match=r"draft\.method: .* recurrent layers"):
         build_engine(chosen.target, method=create(chosen.draft, chosen.target))
-    with pytest.raises(ConfigurationError, match=r"target\.tensor_parallel: 2 is refused for model type 'lfm2'"):
-        load_model(chosen.target, tensor_parallel=2)
     with pytest.raises(ConfigurationError, match=r"compile: on is refused for model type 'lfm2'"):
         load_model(chosen.target.model_copy(update={"compile": "on"}))
 
