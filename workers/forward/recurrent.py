@@ -158,7 +158,10 @@ class RecurrentLayers:
             return f"{type(part.module).__name__} is of no known kind"
         if any(state.dtype is not torch.float32 for state in shape.parts[1:]):
             return f"{type(part.module).__name__} keeps its state in {shape.parts[-1].dtype}"
-        problem = difference(mixer, partial(self.compute_each, part), shape, self._tokens[part.layer])
+        try:
+            problem = difference(mixer, partial(self.compute_each, part), shape, self._tokens[part.layer])
+        except Exception as error:  # a compiler may raise anything
+            problem = repr(error)
         if problem is None:
             self.mixers[part.layer] = mixer
         return problem

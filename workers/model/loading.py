@@ -33,6 +33,7 @@ from workers.forward.code_folder import keep_compiled_code
 from workers.forward.compilation import compile_layers, should_compile, undo_compile
 from workers.forward.expert_trial import replace_experts_on_gpu
 from workers.forward.fused_trial import fuse_on_gpu
+from workers.forward.gpu_recurrence import triton_recurrences
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.recurrence import load_recurrence
@@ -259,6 +260,8 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     if model.states:
         if model.device.type == "cpu":
             use_recurrences(model.module, load_recurrence(section.compile_directory) or ReferenceKernels())
+        elif (kernels := triton_recurrences()) is not None:
+            use_recurrences(model.module, kernels)
         return model
     if (section.compile == "on" or not fuse_on_gpu(model)) and should_compile(section):
         _compile_or_warn(model.module, section, model.device, model.tensor_parallel)

@@ -41,13 +41,15 @@ class RecurrencePlan:
     token of a row has a slot."""
     target: torch.Tensor
     """int32 `[tokens]`: the slot where the state after the token is stored, or −1."""
+    parents: torch.Tensor
+    """int32 `[tokens]`: the token of the step that comes before the token, or −1 for the first of a row."""
     moves: tuple[tuple[int, int], ...]
     """The source and the target of each token, on the host."""
 
 
 def plan_recurrence(rows: Sequence[StateRow], device: torch.device) -> RecurrencePlan:
     """The plan of a step whose rows hold the slots of their states. Raises `ValueError` for a row without tokens."""
-    starts, moves = [0], list[tuple[int, int]]()
+    starts, moves, parents = [0], list[tuple[int, int]](), list[int]()
     for row in rows:
         if row.fresh < 1:
             raise ValueError("a row without committed tokens is refused: its recurrent states would have no source")
@@ -55,9 +57,12 @@ def plan_recurrence(rows: Sequence[StateRow], device: torch.device) -> Recurrenc
         moves.append((row.states.committed, kept.get(1, NONE)))
         moves.extend((NONE, kept.get(length, NONE)) for length in range(2, row.fresh + 1))
         moves[-1] = (moves[-1][0], fresh[0])
+        parents += [NONE, *range(starts[-1], starts[-1] + row.fresh - 1)]
         for node, parent in enumerate(row.tree.parents):
+            parents.append(len(moves) - node + parent)
             moves.append((NONE if parent == node - 1 else fresh[parent - ROOT], fresh[node + 1]))
         starts.append(len(moves))
     source, target = zip(*moves, strict=True)
-    row_starts, sources, targets = (tensor_on(device, one, torch.int32) for one in (starts, source, target))
-    return RecurrencePlan(row_starts, sources, targets, tuple(moves))
+    lists = starts, source, target, parents
+    row_starts, sources, targets, before = (tensor_on(device, one, torch.int32) for one in lists)
+    return RecurrencePlan(row_starts, sources, targets, before, tuple(moves))
