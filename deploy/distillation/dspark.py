@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cluster.core.errors import ConfigurationError
-from deploy.distillation.single_process import SingleProcess, Texts, common_options, layers_like, run_command
+from deploy.distillation.execute import execute
+from deploy.distillation.single_process import (
+    SingleProcess,
+    Texts,
+    common_options,
+    layers_like,
+    parsed,
+    run_command,
+)
 from workers.distill.answers import Answer
-from workers.distill.data import ANSWERS
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
@@ -42,19 +49,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1.5e-3)
     add("--overlap", type=float, default=1.0, help="Weight of the common share of draft and target in the loss.")
     add("--goal-temperature", type=float, default=0.7, help="Temperature of the target's probabilities in the loss.")
-    add("--workers", type=int, default=1, help="Processes that train, each with a GPU or a core; they need --steps.")
-    add("--parts", type=int, default=0, help="Parts of each batch. Unset: one for each process.")
     parser.set_defaults(long_share=0.05)
-    chosen = parser.parse_args(arguments)
-    bounds = {"slots": (2, 256), "layers": (1, 64), "rank": (1, 4096), "batch_rows": (1, 4096), "workers": (1, 1024)}
-    for name, (least, most) in (bounds | {"blocks": (1, chosen.max_length)}).items():
-        if not least <= (value := getattr(chosen, name)) <= most:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{option}: {value} is refused; it must be within {least} and {most}")
-    chosen.parts = chosen.parts or chosen.workers
-    if chosen.workers > 1 and chosen.steps is None:
-        raise ConfigurationError("--workers: needed --steps with several processes")
-    return chosen
+    length = parser.parse_args(arguments).max_length
+    bounds = {"slots": (2, 256), "layers": (1, 64), "rank": (1, 4096), "batch_rows": (1, 4096), "blocks": (1, length)}
+    return parsed(parser, arguments, bounds)
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -103,7 +101,6 @@ class Run(SingleProcess):
             rows=chosen.batch_rows,
             blocks=chosen.blocks,
             overlap=chosen.overlap,
-            parts=chosen.parts,
         )
         training = BlockTraining(self.target, module, plan, self.peers)
         self.fit(training, rows, measured, lambda: self._save(taps, module))
@@ -164,26 +161,9 @@ step are those of steps that follow one another, with greedy answers."""
         )
 
 
-def execute(chosen: argparse.Namespace, told: Callable[[str], None] | None = None) -> Texts:
-    """Write texts and train on them, in this process or in several. Returns the texts. Raises `PilotfishError`."""
-    run = Run(chosen, told)
-    if chosen.workers == 1:
-        return run.run()
-    from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray
-
-    if chosen.answers is None:
-        chosen.answers = chosen.out.with_name(f"{chosen.out.name}.work") / ANSWERS
-        chosen.answers.parent.mkdir(parents=True, exist_ok=True)
-    texts = run.texts()
-    run.release()
-    run_in_workers(chosen, Run, chosen.answers)
-    run.tell(f"{chosen.out} is written")
-    return texts
-
-
 def main() -> int:
     """Run the command. Returns its exit code."""
-    return run_command(lambda: execute(options()))
+    return run_command(lambda: execute(Run, options()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from deploy.distillation.single_process import SingleProcess, Texts, common_options, layers_like, run_command
+from deploy.distillation.execute import execute
+from deploy.distillation.single_process import (
+    SingleProcess,
+    Texts,
+    common_options,
+    layers_like,
+    parsed,
+    run_command,
+)
 from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.states import TextStates
@@ -29,7 +37,7 @@ _STATE_TOKENS = 16384
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
+    """The options of the command line. Raises `ConfigurationError` for one out of bounds."""
     parser = common_options("eagle3", __doc__)
     add = parser.add_argument
     add("--vocabulary-size", type=int, default=8192, help="Tokens that the head can propose.")
@@ -37,7 +45,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--depths", type=int, default=5, help="Steps of a roll-out.")
     add("--learning-rate", type=float, default=1e-3)
     add("--batch-tokens", type=int, default=16384, help="Tokens of a batch, padding included.")
-    return parser.parse_args(arguments)
+    return parsed(parser, arguments, {"depths": (1, 64), "batch_tokens": (1, 1 << 24)})
 
 
 def shape_of(config: Any, taps: Sequence[int], *, is_normed: bool) -> FeatureShape:
@@ -67,12 +75,13 @@ class Run(SingleProcess):
         )
         count = int(self.config.num_hidden_layers)
         taps = self.taps((2, count // 2, count - 3))
-        states = self._states(self.lengthened(texts.train), taps)
+        states = self._states(self.lengthened(texts.train), taps, (self.peers.rank, self.peers.count))
         measured = {name: self._states(answers, taps) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)
         plan = RollOutPlan(**self.plan_values(), depths=chosen.depths, batch_tokens=chosen.batch_tokens)
         rows = torch.tensor(vocabulary, device=self.device)
-        training = RollOutTraining(self.target, head, rows, plan)
+        self.peers.shard(head)
+        training = RollOutTraining(self.target, head, rows, plan, self.peers)
         name = chosen.name or self.directory.name
         card = DraftDescription(
             name, size, int(self.config.hidden_size), (), len(vocabulary), kind="eagle", taps=taps, shape=head.shape
@@ -80,7 +89,7 @@ class Run(SingleProcess):
 
         self.fit(training, states, measured, lambda: self._save(card, head, rows))
 
-    def _states(self, answers: Sequence[Answer], taps: Sequence[int]) -> TextStates:
+    def _states(self, answers: Sequence[Answer], taps: Sequence[int], part: tuple[int, int] = (0, 1)) -> TextStates:
         chosen = self.options
         states = TextStates(
             self.target,
@@ -88,6 +97,7 @@ class Run(SingleProcess):
             taps,
             max_length=chosen.max_length,
             batch_tokens=min(_STATE_TOKENS, chosen.batch_tokens),
+            part=part,
         )
         self.tell(f"hidden states of {len(answers):,} texts, {states.tokens:,} tokens")
         return states
@@ -116,12 +126,13 @@ target. Every token that a client reads is the target's own decision. It has
         method = f"""\
 The target wrote texts (Seq-KD, Kim & Rush 2016), and the head learned the target's probabilities in its own roll-outs
 of {chosen.depths} steps. `slots` are the shares of right tokens after right ones in greedy chains."""
+        weights = head.weights(vocabulary)
         self.save(
             self.card(introduction, method),
             lambda scratch: write_eagle3(
                 scratch,
                 card,
-                head.weights(vocabulary),
+                weights,
                 architectures=self.config.architectures or (),
                 speculative_tokens=chosen.depths,
                 file_bytes=chosen.file_bytes,
@@ -131,7 +142,7 @@ of {chosen.depths} steps. `slots` are the shares of right tokens after right one
 
 def main() -> int:
     """Run the command. Returns its exit code."""
-    return run_command(lambda: Run(options()).run())
+    return run_command(lambda: execute(Run, options()))
 
 
 if __name__ == "__main__":

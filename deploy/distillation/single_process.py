@@ -34,6 +34,7 @@ from workers.model.public_shapes import DecoderShape, RopeShape
 
 _REPORTS = 10
 """Reports of a training by several processes."""
+_MOST_WORKERS = 1024
 
 States = TypeVar("States")
 """Texts with the hidden states that a training reads."""
@@ -67,9 +68,26 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--decay", type=float, default=0.8, help="Weight of a depth relative to the one before.")
     add("--report-seconds", type=float, default=20.0, help="Seconds between two measures; the best state is kept.")
     add("--file-bytes", type=int, default=15_000_000, help="Most bytes of one file of weights.")
+    add("--workers", type=int, default=1, help="Processes that train, each with a GPU or a core; they need --steps.")
+    add("--parts", type=int, default=0, help="Parts of each batch. Unset: one for each process.")
     add("--seed", type=int, default=0)
     add("--notes", type=Path, help="A Markdown file to append to the model card.")
     return parser
+
+
+def parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, bounds: Mapping[str, tuple[int, int]]
+) -> argparse.Namespace:
+    """The options of a command line, each within its bounds. Raises `ConfigurationError` for another one."""
+    chosen = parser.parse_args(arguments)
+    for name, (least, most) in ({"workers": (1, _MOST_WORKERS)} | dict(bounds)).items():
+        if not least <= (value := getattr(chosen, name)) <= most:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{option}: {value} is refused; it must be within {least} and {most}")
+    chosen.parts = chosen.parts or chosen.workers
+    if chosen.workers > 1 and chosen.steps is None:
+        raise ConfigurationError("--workers: needed --steps with several processes")
+    return chosen
 
 
 def layers_like(config: Any, layers: int) -> DecoderShape:
@@ -206,6 +224,7 @@ class SingleProcess(ABC):
         """What the options say of a plan of any kind."""
         chosen = self.options
         return {
+            "parts": chosen.parts,
             "seconds": self.training_seconds(),
             "steps": chosen.steps,
             "decay": chosen.decay,

@@ -7,6 +7,7 @@ from dataclasses import fields
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import flag
 from deploy.distillation import dspark, eagle3
+from deploy.distillation.execute import execute
 from workers.distill.data import ANSWERS
 from workers.distill.job import DistillJob
 from workers.distill.options import DSPARK, DistillOptions
@@ -31,7 +32,8 @@ def distill_in_one_process(job: DistillJob) -> None:
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
     words = [*_common(job), *(block_words(given) if is_block else _head_words(job))]
     told = job.notices.print
-    texts = dspark.execute(dspark.options(words), told) if is_block else eagle3.Run(eagle3.options(words), told).run()
+    make = dspark if is_block else eagle3
+    texts = execute(make.Run, make.options(words), told)
     for name, answers in texts.measured.items():
         prompts = [one.prompt for one in sorted(answers, key=lambda each: each.key)[:_SERVED_PROMPTS]]
         found = job.served.draft_with(given.out, "block" if is_block else "eagle", prompts, _SERVED_TOKENS)
@@ -53,6 +55,7 @@ def _common(job: DistillJob) -> list[str]:
         seconds = min(seconds, given.minutes * 60 * _WRITING)
         words += ["--minutes", str(given.minutes * _TRAINING)]
     words += ["--write-seconds", str(seconds)] + ([] if given.steps is None else ["--steps", str(given.steps)])
+    words += ["--workers", str(given.workers)]
     for name, path in (("--evaluate", given.evaluate), ("--notes", given.notes)):
         words += [] if path is None else [name, str(path)]
     return words + ([] if given.device == "auto" else ["--device", given.device])
@@ -72,4 +75,4 @@ def block_words(given: DistillOptions) -> list[str]:
     slots = given.depths or _SLOTS
     blocks = max(1, given.max_length // 8)
     rows = max(1, given.batch_tokens // (blocks * slots))
-    return ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows), "--workers", str(given.workers)]
+    return ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows)]

@@ -16,7 +16,6 @@ from tests.unit.distill.eagle3 import test_eagle3_training as eagle
 from tests.unit.draft.block.test_public_blocks import load_served
 from workers.distill.answers import Answer
 from workers.distill.dspark.rows import TextRows
-from workers.distill.eagle3.head import roll_out
 from workers.distill.target_model import load_target
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.model.public_shapes import TapNorm
@@ -86,7 +85,7 @@ class SpeculatorsDrafts:
         found = load_file(self._at(folder, "found"))
         following = self._model.get_input_embeddings()(self._tokens[None, 1:])
         with torch.no_grad():
-            rolled = [head.logits(one)[0] for one in roll_out(head, self._taps[None, :-1], following, len(found))]
+            rolled = [head.logits(one)[0] for one in head(self._taps[None, :-1], following, len(found))]
         count = len(rolled[0])
         known = count - eagle.DEPTHS
         taps = self._taps[:-1].view(count, len(eagle.TAPS), -1)
@@ -101,7 +100,7 @@ class SpeculatorsDrafts:
 
     def _write_dspark(self, folder: str, kind: Literal["vanilla", "gated", "rnn"]) -> tuple[str, Any]:
         text = Answer("one", "", 0.0, False, tuple(self._tokens[:5].tolist()), tuple(self._tokens[5:].tolist()))
-        texts = TextRows(self._model, [text], spark.TAPS, length=spark.ROW, batch_tokens=64)
+        texts = TextRows(self._model, [text], spark.TAPS, length=spark.ROW)
         module = spark.random_module(self._model, texts, kind)
         (self._directory / folder).mkdir()
         spark.write(module, self._directory / folder / "draft")

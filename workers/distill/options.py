@@ -125,7 +125,9 @@ class DistillOptions:
     precision: Annotated[str, "Precision of matrix products: bfloat16 or float32."] = "bfloat16"
     device: Annotated[str, "Device to train on: auto, cpu or cuda."] = "auto"
     workers: Annotated[
-        int, "For dspark: processes that train together, each with a GPU or a core, by Ray Train. They need --steps."
+        int,
+        "For dspark and eagle3: processes that train together, each with a GPU or a core, by Ray Train. They need "
+        "--steps.",
     ] = 1
     seed: Annotated[int, "Seed of all random draws."] = 0
     notes: Annotated[Path | None, "A Markdown file to append to the model card."] = None
@@ -158,8 +160,9 @@ class DistillOptions:
     def _check_run(self) -> None:
         if self.json:
             raise ConfigurationError("--json: refused without --plan")
-        if self.workers > 1 and (self.kind != DSPARK or self.steps is None):
-            raise ConfigurationError(f"--workers: {self.workers} is refused; several need --kind {DSPARK} and --steps")
+        if self.workers > 1 and (self.kind not in SINGLE_PROCESS or self.steps is None):
+            kinds = " or ".join(SINGLE_PROCESS)
+            raise ConfigurationError(f"--workers: {self.workers} is refused; several need --kind {kinds}, and --steps")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigurationError("--minutes and --steps: needed one of them")
         if self.start is not None and (self.layers or self.student_config is not None):

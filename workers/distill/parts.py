@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tenso
         return nn.functional.scaled_dot_product_attention(queries, keys, values, mask)
 
 
-def run_layer(layer: nn.Module, *inputs: Any, recomputes: bool) -> Any:
+def run_layer(layer: Callable[..., Any], *inputs: Any, recomputes: bool) -> Any:
     """The output of a layer. With `recomputes`, the backward pass computes its activations again."""
     if not recomputes or not torch.is_grad_enabled():
         return layer(*inputs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Peers:
         dist.all_reduce(found, group=self.mesh.get_group())
         return found
 
-    def shard(self, module: nn.Module, layers: Sequence[nn.Module], methods: Sequence[str] = ()) -> None:
+    def shard(self, module: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
         """Divide the parameters of a module among the processes, in place; gradients are summed over them.
 
         Each of `layers` is whole only while it computes, the other parameters from the forward pass to the end of the
-        backward pass. `methods` of the module are called beside its `forward`.
+        backward pass. A step calls `forward` of the module once; other methods may follow on its outputs.
         """
         if self.mesh is None:
             return
@@ -53,8 +53,6 @@ class Peers:
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo multiplies no summands
-        for name in methods:
-            register_fsdp_forward_method(module, name)
 
 
 ALONE = Peers()

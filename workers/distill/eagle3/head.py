@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.parts import Mlp, Norm, attend, run_layer
+from workers.distill.peers import whole
 from workers.model.drafting.layer import rotate
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import FeatureShape
@@ -88,7 +89,36 @@ class Eagle3Head(nn.Module):
         found: Tensor = self.fc(taps.to(self.fc.weight.dtype))
         return found
 
-    def forward(
+    def forward(self, taps: Tensor, following: Tensor, depths: int, *, recomputes: bool = False) -> list[Tensor]:
+        """The outputs [rows, tokens, hidden size] of each depth of a roll-out.
+
+        This is EAGLE-3's training-time test: a head drafts several steps from its own outputs, all rows at once. The
+        input at position i is the feature of i and the embedding of the token at i + 1; the output predicts the token
+        at i + 2. At depth d, the feature is the head's own output of depth d - 1 at i - 1. The input then attends to
+        the target's features up to i - d, and after them to one position of each earlier depth: what it would have
+        drafted itself.
+
+        `taps` [rows, tokens, taps x target's hidden size] are the target's at the first positions of each row,
+        `following` [rows, tokens, hidden size] embeddings of the tokens after them. Outputs of depth d at positions
+        below d are of no use. With `recomputes`, the backward pass computes the activations of each depth again.
+        """
+        features = self.features(taps)
+        places = torch.arange(features.shape[1], device=features.device)
+        behind = places.unsqueeze(1) - places  # [tokens, tokens] How far a position is before another one.
+        context: list[tuple[Tensor, Tensor]] = []
+        outputs: list[Tensor] = []
+        for depth in range(depths):
+            own = [behind == depth - earlier for earlier in range(1, depth + 1)]
+            mask = torch.cat([behind >= depth, *own], dim=1)
+            # The context of this depth: what is computed again must not see later ones.
+            seen = tuple(context)
+            output, keys, values = run_layer(self._step, features, following, places, seen, mask, recomputes=recomputes)
+            context.append((keys, values))
+            outputs.append(output)
+            features = torch.cat([output[:, :1], output[:, :-1]], dim=1)
+        return outputs
+
+    def _step(
         self, features: Tensor, following: Tensor, positions: Tensor, context: Context, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs [rows, tokens, hidden size], and the keys and values of this pass.
@@ -109,8 +139,11 @@ class Eagle3Head(nn.Module):
         return residual + layer.mlp(layer.post_attention_layernorm(residual)), keys, values
 
     def weights(self, vocabulary: Tensor) -> DraftWeights:
-        """What is stored of the head. `vocabulary` [draft vocabulary] are the tokens of its rows, ascending."""
-        tensors = dict(self.state_dict())
+        """What is stored of the head. `vocabulary` [draft vocabulary] are the tokens of its rows, ascending.
+
+        All processes that share a head have to call it.
+        """
+        tensors = whole(self.state_dict())
         head = tensors.pop(LM_HEAD)
         return DraftWeights(tensors, vocabulary, head=head)
 
@@ -143,34 +176,3 @@ class Eagle3Head(nn.Module):
             if self.shape.target_hidden_size == size:
                 self.fc.weight.mul_(0.1)
                 self.fc.weight[:, -size:].fill_diagonal_(1.0)
-
-
-def roll_out(
-    head: Eagle3Head, taps: Tensor, following: Tensor, depths: int, *, recomputes: bool = False
-) -> list[Tensor]:
-    """The outputs [rows, tokens, hidden size] of each depth.
-
-    This is EAGLE-3's training-time test: a head drafts several steps from its own outputs, all rows at once. The input
-    at position i is the feature of i and the embedding of the token at i + 1; the output predicts the token at i + 2.
-    At depth d, the feature is the head's own output of depth d - 1 at i - 1. The input then attends to the target's
-    features up to i - d, and after them to one position of each earlier depth: what it would have drafted itself.
-
-    `taps` [rows, tokens, taps x target's hidden size] are the target's at the first positions of each row, `following`
-    [rows, tokens, hidden size] embeddings of the tokens after them. Outputs of depth d at positions below d are of no
-    use. With `recomputes`, the backward pass computes the activations of each depth again.
-    """
-    features = head.features(taps)
-    places = torch.arange(features.shape[1], device=features.device)
-    behind = places.unsqueeze(1) - places  # [tokens, tokens] How far a position is before another one.
-    context: list[tuple[Tensor, Tensor]] = []
-    outputs: list[Tensor] = []
-    for depth in range(depths):
-        own = [behind == depth - earlier for earlier in range(1, depth + 1)]
-        mask = torch.cat([behind >= depth, *own], dim=1)
-        # The context of this depth: what is computed again must not see later ones.
-        seen = tuple(context)
-        output, keys, values = run_layer(head, features, following, places, seen, mask, recomputes=recomputes)
-        context.append((keys, values))
-        outputs.append(output)
-        features = torch.cat([output[:, :1], output[:, :-1]], dim=1)
-    return outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ class TextBatch:
 
 
 class TextStates:
-    """Texts on a device. Each token takes `taps + 1` hidden states of the target's type there."""
+    """Texts on a device. Each token takes `taps + 1` hidden states of the target's type there.
+
+    Of several processes that train together, each has the states of its own texts, and knows the lengths of all.
+    """
 
     def __init__(
         self,
@@ -43,25 +47,25 @@ class TextStates:
         *,
         max_length: int,
         batch_tokens: int,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Compute the states of all answers, each cut to `max_length` tokens.
+        """Compute the states of the answers of a `part` `(k, n)`: numbers k, k + n, …. All are cut to `max_length`.
 
         `target` is a decoder-only model of `transformers`. Tap `l` is the residual stream after `l` of its layers, all
         but the last one.
         """
         rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
+        own = range(part[0], len(rows), part[1])
         weight = target.get_output_embeddings().weight
-        total, size = sum(map(len, rows)), int(target.config.hidden_size)
+        total, size = sum(len(rows[row]) for row in own), int(target.config.hidden_size)
         self.lengths = [len(row) for row in rows]
         self._prompts = [len(answer.prompt) for answer in answers]
-        self._starts = [0]
-        for length in self.lengths[:-1]:
-            self._starts.append(self._starts[-1] + length)
-        self._tokens = torch.tensor([token for row in rows for token in row], device=weight.device)
+        self._starts = dict(zip(own, accumulate((len(rows[row]) for row in own), initial=0), strict=False))
+        self._tokens = torch.tensor([token for row in own for token in rows[row]], device=weight.device)
         self._taps = torch.empty((total, len(taps) * size), dtype=weight.dtype, device=weight.device)
         self._final = torch.empty((total, size), dtype=weight.dtype, device=weight.device)
-        for batch in by_length(self.lengths, batch_tokens):
-            indices, is_token = self._places(batch)
+        for batch in by_length([self.lengths[row] for row in own], batch_tokens):
+            indices, is_token = self._places([own[number] for number in batch])
             with torch.inference_mode():
                 found = target.base_model(input_ids=self._tokens[indices], use_cache=False, output_hidden_states=True)
             states = torch.cat([found.hidden_states[tap] for tap in taps], dim=-1)
@@ -70,12 +74,12 @@ class TextStates:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all texts."""
+        """The tokens of the texts whose states are here."""
         return len(self._tokens)
 
     @property
     def learnable(self) -> list[int]:
-        """The texts with a token that a draft can predict: the second one of an answer."""
+        """Of all texts, those with a token that a draft can predict: the second one of an answer."""
         return [row for row, length in enumerate(self.lengths) if length >= self._prompts[row] + 2]
 
     def batch(self, rows: Sequence[int], multiple: int = 1) -> TextBatch:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.device_training import DevicePlan, DeviceTraining, Measured
-from workers.distill.eagle3.head import LM_HEAD, Eagle3Head, roll_out
+from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.states import TextBatch, TextStates, target_probabilities
+from workers.distill.peers import ALONE, Peers
 
 _MULTIPLE = 64
 """Batches on a GPU have lengths that are multiples of this: few shapes, and none that a kernel copies to align it."""
@@ -28,7 +29,12 @@ class RollOutPlan(DevicePlan):
     depths: int = 5
     """Steps of a roll-out."""
     batch_tokens: int = 16384
-    """Tokens of a batch, padding included."""
+    """Tokens of a batch, padding included, of all processes together."""
+    parts: int = 1
+    """Each batch has a group of texts from each part: of numbers 0, n, 2n, …, of numbers 1, n + 1, …, and so on.
+
+    One process with n parts draws the batches that n processes draw.
+    """
 
 
 class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
@@ -36,9 +42,14 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
 
     _plan: RollOutPlan
 
-    def __init__(self, target: Any, head: Eagle3Head, vocabulary: Tensor, plan: RollOutPlan) -> None:
-        """`vocabulary` [draft vocabulary] are the tokens of the rows of the head, ascending."""
-        super().__init__(target, head, plan)
+    def __init__(
+        self, target: Any, head: Eagle3Head, vocabulary: Tensor, plan: RollOutPlan, peers: Peers = ALONE
+    ) -> None:
+        """`vocabulary` [draft vocabulary] are the tokens of the rows of the head, ascending.
+
+        `peers` train with this process; they have sharded the head.
+        """
+        super().__init__(target, head, plan, peers)
         self._vocabulary = vocabulary
         self._embedding = target.get_input_embeddings().weight
 
@@ -78,15 +89,16 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         device = batch.tokens.device
         final = batch.final[:, 1:-1].flatten(0, 1)[drafted[0].to(device, non_blocking=True)]
         wanted = target_probabilities(self._target, final, self._vocabulary)
-        loss, weights = wanted.new_zeros(()), 0.0
+        counts = torch.tensor([len(places) for places in drafted], dtype=torch.float32)
+        counts = self._peers.summed(counts.to(device, non_blocking=True))
+        weights = (counts > 0) * plan.decay ** torch.arange(plan.depths, device=device)
+        weights = weights / weights.sum() / counts.clamp(min=1)
+        loss = wanted.new_zeros(())
         for depth, output in enumerate(self._outputs(batch)):
-            if len(drafted[depth]):
-                places = drafted[depth].to(device, non_blocking=True)
-                logits = self._logits(output[:, :-1].flatten(0, 1)[places]).float()
-                goal = wanted[first[drafted[depth]].to(device, non_blocking=True)]
-                loss = loss + plan.decay**depth * torch.nn.functional.cross_entropy(logits, goal)
-                weights += plan.decay**depth
-        loss = loss / weights
+            places = drafted[depth].to(device, non_blocking=True)
+            logits = self._logits(output[:, :-1].flatten(0, 1)[places]).float()
+            goal = wanted[first[drafted[depth]].to(device, non_blocking=True)]
+            loss = loss + weights[depth] * torch.nn.functional.cross_entropy(logits, goal, reduction="sum")
         return loss, loss.reshape(1)
 
     def _outputs(self, batch: TextBatch) -> list[Tensor]:
@@ -94,7 +106,8 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         following = self._embedding[batch.tokens[:, 1:]].float()
         with self._autocast():
             plan = self._plan
-            return roll_out(self._module, batch.taps[:, :-1], following, plan.depths, recomputes=plan.recomputes)
+            found: list[Tensor] = self._module(batch.taps[:, :-1], following, plan.depths, recomputes=plan.recomputes)
+            return found
 
     def _logits(self, outputs: Tensor) -> Tensor:
         with self._autocast():
@@ -106,27 +119,43 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         return (places >= batch.first.unsqueeze(1) + depth) & (places < batch.lengths.unsqueeze(1) - 2)
 
     def _batches(self, texts: TextStates) -> Iterator[tuple[int, TextBatch]]:
-        usable, multiple = texts.learnable, _MULTIPLE if self._device.type == "cuda" else 1
-        if not usable:
-            raise ConfigurationError("texts: needed an answer of two tokens within the longest length, found none")
+        parts, peers = self._plan.parts, self._peers
+        if peers.count not in (1, parts):
+            raise ConfigurationError(f"parts: {parts} is refused; it must be {peers.count}, the number of processes")
+        usable = [[row for row in texts.learnable if row % parts == part] for part in range(parts)]
+        if not all(usable):
+            raise ConfigurationError(
+                f"texts: needed an answer of two tokens within the longest length in each of {parts} parts, found none"
+            )
+        multiple = _MULTIPLE if self._device.type == "cuda" else 1
         epoch = 0
         while True:
             draw = random.Random(f"{self._plan.seed}:{epoch}")  # noqa: S311 - an order, not a secret
-            order = draw.sample(usable, len(usable))
-            batches = _grouped(order, texts.lengths, self._plan.batch_tokens)
-            draw.shuffle(batches)
-            yield from ((epoch, texts.batch(batch, multiple)) for batch in batches)
+            of_parts = []
+            for rows in usable:
+                order = draw.sample(rows, len(rows))
+                of_parts.append(_grouped(order, texts.lengths, self._plan.batch_tokens // parts))
+                draw.shuffle(of_parts[-1])
+            for groups in zip(*of_parts, strict=False):
+                chosen = groups if peers.count == 1 else groups[peers.rank : peers.rank + 1]
+                yield epoch, texts.batch([row for group in chosen for row in group], multiple)
             epoch += 1
 
     def _optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Muon for the matrices of the layer, AdamW for vectors and the output matrix."""
+        """Muon for the matrices of the layer on a GPU, AdamW for vectors, the output matrix, and all of them on a CPU.
+
+        Muon multiplies in bfloat16, for which many CPUs have no instructions.
+        """
         plan = self._plan
         named = dict(self._module.named_parameters())
         head = [named.pop(LM_HEAD)]
         inner = [value for value in named.values() if value.dim() == 2]
         vectors = [value for value in named.values() if value.dim() == 1]
-        groups = [{"params": vectors, "weight_decay": 0.0}, {"params": head, "weight_decay": plan.weight_decay}]
-        return self._muon(inner), torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
+        is_gpu = self._device.type != "cpu"
+        decayed = head if is_gpu else head + inner
+        groups = [{"params": vectors, "weight_decay": 0.0}, {"params": decayed, "weight_decay": plan.weight_decay}]
+        adam = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
+        return (self._muon(inner), adam) if is_gpu else (adam,)
 
 
 def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> list[list[int]]:

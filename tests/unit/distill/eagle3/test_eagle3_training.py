@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.unit.distill.conftest import LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
-from workers.distill.eagle3.head import Eagle3Head, roll_out
+from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.states import TextStates, lengthened
 from workers.distill.eagle3.texts import WritingPlan, continuations
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
@@ -92,7 +92,7 @@ def test_what_is_trained_is_what_is_served(
     following = target.get_input_embeddings()(tokens[:, 1:])
 
     with torch.no_grad():
-        rolled = [head.logits(one)[0] for one in roll_out(head, taps, following, DEPTHS)]
+        rolled = [head.logits(one)[0] for one in head(taps, following, DEPTHS)]
 
     draft = write(head, tmp_path / "draft")
     for known in (1, 4, 9):

@@ -1,0 +1,26 @@
+"""Runs a training in this process, or in several by Ray Train."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from deploy.distillation.single_process import SingleProcess, Texts
+from workers.distill.data import ANSWERS
+
+
+def execute(make: type[SingleProcess], chosen: argparse.Namespace, told: Callable[[str], None] | None = None) -> Texts:
+    """Write texts and train on them, in this process or in several. Returns the texts. Raises `PilotfishError`."""
+    run = make(chosen, told)
+    if chosen.workers == 1:
+        return run.run()
+    from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray
+
+    if chosen.answers is None:
+        chosen.answers = chosen.out.with_name(f"{chosen.out.name}.work") / ANSWERS
+        chosen.answers.parent.mkdir(parents=True, exist_ok=True)
+    texts = run.texts()
+    run.release()
+    run_in_workers(chosen, make, chosen.answers)
+    run.tell(f"{chosen.out} is written")
+    return texts

@@ -1,0 +1,84 @@
+"""Two processes of Ray Train train what one process trains, and go on from the last checkpoint when one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.distill.conftest import LENGTH, PROMPT
+from workers.distill.answers import Answer, AnswerFile
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs ray[train]"),
+]
+
+STEPS, DIES = 10, 8
+BOUND = 1e-4
+"""Largest difference of two small weights. A training moves them by up to 1e-2."""
+ROUNDED = 0.05
+"""Largest share of weights that are stored as neighbouring numbers."""
+_EAGER = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+
+
+SMALL = {
+    "dspark": {"slots": 3, "layers": 2, "rank": 8, "blocks": 8, "batch-rows": 4},
+    "eagle3": {"depths": 2, "vocabulary-size": 48, "batch-tokens": 160, "taps": "1,3,5", "learning-rate": 2e-4},
+}
+"""Options of a small training of each kind. Roll-outs through the target's large weights amplify what is rounded."""
+
+
+@pytest.fixture(scope="module")
+def words(directory: Path, answers: tuple[Answer, ...], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a training on the answers of the tiny target."""
+    work = tmp_path_factory.mktemp("texts")
+    (work / "prompts.jsonl").write_text(json.dumps({"question": "What is one?"}) + "\n")
+    with AnswerFile(work / "answers.jsonl") as file:
+        for answer in answers:
+            file.append(answer)
+    given = {"target": directory, "prompts": work / "prompts.jsonl", "answers": work / "answers.jsonl"}
+    sizes: dict[str, object] = {"max-length": 2 * (PROMPT + LENGTH), "max-tokens": LENGTH}
+    return as_words({"write-seconds": 0, "steps": STEPS, "device": "cpu", "parts": 2, **sizes, **given})
+
+
+def as_words(options: Mapping[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def trained(kind: str, words: list[str], out: Path, workers: int, dies: int = 0) -> dict[str, torch.Tensor]:
+    """The weights after a training in so many processes."""
+    given = [*words, *as_words(SMALL[kind]), "--out", str(out), "--workers", str(workers)]
+    module = "tests.unit.distill.training_in_processes"
+    command = [sys.executable, "-m", module, kind, json.dumps(given), str(dies)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | _EAGER)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    weights = load_file(out / "model.safetensors")
+    return {name: value.float() for name, value in weights.items()}
+
+
+def assert_equal_but_for_rounding(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Weights are stored in bfloat16, so a sum in another order may round a few of them to the next number."""
+    pairs = [(value.flatten(), other[name].flatten()) for name, value in one.items()]
+    values, others = (torch.cat(each) for each in zip(*pairs, strict=True))
+    torch.testing.assert_close(others, values, rtol=2**-7, atol=BOUND)
+    assert (values != others).float().mean() <= ROUNDED
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_processes_train_what_one_trains_and_survive_a_kill(kind: str, words: list[str], tmp_path: Path) -> None:
+    """The optimizer is AdamW, which moves weights by about the learning rate, however small a gradient."""
+    alone = trained(kind, words, tmp_path / "alone", 1)
+    killed = trained(kind, words, tmp_path / "killed", 2, dies=DIES)
+
+    assert Path(f"{tmp_path / 'killed'}.died").exists()
+    assert_equal_but_for_rounding(alone, killed)
