@@ -39,8 +39,8 @@ class Kernel:
     bytes: int
     """Read and written, each tensor once."""
     flops: int = 0
-    count: int = 1
-    """Times that it is launched, one after another."""
+    steps: int = 0
+    """Tokens that one of its programs computes, each after the one before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

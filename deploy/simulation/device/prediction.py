@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rich.box import SIMPLE
 from rich.table import Table
 
+from deploy.simulation.device.fake_device import Kernel
 from deploy.simulation.device.models import RankModel
 from deploy.simulation.device.step import ALL_REDUCE, WAIT, Rows, StepCount, count_step
 
@@ -29,6 +30,8 @@ class Device:
     """What a GPU sends to the others."""
     all_reduce_seconds: float
     """Time of an all-reduce of few bytes."""
+    scan_seconds: float
+    """Time of one token of a recurrence after the one before."""
 
 
 H100 = Device(
@@ -38,6 +41,7 @@ H100 = Device(
     launch_seconds=3.8e-6,  # the same, launches without a graph
     link_bytes_per_second=450e9,  # NVIDIA's data sheet: 900 GB/s NVLink in both directions together
     all_reduce_seconds=8e-6,  # an assumption: one-shot over NVLink between 8 GPUs
+    scan_seconds=0.35e-6,  # an assumption: 600 cycles at 1.755 GHz. The assembler makes 350 instructions of a token
 )
 
 
@@ -60,22 +64,25 @@ _SAMPLING = {"largest_logits", "sum_digits", "choose_digits", "best_of_tiles", "
 
 
 def predict(step: StepCount, device: Device = H100) -> Prediction:
-    """Predict the times of a step: each kernel takes what its bytes or its operations take, and its launch.
+    """Predict the times of a step: each kernel takes what its bytes, its operations or its
+    tokens in a row take, and its launch.
 
     All-reduces run one after another, beside the kernels between their beginning and their end. That both then share
     the device's memory and multiprocessors is left out.
     """
-    works = [
-        (one.name, max(one.bytes / device.bytes_per_second, one.flops / device.flops_per_second), one.count)
-        for one in step.kernels
-    ]
     reduced = sum(_reduce_seconds(count, step.ranks, device) for count in step.all_reduces)
-    sampling = sum(count * (work + device.launch_seconds) for name, work, count in works if name in _SAMPLING)
+    sampling = sum(_work(one, device) + device.launch_seconds for one in step.kernels if one.name in _SAMPLING)
     moved = step.weight_bytes + step.kv_bytes + step.state_bytes
     floor = max(moved / device.bytes_per_second, step.flops * step.share / device.flops_per_second)
     eager = _seconds(step, device, in_graph=False)
     seconds = _seconds(step, device, in_graph=True) if step.is_captured else eager
     return Prediction(seconds, eager, floor, reduced, sampling)
+
+
+def _work(kernel: Kernel, device: Device) -> float:
+    """The time of a kernel without its launch: of its bytes, its operations, or its tokens one after another."""
+    moved, computed = kernel.bytes / device.bytes_per_second, kernel.flops / device.flops_per_second
+    return max(moved, computed, kernel.steps * device.scan_seconds)
 
 
 def _reduce_seconds(count: int, ranks: int, device: Device) -> float:
@@ -95,12 +102,12 @@ def _seconds(step: StepCount, device: Device, *, in_graph: bool) -> float:
         elif kernel.name == WAIT:
             now = max(now, ends.popleft())
         else:
-            work = max(kernel.bytes / device.bytes_per_second, kernel.flops / device.flops_per_second)
+            work = _work(kernel, device)
             if kernel.name in _SAMPLING:
                 seconds = work + device.launch_seconds
             else:
                 seconds = work + device.graph_launch_seconds if in_graph else max(work, device.launch_seconds)
-            now += kernel.count * seconds
+            now += seconds
     return now
 
 

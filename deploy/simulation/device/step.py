@@ -15,6 +15,7 @@ from cluster.core.tree import TokenTree
 from deploy.simulation.device.attention import FLOAT_BYTES, CountedAttention
 from deploy.simulation.device.fake_device import Kernel, KernelCounter, fake_device
 from deploy.simulation.device.models import RankModel, load
+from deploy.simulation.device.recurrence import CountedRecurrences, count_recurrences
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.triton import CAPABILITIES
 from workers.forward.expert_choice import ExpertChoice
@@ -24,14 +25,12 @@ from workers.forward.layer_lists import decoder_layers
 from workers.forward.linear import FastLinear, sum_outputs
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.projections import Gated
-from workers.forward.recurrence.plan import RecurrencePlan
-from workers.forward.recurrent import Products, Recurrent, RecurrentLayers, bind_recurrent
+from workers.forward.recurrent import bind_recurrent
 from workers.forward.residual_product import GATED_ROWS
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.forward.triton.tiles import MOST_NORMALIZED
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
-from workers.kv.state_slots import LayerState
 
 ALL_REDUCE, WAIT = "all_reduce", "wait"
 """Beginnings and ends of sums over ranks, among the kernels of a step in their order."""
@@ -88,7 +87,7 @@ class StepCount:
     @property
     def launches(self) -> int:
         """Kernels that are launched."""
-        return sum(kernel.count for kernel in self.kernels)
+        return len(self.kernels)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -103,12 +102,12 @@ class StepCount:
     @property
     def bytes(self) -> int:
         """Bytes that all kernels read and write."""
-        return sum(kernel.bytes * kernel.count for kernel in self.kernels)
+        return sum(kernel.bytes for kernel in self.kernels)
 
     @property
     def flops(self) -> int:
         """Operations of all kernels."""
-        return sum(kernel.flops * kernel.count for kernel in self.kernels)
+        return sum(kernel.flops for kernel in self.kernels)
 
 
 class _CountedKernels:
@@ -236,30 +235,6 @@ class _CountedStreamExperts(_CountedExperts):
         return torch.empty_like(stream), torch.empty_like(stream)
 
 
-class _CountedStates:
-    """Recurrent layers, which advance by one token. What that launches is counted for every token of the step."""
-
-    def __init__(self, layers: RecurrentLayers, counter: KernelCounter) -> None:
-        self._layers, self._counter = layers, counter
-        self._advance = layers.advance
-        layers.advance = self.advance  # type: ignore[method-assign]
-
-    def advance(
-        self, part: Recurrent, hidden: torch.Tensor, products: Products, states: LayerState, plan: RecurrencePlan
-    ) -> list[torch.Tensor]:
-        begin = len(self._counter.operations)
-        (output,) = self._advance(part, hidden, products, states, replace(plan, moves=((0, 1),)))
-        launched = self._counter.operations[begin:]
-        parts = len(states)  # each is read from a slot first, and stored in one last
-        counts = [len(plan.moves)] * len(launched)
-        counts[:parts] = [sum(source >= 0 for source, _ in plan.moves)] * parts
-        counts[-parts:] = [sum(target >= 0 for _, target in plan.moves)] * parts
-        self._counter.operations[begin:] = [
-            replace(one, kernel=replace(one.kernel, count=count)) for one, count in zip(launched, counts, strict=True)
-        ]
-        return [output.new_empty((1, hidden.shape[1], output.shape[-1]))]
-
-
 def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
     """Run a step of one rank on the fake device, decisions included, and count what it does.
 
@@ -278,7 +253,8 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         counter, runner = pass_.counter, pass_.runner
         is_fused = not loaded.states and fuse_layers(loaded.module, _CountedKernels(counter))
         if (recurrent := bind_recurrent(loaded.module)) is not None:
-            _CountedStates(recurrent, counter)
+            longest = max(kind.fresh + kind.nodes for kind in rows)
+            count_recurrences(recurrent, CountedRecurrences(counter, longest))
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
         pass_.attention.rows = shapes = [row.shape for row in batch]
         width = sum(row.width for row in shapes)
@@ -299,7 +275,7 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         is_compiled = not loaded.states
         return StepCount(
             sequence=tuple(counter.fused() if is_compiled else counter.eager()),
-            eager_launches=sum(kernel.count for kernel in counter.eager()),
+            eager_launches=len(counter.operations),
             layer_kernels=_usual_layer(counter, pass_.begins, is_compiled),
             copies=counter.copies + beside.copies,
             weight_bytes=weight_bytes + sum(one.read for one in pass_.experts),
@@ -386,7 +362,7 @@ def _usual_layer(counter: KernelCounter, begins: Sequence[int], is_compiled: boo
     layer = KernelCounter()
     layer.operations = counter.operations[begins[-2] : begins[-1]]
     kernels = layer.fused() if is_compiled else layer.eager()
-    return sum(kernel.count for kernel in kernels if kernel.name not in (ALL_REDUCE, WAIT))
+    return sum(kernel.name not in (ALL_REDUCE, WAIT) for kernel in kernels)
 
 
 def _forward_rows(pool: KvPool, kind: Rows) -> Iterator[ForwardRow]:
