@@ -1,14 +1,11 @@
-"""Memory in huge pages for weights, keys and values, and the release of memory that loading needed."""
+"""Memory in huge pages for weights, keys and values."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import mmap
-from collections.abc import Iterator, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
@@ -50,42 +47,3 @@ class Arena:
             self._regions.append((region, used))
         self._regions[-1] = (region, used + padded)
         return region[used : used + size].view(dtype).view(*shape)
-
-
-def release_free_memory() -> None:
-    """Return freed heap memory to the operating system; otherwise the C library retains it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def release_start_memory() -> None:
-    """Give back what only the start of this process needed: freed heap memory, and pages of code that ran once.
-
-    A library's pages stay in the system's cache, from which the process maps those that it uses again. Calls after the
-    first one do nothing.
-    """
-    release_free_memory()
-    advise = getattr(ctypes.CDLL(None), "madvise", None)
-    if advise is None or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    with contextlib.suppress(OSError):  # no Linux
-        for begin, size in list(_clean_file_pages(Path("/proc/self/smaps").read_text("utf-8", "replace"))):
-            advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-
-
-def _clean_file_pages(maps: str) -> Iterator[tuple[int, int]]:
-    """Addresses and sizes of the mappings in `/proc/PID/smaps` that hold bytes of a file and none of the process.
-
-    They cannot be written to, and no page of them is a copy, as those are that a library's loader has changed.
-    """
-    begin, size = 0, 0
-    for line in maps.splitlines():
-        name, *values = line.split()
-        if not name.endswith(":"):
-            first, _, last = name.partition("-")
-            is_file = len(values) > 4 and values[4].startswith("/") and values[0][1] == "-"
-            begin, size = int(first, 16), int(last, 16) - int(first, 16) if is_file else 0
-        elif name == "Anonymous:" and size and int(values[0]) == 0:
-            yield begin, size

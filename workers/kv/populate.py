@@ -12,8 +12,8 @@ import os
 import threading
 import weakref
 
-from workers.kv.huge_pages import release_start_memory
 from workers.kv.pool import KvPool
+from workers.kv.start_memory import release_start_memory
 
 _POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE` of Linux 5.14, which the module `mmap` does not name."""

@@ -13,9 +13,9 @@ from cluster.core.ports import DraftMethod
 from cluster.core.verification import StepSample
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import choose_attention
-from workers.kv.huge_pages import release_start_memory
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
+from workers.kv.start_memory import release_start_memory
 from workers.model.drafting.fusion import load_fusion
 from workers.model.fingerprint import fingerprint
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed

@@ -19,7 +19,8 @@ from workers.forward.native.packed_linear import PackedMatrix, gate_up, gate_up_
 from workers.forward.native.structures import DecoderLayer, Matrix
 from workers.forward.weights.base import Storage
 from workers.forward.weights.modules import StoredEmbedding, storage_of
-from workers.kv.huge_pages import Arena, release_free_memory
+from workers.kv.huge_pages import Arena
+from workers.kv.start_memory import release_free_memory
 
 _ROWS_AT_ONCE = 4096
 
