@@ -51,13 +51,16 @@ class TwoRanks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._running.close()
 
-    def serve(self, directory: Path) -> str:
-        """`yes` if two ranks have the logits of one; else why they refuse the model, or how they differ."""
+    def serve(self, directory: Path, max_context_len: int | None = None) -> str:
+        """`yes` if two ranks have the logits of one; else why they refuse the model, or how they differ.
+
+        `max_context_len` is that of a model whose configuration states none.
+        """
         if not self._pipes:
             self._start()
         for pipe in self._pipes:
-            pipe.send(str(directory))
-        expected = torch.tensor(_logits(directory, 0, 1))
+            pipe.send((str(directory), max_context_len))
+        expected = torch.tensor(_logits(directory, max_context_len, 0, 1))
         answers = [self._answer(pipe) for pipe in self._pipes]
         reasons = [answer for answer in answers if isinstance(answer, str)]
         if reasons:
@@ -94,9 +97,9 @@ def _run(rank: int, port: int, pipe: Connection) -> None:
     join_group(TargetSection(device="cpu", tensor_parallel=RANKS), rank, "127.0.0.1", port)
     with contextlib.suppress(EOFError, OSError), kept_kernels():
         while True:
-            directory = pipe.recv()
+            directory, max_context_len = pipe.recv()
             try:
-                pipe.send(_logits(Path(directory), rank, RANKS))
+                pipe.send(_logits(Path(directory), max_context_len, rank, RANKS))
             except PilotfishError as error:
                 pipe.send(str(error).replace(directory, "…"))
             except Exception as error:  # code of a family may raise anything
@@ -105,10 +108,10 @@ def _run(rank: int, port: int, pipe: Connection) -> None:
 
 
 @torch.inference_mode()
-def _logits(directory: Path, rank: int, ranks: int) -> list[list[float]]:
+def _logits(directory: Path, max_context_len: int | None, rank: int, ranks: int) -> list[list[float]]:
     """This rank's part of the logits of two prompts in one step, and of a chain and a tree after them."""
     section = TargetSection(path=str(directory), device="cpu", compile="off", tensor_parallel=ranks)
-    model = load_model(section, rank=rank, tensor_parallel=ranks, trial=ranks > 1)
+    model = load_model(section, rank=rank, tensor_parallel=ranks, max_context_len=max_context_len, trial=ranks > 1)
     pool = KvPool(model.kv_spec, section.kv.model_copy(update={"block_size": 4}), 1000)
     runner, source = ModelRunner(model, pool), None
     if model.source is not None:

@@ -72,7 +72,8 @@ def verdict(model_type: str, two_ranks: TwoRanks | None = None) -> Verdict:
             return Verdict(model_type, Kind.NOT_MADE, _one_line(error))
         try:
             section = TargetSection(path=directory, device="cpu", compile="off")
-            model = load_model(section, max_context_len=_unstated_context(model_type), trial=True)
+            longest = _unstated_context(model_type)
+            model = load_model(section, max_context_len=longest, trial=True)
             differing = _compare(model, Path(directory), is_causal=is_causal)
         except PilotfishError as error:
             return Verdict(model_type, Kind.REFUSED, str(error).replace(directory, "…"))
@@ -80,7 +81,8 @@ def verdict(model_type: str, two_ranks: TwoRanks | None = None) -> Verdict:
             return Verdict(model_type, Kind.FAILED, _one_line(error))
         if differing:
             return Verdict(model_type, Kind.DIFFERS, differing)
-        return Verdict(model_type, Kind.MATCH, "", "" if two_ranks is None else two_ranks.serve(Path(directory)))
+        ranks = "" if two_ranks is None else two_ranks.serve(Path(directory), longest)
+        return Verdict(model_type, Kind.MATCH, "", ranks)
 
 
 def _unstated_context(model_type: str) -> int | None:
