@@ -176,6 +176,15 @@ def test_a_table_for_a_vocabulary_of_another_size_is_left_out(tmp_path: Path, ca
     assert f"target_vocabulary_size is {tiny.VOCABULARY} in " in message and f"{tiny.VOCABULARY + 1} in " in message
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"text_config": 3}', '{"vocab_size": "many"}'])
+def test_a_table_for_a_target_without_a_valid_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    target = tiny.save(tmp_path / "target", tiny.llama())
+    _, directory = stored_table(target, tmp_path / "table")
+    (target / "config.json").write_text(text)
+    with pytest.raises(ModelLoadError, match="must be a JSON object with vocab_size"):
+        drafter(target, path=str(directory))
+
+
 def test_the_target_must_show_its_most_probable_tokens() -> None:
     configuration = load_configuration({"draft": {"method": "recycling", "recycling": {"successors": 5}}})
     needs = needs_of(configuration.draft)

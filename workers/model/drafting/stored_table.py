@@ -43,7 +43,8 @@ def read_successors_for(target: Path, directory: Path) -> NDArray[np.int32] | No
 
     `None`, with a warning, if the target's vocabulary has another size than the table's: drafts do without a table, and
     a directory with a packaged target's name may hold another model. Nothing is compared where the target's directory
-    is not on this machine. Raises `ModelLoadError` if `directory` holds no valid table.
+    is not on this machine. Raises `ModelLoadError` if `directory` holds no valid table, or the target no valid
+    `config.json`.
     """
     target = target.expanduser()
     if not (target / "config.json").is_file():
@@ -68,11 +69,15 @@ def _vocabulary_size(target: Path) -> int:
 
     `transformers` is asked only where the file leaves it to the model's family, because importing it takes seconds.
     """
-    values = json.loads((target / "config.json").read_text("utf-8"))
-    text = values.get("text_config") or values
-    size = text.get("decoder_vocab_size") or text.get("vocab_size")
-    if size is not None:
-        return int(size)
+    file = target / "config.json"
+    try:
+        values = json.loads(file.read_text("utf-8"))
+        text = values.get("text_config") or values
+        size = text.get("decoder_vocab_size") or text.get("vocab_size")
+        if size is not None:
+            return int(size)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"target.path: {file} is refused; it must be a JSON object with vocab_size") from error
     from transformers import AutoConfig
 
     return decoder_vocabulary_size(AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config())
