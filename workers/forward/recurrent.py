@@ -30,6 +30,7 @@ from workers.forward.recurrence.plan import RecurrencePlan
 from workers.forward.recurrence.trial import difference
 from workers.forward.weights.modules import StoredLinear
 from workers.kv.state_slots import LayerState, StatePart, StateShape
+from workers.ranks import least_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -151,20 +152,30 @@ class RecurrentLayers:
                     slots[target] = one[0]
         return outputs
 
-    def use_mixer(self, part: Recurrent, kernels: RecurrenceKernels) -> str | None:
-        """Compute the module's layer by `kernels` if the results are then the same. Returns why it is not."""
-        mixer, shape = make_mixer(part.module, kernels), self.shapes[part.layer]
-        if mixer is None:
-            return f"{type(part.module).__name__} is of no known kind"
-        if any(state.dtype is not torch.float32 for state in shape.parts[1:]):
-            return f"{type(part.module).__name__} keeps its state in {shape.parts[-1].dtype}"
+    def use_mixer(self, part: Recurrent, kernels: RecurrenceKernels, ranks: int) -> str | None:
+        """Compute the module's layer by `kernels` if the results are then the same. Returns why it is not.
+
+        All ranks call this together, and do the same: each computes the whole layer, so its bits must be the others'.
+        """
+        mixer = None
         try:
-            problem = difference(mixer, partial(self.compute_each, part), shape, self._tokens[part.layer])
-        except Exception as error:  # a compiler may raise anything
+            mixer = make_mixer(part.module, kernels)
+            problem = self._problem(part, mixer)
+        except Exception as error:  # a compiler may raise anything, and so may a family that fits a kind by names only
             problem = repr(error)
-        if problem is None:
-            self.mixers[part.layer] = mixer
-        return problem
+        if not least_of_all_ranks(int(problem is None), ranks) or mixer is None:
+            return problem or f"{type(part.module).__name__} differs on another rank"
+        self.mixers[part.layer] = mixer
+        return None
+
+    def _problem(self, part: Recurrent, mixer: Mixer | None) -> str | None:
+        """Why the mixer cannot stand for the module."""
+        name, shape = type(part.module).__name__, self.shapes[part.layer]
+        if mixer is None:
+            return f"{name} is of no known kind"
+        if any(state.dtype is not torch.float32 for state in shape.parts[1:]):
+            return f"{name} keeps its state in {shape.parts[-1].dtype}"
+        return difference(mixer, partial(self.compute_each, part), shape, self._tokens[part.layer])
 
     def measure_like(self, other: RecurrentLayers) -> None:
         """Take the measures of the same layers of another module."""
@@ -284,12 +295,15 @@ def bind_recurrent(module: nn.Module) -> RecurrentLayers | None:
 
 
 @torch.inference_mode()
-def use_recurrences(module: nn.Module, kernels: RecurrenceKernels) -> None:
-    """Compute the recurrent layers of a measured model by `kernels`, where a trial gives what the module gives."""
+def use_recurrences(module: nn.Module, kernels: RecurrenceKernels, ranks: int) -> None:
+    """Compute the recurrent layers of a measured model by `kernels`, where a trial gives what the module gives.
+
+    All ranks of the model call this together with kernels of one kind, and use them for the same layers.
+    """
     layers = bind_recurrent(module)
     if layers is None:
         return
-    problems = [problem for part in layers.parts if (problem := layers.use_mixer(part, kernels)) is not None]
+    problems = [problem for part in layers.parts if (problem := layers.use_mixer(part, kernels, ranks)) is not None]
     logger.info("%d of %d recurrent layers compute all tokens at once", len(layers.mixers), len(layers.parts))
     for problem in sorted(set(problems)):
         logger.warning("recurrent layers compute one token after another: %s", problem)

@@ -38,6 +38,7 @@ from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.recurrence import load_recurrence
 from workers.forward.probe import AttentionProbe, measure_layers, run_probe
+from workers.forward.recurrence.base import RecurrenceKernels
 from workers.forward.recurrence.reference import ReferenceKernels
 from workers.forward.recurrent import cache_name, use_recurrences
 from workers.forward.replace_linear import replace_linear_layers
@@ -258,14 +259,26 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     measure_layers(model.module, model.device, model.max_context_len)
     replace_experts_on_gpu(model)
     if model.states:
-        if model.device.type == "cpu":
-            use_recurrences(model.module, load_recurrence(section.compile_directory) or ReferenceKernels())
-        elif (kernels := triton_recurrences()) is not None:
-            use_recurrences(model.module, kernels)
+        if (kernels := _recurrence_kernels(model, section)) is not None:
+            use_recurrences(model.module, kernels, model.tensor_parallel)
         return model
     if (section.compile == "on" or not fuse_on_gpu(model)) and should_compile(section):
         _compile_or_warn(model.module, section, model.device, model.tensor_parallel)
     return model
+
+
+def _recurrence_kernels(model: LoadedModel, section: ModelSection) -> RecurrenceKernels | None:
+    """What computes recurrences: of one kind on all ranks, which call this together. `None`: the modules' own code."""
+    fast, other = (
+        (load_recurrence(section.compile_directory), ReferenceKernels())
+        if model.device.type == "cpu"
+        else (triton_recurrences(), None)
+    )
+    if least_of_all_ranks(int(fast is not None), model.tensor_parallel):
+        return fast
+    if fast is not None:
+        logger.warning("the kernels of recurrent layers are not used: another rank has none")
+    return other
 
 
 def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:

@@ -33,6 +33,7 @@ from tests.support.models.model_cases import ModelCase
 from tests.support.slow import slow_but
 from workers.draft.registry import create
 from workers.forward.layer_lists import decoder_layers
+from workers.forward.recurrence.mixers import ShortConvolutionMixer
 from workers.forward.recurrent import bind_recurrent, cache_name
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
@@ -185,7 +186,7 @@ def test_a_model_of_recurrent_layers_alone_writes_the_text_of_transformers(famil
     assert steps < COUNT - 5  # drafts were accepted
     wanted = KvSection(pool_bytes=1 << 30, block_size=4, sequences=8)
     assert blocks_that_fit(case.model().kv_spec, wanted) == 2 * 8 * 128 // 4  # more would never be used
-    with pytest.raises(ConfigurationError, match=rf"2 is refused for model type '{family}', whose layers"):
+    with pytest.raises(ConfigurationError, match=rf"2 is refused, because model type '{family}' has no tens"):
         load_model(ModelSection(path=str(tmp_path), device="cpu"), tensor_parallel=2)
 
 
@@ -194,6 +195,15 @@ def test_all_tokens_of_a_step_are_computed_at_once(case: ModelCase) -> None:
     layers = bind_recurrent(case.model().module)
     assert layers is not None
     assert set(layers.mixers) == set(layers.shapes) != set()
+
+
+def test_a_layer_that_fits_a_kind_by_names_only_computes_by_its_own_code(
+    short: ModelCase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ShortConvolutionMixer, "__init__", lambda mixer, module, kernels: module.what_others_have)
+    engine = short.engine()
+    assert "recurrent layers compute one token after another: AttributeError" in caplog.text
+    assert decode(engine, PROMPT, 10) == short.reference(PROMPT, 10)
 
 
 def test_linear_layers_around_the_state_read_their_weights_once_a_step(case: ModelCase) -> None:
