@@ -134,6 +134,7 @@ class CudaGraphRunner:
     @torch.inference_mode()
     def capture(self, size: GraphSize, partial: PartialPass = WHOLE) -> bool:
         """Capture a pass of this size over padding only. Returns whether it is captured, the same on all ranks."""
+        outputs = self._logits, self._hidden
         found = self._attempt(size, partial)
         own = found if isinstance(found, _Outcome) else _Outcome.CAPTURED
         agreed = _Outcome(least_of_all_ranks(own, self._ranks))
@@ -143,24 +144,18 @@ class CudaGraphRunner:
             self._captured[size, partial] = found
             insort(self._ready.setdefault(partial, []), size, key=GraphSize.order)
             return True
+        self._logits, self._hidden = outputs  # a smaller size needs less
         self._given_up = agreed is _Outcome.NONE_AT_ALL
         return False
 
     def _attempt(self, size: GraphSize, partial: PartialPass) -> _CapturedGraph | _Outcome:
         """Capture a pass on this rank. Logs why it cannot be captured."""
-        setting = self._setting
-        buffers: GraphBuffers | PackedBuffers
-        if self._attention.capabilities.packs_steps:
-            buffers = PackedBuffers(size, self._attention.backend, setting.device)
-        else:
-            buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
-        buffers.fill((), (), (), ())
+        refused = "passes of %s cannot be captured and run without a CUDA graph: %r"
         try:
-            example = try_together(lambda: self._pass(buffers, partial), self._ranks)
+            buffers, output = try_together(lambda: self._make_buffers(size, partial), self._ranks)
         except Exception as error:  # the compiler may raise anything
-            logger.warning("passes of %s cannot be captured and run without a CUDA graph: %r", size, error)
+            logger.warning(refused, size, error)
             return _Outcome.NOT_THIS_SIZE
-        output = self._output_buffers(example)
 
         def write() -> None:
             found = self._pass(buffers, partial)
@@ -170,10 +165,24 @@ class CudaGraphRunner:
 
         try:
             replay = try_together(lambda: self._capture(write), self._ranks)
-        except (RuntimeError, AnotherRankFailed) as error:
+        except (torch.OutOfMemoryError, AnotherRankFailed) as error:  # whose rank says whether it can capture others
+            logger.warning(refused, size, error)
+            return _Outcome.NOT_THIS_SIZE
+        except RuntimeError as error:
             logger.warning("no further passes are captured as CUDA graphs: %s", error)
             return _Outcome.NONE_AT_ALL
         return _CapturedGraph(buffers, replay, output)
+
+    def _make_buffers(self, size: GraphSize, partial: PartialPass) -> tuple[GraphBuffers | PackedBuffers, PassOutput]:
+        """The buffers of a pass of padding only, and those of its output, whose shapes a first pass shows."""
+        setting = self._setting
+        buffers: GraphBuffers | PackedBuffers
+        if self._attention.capabilities.packs_steps:
+            buffers = PackedBuffers(size, self._attention.backend, setting.device)
+        else:
+            buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
+        buffers.fill((), (), (), ())
+        return buffers, self._output_buffers(self._pass(buffers, partial))
 
     def _pass(self, buffers: GraphBuffers | PackedBuffers, partial: PartialPass) -> PassOutput:
         backend = self._attention.backend
@@ -207,7 +216,11 @@ class CudaGraphCapture:
         self._is_proven = False
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """Capture the function as a CUDA graph. Raises `RuntimeError`, usually before anything is captured."""
+        """Capture the function as a CUDA graph.
+
+        Raises `torch.OutOfMemoryError`, after which smaller ones may be captured; `RuntimeError` for what cannot be
+        captured, usually before anything is.
+        """
         current = torch.cuda.current_stream(self._device)
         # The outer context restores the stream even if the capture fails.
         with torch.cuda.device(self._device), torch.cuda.stream(current):

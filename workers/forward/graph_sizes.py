@@ -1,7 +1,8 @@
 """The sizes of the CUDA graphs: which are captured before the first request, and which of them a step runs in.
 
-The list is a pure function of what the backend of attention can do and of the pool's block size, so it is equal on all
-ranks. A step that fits no graph is launched kernel by kernel.
+The list is a pure function of what the backend of attention can do, the pool's block size, its number of blocks and the
+model's longest sequence. It is equal on all ranks: they take the same backend, and agree on the number of blocks when
+the pool is made. A step that fits no graph is launched kernel by kernel.
 
 Attention computes a row alike in a graph of any size, outside of graphs and beside any rows, to the bit. The library
 that multiplies plain numbers chooses its code by the number of tokens, in graphs as outside of them.

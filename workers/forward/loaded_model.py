@@ -12,9 +12,10 @@ from cluster.core.request import USUAL_SCORING, BeamScoring
 from workers.forward.graph_sizes import LONGEST, MOST_TOKENS
 from workers.forward.layout import RowShape
 from workers.forward.partial_pass import WHOLE, PartialPass
-from workers.forward.triton.tiles import SPLIT_KEYS
+from workers.forward.triton.tiles import most_splits, padded_width
+from workers.kv.groups import AttentionWindow
 from workers.kv.pool import KvPool
-from workers.kv.spec import KvCacheSpec, LayerShape
+from workers.kv.spec import TOKENS_ALONE, KvCacheSpec, LayerShape
 from workers.kv.state_slots import StateShape
 
 if TYPE_CHECKING:
@@ -156,6 +157,11 @@ class LoadedModel:
         return self.decoder_layers or len(self.layers)
 
     @property
+    def attends(self) -> bool:
+        """Whether any layer attends: not in a model of recurrent layers alone."""
+        return self.layers != (TOKENS_ALONE,)
+
+    @property
     def kv_spec(self) -> KvCacheSpec:
         """The properties that determine this model's KV pool. CUDA graphs need one scratch block."""
         return KvCacheSpec(
@@ -172,12 +178,14 @@ class LoadedModel:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of the device that its CUDA graphs need: those of the largest, since all graphs share them.
+        """Bytes of the device that its CUDA graphs need at most: those of the largest, since all graphs share them.
 
-        These are the logits, in the graph and as its result, the sums of attention's splits, and what layers compute,
-        of which 32 numbers for each of a hidden state are taken to live at once.
+        These are the sums of attention's splits, in its kernel's padded rows and as many as under a window; four times
+        the logits, in the graph with what a soft cap makes of them, and as the results of this graph and of smaller
+        ones; and what layers compute, of which 32 numbers for each of a hidden state are taken to live at once.
         """
-        splits = -(-min(LONGEST, self.max_context_len) // SPLIT_KEYS)
-        sums = max(one.kv_heads * one.heads_per_kv * (one.value_dim + 2) for one in self.layers) * splits * 4
-        logits = 2 * self.vocabulary_size // self.tensor_parallel * self.dtype.itemsize
+        splits = most_splits(min(LONGEST, self.max_context_len), 1, AttentionWindow(LONGEST))
+        heads = (one.kv_heads * one.heads_per_kv * (padded_width(one.value_dim) + 2) for one in self.layers)
+        sums = max(heads) * splits * 4
+        logits = 4 * -(-self.vocabulary_size // self.tensor_parallel) * self.dtype.itemsize
         return MOST_TOKENS * (sums + logits + 32 * self.hidden_size * self.dtype.itemsize)

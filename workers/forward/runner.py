@@ -250,8 +250,10 @@ class ModelRunner:
         plan = self._plan(shapes)
         return self._compute(ids[None], position_ids[None], chosen, plan, options.partial, options.inputs)
 
-    def _plan(self, shapes: Sequence[RowShape]) -> StepPlan:
-        """The step, planned by the backend."""
+    def _plan(self, shapes: Sequence[RowShape]) -> StepPlan | None:
+        """The step, planned by the backend; `None` if no layer attends."""
+        if not self._model.attends:
+            return None
         if self._attention is None:
             raise RuntimeError("no attention backend was chosen: the model's layers are the CPU kernels'")
         backend = self._attention.backend
@@ -263,7 +265,7 @@ class ModelRunner:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         selected: torch.Tensor,
-        plan: StepPlan,
+        plan: StepPlan | None,
         partial: PartialPass = WHOLE,
         inputs: torch.Tensor | None = None,
     ) -> PassOutput:
@@ -318,10 +320,10 @@ def attention_setting(model: LoadedModel, pool: KvPool) -> AttentionSetting:
 
 
 def choose_attention(model: LoadedModel, pool: KvPool) -> ChosenBackend | None:
-    """Choose what computes attention in the model's modules. `None` if its layers are the CPU kernels'.
+    """Choose what computes attention in the model's modules. `None` for layers of the CPU kernels, and if none attends.
 
     All ranks of a model call this together.
     """
-    if model.native is not None:
+    if model.native is not None or not model.attends:
         return None
     return choose_backend(attention_setting(model, pool), StepKind.RAGGED, model.tensor_parallel)

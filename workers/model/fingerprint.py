@@ -53,15 +53,15 @@ def is_batch_invariant(section: TargetSection, model: LoadedModel, attention: Ch
     """Whether a sequence's logits have the same bits alone and beside any others.
 
     So it is where the CPU kernels compute a decoder, and in float32 where uncompiled modules of `transformers` do, on
-    one rank of a CPU with an attention backend of which this holds, if all of their matrices are in linear layers. A
-    mixture of experts, an encoder, a GPU, or a compiled layer is not known to be.
+    one rank of a CPU with an attention backend of which this holds, or without attention, if all of their matrices are
+    in linear layers. A mixture of experts, an encoder, a GPU, or a compiled layer is not known to be.
     """
     if model.device.type != "cpu" or model.tensor_parallel > 1 or model.source is not None:
         return False
     if model.native is not None:
         return True
     is_plain = model.dtype is torch.float32 and not should_compile(section)
-    is_invariant = attention is not None and attention.capabilities.is_batch_invariant
+    is_invariant = not model.attends or (attention is not None and attention.capabilities.is_batch_invariant)
     return is_plain and is_invariant and has_only_fast_linears(model.module)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,12 +35,15 @@ from workers.forward.backends import choice
 from workers.forward.backends.base import REFERENCE, AttentionSetting, all_backends
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.flex import CAPABILITIES, Flex, FlexBackend
+from workers.forward.cuda_graphs import CudaGraphRunner
 from workers.forward.graph_sizes import GraphSize, gathered_graph_sizes, packed_graph_sizes
-from workers.forward.loaded_model import PassOptions
+from workers.forward.loaded_model import PassOptions, PassOutput
+from workers.forward.packed_step import PackedBuffers
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+from workers.ranks import AnotherRankFailed
 
 pytestmark = pytest.mark.slow
 
@@ -170,6 +174,88 @@ def test_a_capture_that_another_rank_cannot_make_is_made_by_none(
     for width in (1, 2, 1, 2):
         bench.run(ForwardRow(bench.pool.new_table(), some_tokens(width), select=(0,)))
     assert (tape.recorded, tape.replayed) == (attempts, 0)
+
+
+LARGE = 64
+"""Tokens of a step that does not fit into memory below."""
+
+
+def run_out(monkeypatch: pytest.MonkeyPatch, place: str, computed: list[int]) -> FakeRecorder:
+    """Let large steps run out of memory in one place: their `buffers`, the first `pass`, its `outputs`, the `capture`.
+
+    `computed` gets the tokens of each pass.
+    """
+    make, run, outputs = PackedBuffers.__init__, CudaGraphRunner._pass, CudaGraphRunner._output_buffers
+
+    def check(at: str, tokens: int) -> None:
+        if place == at and tokens >= LARGE:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def making(self: PackedBuffers, size: GraphSize, *others: Any) -> None:
+        check("buffers", size.tokens)
+        make(self, size, *others)
+
+    def running(self: CudaGraphRunner, buffers: PackedBuffers, *others: Any) -> PassOutput:
+        computed.append(buffers.size.tokens)
+        check("pass", buffers.size.tokens)
+        return run(self, buffers, *others)
+
+    def giving(self: CudaGraphRunner, example: PassOutput) -> PassOutput:
+        check("outputs", computed[-1])
+        return outputs(self, example)
+
+    monkeypatch.setattr(PackedBuffers, "__init__", making)
+    monkeypatch.setattr(CudaGraphRunner, "_pass", running)
+    monkeypatch.setattr(CudaGraphRunner, "_output_buffers", giving)
+
+    class Recorder(FakeRecorder):
+        def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+            check("capture", computed[-1])
+            return super().__call__(function)
+
+    return Recorder()
+
+
+@pytest.mark.parametrize("place", ["buffers", "pass", "outputs", "capture"])
+def test_sizes_for_which_memory_runs_out_run_without_a_graph_and_smaller_ones_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    tape = run_out(monkeypatch, place, [])
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, attention=packing, sizes=PACKED_SIZES)
+    assert bench.graphs is not None
+    assert {size for size, _ in bench.graphs._captured} == {size for size in PACKED_SIZES if size.tokens < LARGE}
+    assert "out of memory" in caplog.text
+    assert bench.graphs._logits is not None
+    assert len(bench.graphs._logits) == 16  # as many as the largest graph has
+    table = bench.pool.new_table()
+    bench.run(ForwardRow(table, some_tokens(64), select=(63,)))
+    assert tape.replayed == 0
+    bench.run(ForwardRow(table, (5,), select=(0,)))
+    assert tape.replayed == 1
+
+
+@pytest.mark.parametrize("failing", ["buffers", "capture"])
+def test_ranks_capture_smaller_sizes_after_memory_ran_out_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The other rank's part: it finds that the first has failed, at the end of what they do together."""
+    calls: list[str] = []
+    computed: list[int] = []
+
+    def together(function: Callable[[], object], _: int) -> object:
+        calls.append("capture" if calls and calls[-1] == "buffers" else "buffers")
+        result = function()
+        if calls[-1] == failing and computed[-1] >= LARGE:
+            calls.append("failed")
+            raise AnotherRankFailed("another rank cannot compute it")
+        return result
+
+    monkeypatch.setattr("workers.forward.cuda_graphs.try_together", together)
+    tape = run_out(monkeypatch, "nowhere", computed)
+    bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, attention=packing, sizes=PACKED_SIZES)
+    assert bench.graphs is not None
+    assert "failed" in calls
+    assert {size for size, _ in bench.graphs._captured} == {size for size in PACKED_SIZES if size.tokens < LARGE}
 
 
 def test_a_size_whose_kernel_cannot_be_built_runs_without_a_frame(

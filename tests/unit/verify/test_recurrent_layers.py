@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -168,8 +169,15 @@ def test_a_state_has_the_same_bits_however_its_tokens_were_computed(case: ModelC
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
-def test_a_model_of_recurrent_layers_alone_writes_the_text_of_transformers(family: str, tmp_path: Path) -> None:
+def test_a_model_of_recurrent_layers_alone_writes_the_text_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = save_hybrid(tmp_path, family)
+
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("no layer attends, so no attention is planned")
+
+    monkeypatch.setattr("workers.forward.runner.choose_backend", refuse)
     engine, pool = case.engine_and_pool(60)
     text = case.reference(PROMPT, COUNT)
     assert decode(engine, PROMPT, COUNT) == text

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from workers.forward.triton.eight_bits import AS_IT_IS, StoredLayer, scaled, widened
-from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries
+from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries, padded_width
 
 _KEY_NUMBERS, _MOST_KEYS = 8192, 64
 """Numbers of the keys of one iteration, and most keys: 64 of 128 numbers, 32 of 256. More would not fit registers."""
@@ -109,7 +109,7 @@ def paged_attention(
     if latent_groups is not None:
         kv_heads = latent_groups
     group = heads // kv_heads
-    width = max(16, triton.next_power_of_2(dim))
+    width = padded_width(dim)
     tiles = len(plan.items) * kv_heads
     shape = (plan.splits, len(plan.tokens), heads)
     sums = torch.empty((1,) if plan.is_wide else (*shape, width), dtype=torch.float32, device=queries.device)
@@ -134,7 +134,7 @@ def paged_attention(
         HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
         TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
         WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, IS_LATENT=latent_groups is not None, MORE=more,
-        MORE_WIDTH=max(16, triton.next_power_of_2(max(1, more))), SIZE=size, KEY_TILE=launch.keys,
+        MORE_WIDTH=padded_width(max(1, more)), SIZE=size, KEY_TILE=launch.keys,
         SPLIT=SPLIT_KEYS, IS_SPLIT=not plan.is_wide,
         HAS_CAP=soft_cap is not None, HAS_SINKS=learned_sinks is not None, KIND=stored.kind,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,

@@ -34,6 +34,11 @@ def most_splits(blocks: int, size: int, window: AttentionWindow) -> int:
     return -(-blocks * size // SPLIT_KEYS) + (0 if window.size is None else 2)
 
 
+def padded_width(dim: int) -> int:
+    """Numbers of a program's row that holds `dim` numbers: a power of two, and at least 16 for products."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
     """Tiles of queries of rows that are computed alike, and what each query sees. int32 unless said otherwise."""
