@@ -139,6 +139,11 @@ def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
             f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} has other "
             "logits on several ranks than on one; it must be 1"
         )
+    if config is not text and getattr(text, "hidden_size_per_layer_input", None):
+        raise ConfigurationError(
+            f"target.tensor_parallel: {tensor_parallel} is refused, because model type {config.model_type!r} reads the "
+            "embedding of one token, which the ranks divide; it must be 1, or the model one of text alone"
+        )
     heads, kv_heads = head_counts(config)
     if tensor_parallel not in (fitting := ranks_that_divide(heads, kv_heads)):
         raise ConfigurationError(

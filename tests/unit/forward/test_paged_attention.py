@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTJConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma4Config, GPTJConfig, PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
@@ -177,6 +177,8 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_the_va
 def test_a_family_without_a_plan_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="'gptj' has no tensor-parallel plan"):
         check_divisible(GPTJConfig(n_head=2), 2)
+    with pytest.raises(ConfigurationError, match="'gemma4' reads the embedding of one token"):
+        check_divisible(Gemma4Config(), 2)
 
 
 def test_weights_that_are_not_safetensors_are_not_loaded(tmp_path: Path) -> None:
