@@ -110,10 +110,6 @@ _PLANS = {
 by the layer's name within its decoder layer. All others of their layers are whole on each rank."""
 
 
-_DIFFERING = {"youtu"}
-"""Model types whose logits on several ranks are not those of one, by the plan of `transformers`."""
-
-
 def has_own_plan(config: PreTrainedConfig) -> bool:
     """Whether `divide` divides models of this family, which are read whole."""
     return config.get_text_config().model_type in _PLANS
@@ -133,11 +129,6 @@ def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
         raise ConfigurationError(
             f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} "
             "has no tensor-parallel plan; it must be 1"
-        )
-    if text.model_type in _DIFFERING:
-        raise ConfigurationError(
-            f"target.tensor_parallel: {tensor_parallel} is refused, because model type {text.model_type!r} has other "
-            "logits on several ranks than on one; it must be 1"
         )
     if config is not text and getattr(text, "hidden_size_per_layer_input", None):
         raise ConfigurationError(
@@ -206,8 +197,8 @@ def keep_own_part(module: PreTrainedModel, share: Share) -> None:
     """Reduce what the plan left whole to this rank's part: the KV head that it shares with others, and biases.
 
     The ranks' products of an expert are summed, so the first rank alone adds the bias. What an attention layer itself
-    holds, as learned sinks, becomes a usual tensor. Raises `ConfigurationError` for a layer with another number of KV
-    heads than the configuration says.
+    holds, as learned sinks, becomes a usual tensor. The padding row of a divided embedding is that of one rank alone.
+    Raises `ConfigurationError` for a layer with another number of KV heads than the configuration says.
     """
     from torch.distributed.tensor import DTensor  # takes most of a second
 
@@ -219,6 +210,11 @@ def keep_own_part(module: PreTrainedModel, share: Share) -> None:
             for name, parameter in list(part.named_parameters(recurse=False)):
                 if isinstance(parameter, DTensor):
                     setattr(part, name, nn.Parameter(parameter.to_local().detach(), requires_grad=False))
+    embedding: Any = module.get_input_embeddings()
+    row = getattr(embedding, "padding_idx", None)
+    if row is not None and isinstance(embedding.weight, DTensor) and _zeroes_padding(module):
+        own = share.tokens(len(embedding.weight))
+        embedding.weight.to_local()[max(row - own.start, 0) : max(row + 1 - own.start, 0)] = 0
     heads, kv_heads = head_counts(module.config)
     plan: dict[str, str] = module.tp_plan or {}
     own = share.kv_heads(kv_heads)
@@ -230,6 +226,15 @@ def keep_own_part(module: PreTrainedModel, share: Share) -> None:
             layer: Any = getattr(attention, name)
             if type(layer) is nn.Linear:  # a stored one was read in this rank's part
                 keep_outputs(layer, rows_of_heads(layer.out_features, kv_heads, own, f"{path}.{name}"))
+
+
+def _zeroes_padding(module: PreTrainedModel) -> bool:
+    """Whether the family's code zeroes the padding row of an embedding that was read. Of a shard it zeroes a copy."""
+    tried = nn.Embedding(1, 1, padding_idx=0)
+    nn.init.ones_(tried.weight)
+    tried.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    module._init_weights(tried)
+    return not bool(tried.weight.any())
 
 
 def rows_of_heads(outputs: int, heads: int, own: slice, what: str) -> slice:
