@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,11 +27,14 @@ from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase
+from workers.serve.leases import Leases
 
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"
 KEYS = parse_keys(f"alice {ALICE} admin learn requests_per_minute=9999\nbob {BOB}", "keys")
 SETTLING_SECONDS = 0.3
 """After this time nothing runs any more that belongs to an answered request, in seconds."""
+RELEASE_SECONDS = 15.0
+"""Most time in which workers release the sequences of answered requests, on a busy machine."""
 
 
 def configuration(directories: Directories, method: str, sharing: str = "off", **kv: Any) -> Configuration:
@@ -100,5 +104,10 @@ async def two_keys(settings: Configuration) -> AsyncIterator[TwoKeys]:
 
 
 async def settled() -> None:
-    """Wait until nothing runs any more of what was answered."""
+    """Wait until nothing runs any more of what was answered, and workers have released its sequences."""
     await asyncio.sleep(SETTLING_SECONDS)
+    workers = [one for one in gc.get_objects() if isinstance(one, Leases)]
+    for _ in range(round(RELEASE_SECONDS / SETTLING_SECONDS)):
+        if not any(lease.sequence_ids for one in workers for lease in one._leases.values()):
+            break
+        await asyncio.sleep(SETTLING_SECONDS)

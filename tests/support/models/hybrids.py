@@ -30,7 +30,7 @@ def save_hybrid(directory: Path, family: str, **changes: int) -> ModelCase:
         config.max_position_embeddings = 128
     config.tie_word_embeddings = False  # a random model with one matrix at both ends repeats its last token
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if hasattr(config, name):
+        if hasattr(config, name) and name not in changes:
             setattr(config, name, 64)  # activations of torch have the same bits in any batch at whole vectors only
     tiny.save(directory, config, seed=_SEEDS.get(family, 1), sharpness=3.0)
     return ModelCase(directory)

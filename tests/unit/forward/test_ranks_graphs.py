@@ -83,5 +83,5 @@ def test_texts_are_equal_alone_in_a_group_and_with_recorded_collectives(
             check(open_engine(directory, recorder, device, lambda model: GroupDecider(model, 0)), answers, temperature)
             assert reduced.call_count > 0
     assert record.recorded > 1
-    assert record.replayed > record.recorded
+    assert record.replayed > 10  # sizes are recorded before the first step
     assert record.collectives == {2 * LAYERS}  # after each attention and each feed-forward network

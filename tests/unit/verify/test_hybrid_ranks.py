@@ -24,7 +24,8 @@ REQUESTS = {
     "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
     "sampled": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4)),
 }
-SIX = {"num_attention_heads": 6, "num_key_value_heads": 3}
+WIDTHS = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 96)
+SIX = {"num_attention_heads": 6, "num_key_value_heads": 3} | WIDTHS
 FAMILIES = {2: ("qwen3_next", "falcon_h1", "nemotron_h", "lfm2", "jamba"), 3: ("qwen3_next", "nemotron_h")}
 
 
