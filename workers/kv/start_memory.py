@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-import sys
-from functools import cache
-from typing import Any
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
-_LOADED, _WRITABLE = 1, 2
-"""Kind of a segment that is mapped (`PT_LOAD`), and the flag of one that may be written to (`PF_W`)."""
-
-
-class _Segment(ctypes.Structure):
-    """`Elf64_Phdr`."""
-
-    _fields_ = [
-        ("kind", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        *((name, ctypes.c_uint64) for name in ("offset", "address", "physical", "file_size", "size", "alignment")),
-    ]
-
-
-class _Library(ctypes.Structure):
-    """The first fields of `dl_phdr_info`."""
-
-    _fields_ = [
-        ("base", ctypes.c_uint64),
-        ("name", ctypes.c_char_p),
-        ("segments", ctypes.POINTER(_Segment)),
-        ("count", ctypes.c_uint16),
-    ]
+_LASTING = 1.0
+"""Seconds for which a mapping is unchanged before its pages are given back: a loader maps and changes libraries in
+milliseconds."""
+_RELEASED = threading.Event()
 
 
 def release_free_memory() -> None:
@@ -40,40 +23,51 @@ def release_free_memory() -> None:
         trim(0)
 
 
-@cache
 def release_start_memory() -> None:
     """Give back what only the start of this process needed: freed heap memory, and pages of code that ran once.
 
-    A library's pages stay in the system's cache, from which the process maps those that it uses again. Calls after the
-    first one do nothing.
+    A library's pages stay in the system's cache, from which the process maps those that it uses again. This takes a
+    second. Calls after the first one do nothing.
     """
-    release_free_memory()
-    if sys.platform == "linux" and sys.maxsize > 1 << 32:
-        _release_code()
-
-
-def _release_code() -> None:
-    """Unmap the pages of all loaded libraries that hold bytes of their files and nothing else.
-
-    These are the segments that may not be written to: the loader changes no page of them. It keeps its lock while it
-    lists libraries, so none is unloaded, and nothing else comes to its place, before its pages are given back. The
-    calls keep Python's lock, since a thread that has it may wait for the loader's.
-    """
-    library = ctypes.PyDLL(None)
-    iterate, advise = getattr(library, "dl_iterate_phdr", None), getattr(library, "madvise", None)
-    if iterate is None or advise is None:
+    if _RELEASED.is_set():
         return
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    page = mmap.PAGESIZE
+    _RELEASED.set()
+    release_free_memory()
+    release_code()
 
-    def release(found: Any, _: int, __: int) -> int:
-        one = found.contents
-        for segment in one.segments[: one.count]:
-            if segment.kind == _LOADED and not segment.flags & _WRITABLE:
-                begin = (one.base + segment.address) // page * page
-                end = (one.base + segment.address + segment.file_size) // page * page
-                advise(begin, end - begin, mmap.MADV_DONTNEED)
-        return 0
 
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Library), ctypes.c_size_t, ctypes.c_void_p)
-    iterate(kind(release), None)
+def release_code() -> None:
+    """Unmap the pages of libraries that hold bytes of their files and nothing else.
+
+    They cannot be written to, none of them is a copy, and they lie where they lay a second before: Python unloads no
+    library, and none that is being loaded is touched. The loader's own lock is not used, since a thread that waits for
+    it may have Python's.
+    """
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is None or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    maps = Path("/proc/self/smaps")
+    with contextlib.suppress(OSError):  # no Linux
+        before = set(unchanged_code(maps.read_text("utf-8", "replace")))
+        time.sleep(_LASTING)
+        for begin, size, _ in before.intersection(unchanged_code(maps.read_text("utf-8", "replace"))):
+            advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+def unchanged_code(maps: str) -> Iterator[tuple[int, int, str]]:
+    """Address, size and description of each mapping of a library in `/proc/PID/smaps` without a page of the process.
+
+    A page that the loader or the process has changed counts as anonymous, or as swapped if it was written out.
+    """
+    begin, size, line, is_own = 0, 0, "", False
+    for line_of_maps in maps.splitlines():
+        name, *values = line_of_maps.split()
+        if not name.endswith(":"):
+            first, _, last = name.partition("-")
+            is_code = len(values) > 4 and values[4].startswith("/") and ".so" in values[4] and values[0][1] == "-"
+            begin, size = int(first, 16), int(last, 16) - int(first, 16) if is_code else 0
+            line, is_own = line_of_maps, False
+        elif name == "Anonymous:":
+            is_own = int(values[0]) > 0
+        elif name == "Swap:" and size and not is_own and int(values[0]) == 0:
+            yield begin, size, line

@@ -15,7 +15,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import choose_attention
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
-from workers.kv.start_memory import release_start_memory
+from workers.kv.start_memory import release_free_memory
 from workers.model.drafting.fusion import load_fusion
 from workers.model.fingerprint import fingerprint
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
@@ -48,7 +48,7 @@ def build_engine(
     if section.kv.pool_bytes is not None and model.device.type == "cpu":
         populate(pool)  # after the warm-up, which measures steps; a share of free memory is taken as it is used
     else:
-        release_start_memory()
+        release_free_memory()
     if file is not None and packed is None:
         keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
     bound_collectives(section.step_timeout_seconds, section.tensor_parallel)
