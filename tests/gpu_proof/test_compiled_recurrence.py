@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 MOST_REGISTERS = 160
-"""Of a thread: twelve programs of one warp, at the least, are on a multiprocessor at once."""
+"""Most registers of a thread. With them, a multiprocessor holds at least twelve programs of one warp at once."""
 PLAN = dict.fromkeys(("row_starts", "source", "target"), "*i32")
 
 

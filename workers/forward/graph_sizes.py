@@ -37,8 +37,7 @@ _PROMPT_STEP = 64
 _NARROW = 4
 """Tokens of narrow rows per row, in a graph of prompts."""
 _FEWEST_BLOCKS, _MOST_KEYS, _MOST_GATHERED_TOKENS = 8, 1 << 17, 2048
-"""Of graphs whose rows read as many blocks as the longest: the least of a row, and the most keys of all rows and of
-one."""
+"""The fewest blocks of a row, and the most keys of all rows and of one, in graphs of rows with as many blocks each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def test_kernels_compute_what_the_reference_computes(kernels: RecurrenceKernels,
 
 
 def test_a_convolution_keeps_its_inputs_as_they_are(kernels: RecurrenceKernels) -> None:
-    """Its states may have the model's type, bfloat16, which holds inputs of that type exactly."""
+    """States of a convolution may be bfloat16, which holds inputs of that type exactly."""
     weight, inputs = numbers(37, 3), numbers(TOKENS, 37).bfloat16()
     found = []
     for dtype in (torch.bfloat16, torch.float32):

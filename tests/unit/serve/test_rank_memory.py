@@ -41,7 +41,7 @@ asyncio.run(serve())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
 def test_a_rank_of_the_packaged_model_holds_its_file_and_its_pool_and_little_more() -> None:
-    """With the drafts of the preset, from the second start on, when its weights are packed."""
+    """The rank has the drafts of the preset, and its weights are packed, as they are from the second start on."""
     settings = load_settings(
         "cpu",
         ["target.dtype=bfloat16", "target.quantization=stored", f"target.kv.pool_bytes={POOL_BYTES}"],

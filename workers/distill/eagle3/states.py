@@ -79,7 +79,7 @@ class TextStates:
 
     @property
     def learnable(self) -> list[int]:
-        """Of all texts, those with a token that a draft can predict: the second one of an answer."""
+        """Numbers of the texts with a token that a draft can predict, the second one of an answer, in all processes."""
         return [row for row, length in enumerate(self.lengths) if length >= self._prompts[row] + 2]
 
     def batch(self, rows: Sequence[int], multiple: int = 1) -> TextBatch:

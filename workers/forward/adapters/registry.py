@@ -1,4 +1,4 @@
-"""Which families have an adapter, by model type."""
+"""The adapters of attention modules with code of their own, by model type."""
 
 from __future__ import annotations
 

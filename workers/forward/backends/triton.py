@@ -221,7 +221,7 @@ class _Part:
     """The rows of a step that are computed alike, as arrays of integers: the wide ones or the others."""
 
     def __init__(self, rows: Sequence[RowShape], tile: int, size: GraphSize | None, *, is_wide: bool = True) -> None:
-        """They are computed in tiles of so many queries. In a graph of this `size` there is room for any of its steps.
+        """`tile` is the number of queries of a program. With a graph's `size`, there is room for any of its steps.
 
         `is_needed` says whether there are such rows, or may be some in the graph.
         """

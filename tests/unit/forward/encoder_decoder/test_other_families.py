@@ -47,7 +47,7 @@ def engine(model: SourcedModel) -> TargetEngine:
 
 @pytest.fixture(scope="module")
 def answers(model: SourcedModel) -> list[list[int]]:
-    """Those of `transformers`."""
+    """The greedy answers of `transformers` to `SOURCES`."""
     reference = model.reference()
     found = [greedy_answer(reference, source, COUNT) for source in SOURCES]
     assert len({tuple(answer) for answer in found}) > 1
