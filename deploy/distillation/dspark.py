@@ -19,9 +19,9 @@ from deploy.distillation.execute import execute
 from deploy.distillation.single_process import (
     SingleProcess,
     Texts,
+    checked,
     common_options,
     layers_like,
-    parsed,
     run_command,
 )
 from workers.distill.answers import Answer
@@ -50,9 +50,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--overlap", type=float, default=1.0, help="Weight of the common share of draft and target in the loss.")
     add("--goal-temperature", type=float, default=0.7, help="Temperature of the target's probabilities in the loss.")
     parser.set_defaults(long_share=0.05)
-    length = parser.parse_args(arguments).max_length
-    bounds = {"slots": (2, 256), "layers": (1, 64), "rank": (1, 4096), "batch_rows": (1, 4096), "blocks": (1, length)}
-    return parsed(parser, arguments, bounds)
+    chosen = parser.parse_args(arguments)
+    bounds = {"slots": (2, 256), "layers": (1, 64), "rank": (1, 4096), "batch_rows": (1, 4096)}
+    return checked(chosen, bounds | {"blocks": (1, chosen.max_length)})
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ from deploy.distillation.execute import execute
 from deploy.distillation.single_process import (
     SingleProcess,
     Texts,
+    checked,
     common_options,
     layers_like,
-    parsed,
     run_command,
 )
 from workers.distill.answers import Answer
@@ -45,7 +45,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--depths", type=int, default=5, help="Steps of a roll-out.")
     add("--learning-rate", type=float, default=1e-3)
     add("--batch-tokens", type=int, default=16384, help="Tokens of a batch, padding included.")
-    return parsed(parser, arguments, {"depths": (1, 64), "batch_tokens": (1, 1 << 24)})
+    return checked(parser.parse_args(arguments), {"depths": (1, 64), "batch_tokens": (1, 1 << 24)})
 
 
 def shape_of(config: Any, taps: Sequence[int], *, is_normed: bool) -> FeatureShape:

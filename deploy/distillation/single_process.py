@@ -75,11 +75,8 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     return parser
 
 
-def parsed(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, bounds: Mapping[str, tuple[int, int]]
-) -> argparse.Namespace:
-    """The options of a command line, each within its bounds. Raises `ConfigurationError` for another one."""
-    chosen = parser.parse_args(arguments)
+def checked(chosen: argparse.Namespace, bounds: Mapping[str, tuple[int, int]]) -> argparse.Namespace:
+    """The options of a command line, whose numbers have to be within bounds. Raises `ConfigurationError` for others."""
     for name, (least, most) in ({"workers": (1, _MOST_WORKERS)} | dict(bounds)).items():
         if not least <= (value := getattr(chosen, name)) <= most:
             option = f"--{name.replace('_', '-')}"

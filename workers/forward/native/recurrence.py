@@ -35,7 +35,10 @@ class NativeRecurrence:
         plan: RecurrencePlan,
         activation: str | None,
     ) -> torch.Tensor:
-        """See `RecurrenceKernels`. Raises `ValueError` for states of another type."""
+        """A causal convolution of each channel, `[tokens, channels]`, as `RecurrenceKernels` defines it.
+
+        Raises `ValueError` for states that are neither float32 nor bfloat16.
+        """
         if states.dtype not in _KINDS:
             raise ValueError(f"states: {states.dtype} is refused; it must be float32 or bfloat16")
         sizes = (*weight.shape, states.shape[2], _KINDS[states.dtype], int(activation == "silu"))
@@ -44,14 +47,14 @@ class NativeRecurrence:
         return output.to(inputs.dtype)
 
     def gated_delta_rule(self, of: DeltaInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-        """See `RecurrenceKernels`."""
+        """The gated delta rule, `[tokens, heads, value_dim]`, as `RecurrenceKernels` defines it."""
         output = torch.empty(of.value.shape)
         given = (of.query, of.key, of.value, of.log_decay, of.beta)
         _call(self._library.pilotfish_gated_delta_rule, plan, states.shape[1:], given, (states, output))
         return output.to(of.value.dtype)
 
     def state_space(self, of: SpaceInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-        """See `RecurrenceKernels`."""
+        """A state space model, `[tokens, heads, head_dim]`, as `RecurrenceKernels` defines it."""
         output = torch.empty(of.inputs.shape)
         sizes = (*of.inputs.shape[1:], *of.b.shape[1:], int(of.a.dim() == 2))
         given = (of.inputs, of.steps, of.a, of.b, of.c, of.d)

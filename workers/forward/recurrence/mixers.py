@@ -57,7 +57,7 @@ class GatedDeltaMixer:
         self._most = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
 
     def compute(self, hidden: torch.Tensor, states: LayerState, plan: RecurrencePlan) -> torch.Tensor:
-        """See `Mixer`."""
+        """The output of a module with the gated delta rule, `[1, tokens, hidden]`, over the slots of its layer."""
         module: Any = self._module
         mixed, gate, b, a = (values.flatten(2)[0] for values in self._projected(hidden))
         mixed = self._convolution(mixed, states[0], plan)
@@ -103,7 +103,7 @@ class Mamba2Mixer:
         self._gates_alone = not getattr(module, "mamba_rms_norm", True)
 
     def compute(self, hidden: torch.Tensor, states: LayerState, plan: RecurrencePlan) -> torch.Tensor:
-        """See `Mixer`."""
+        """The output of a Mamba-2 module, `[1, tokens, hidden]`, over the slots of its layer."""
         module: Any = self._module
         if hasattr(module, "ssm_in_multiplier"):
             hidden = hidden * module.ssm_in_multiplier
@@ -142,7 +142,7 @@ class MambaMixer:
         self._steps = store(module.dt_proj.weight.detach()).kernel(None)
 
     def compute(self, hidden: torch.Tensor, states: LayerState, plan: RecurrencePlan) -> torch.Tensor:
-        """See `Mixer`."""
+        """The output of a Mamba-1 module, `[1, tokens, hidden]`, over the slots of its layer."""
         module: Any = self._module
         inputs, gate = module.in_proj(hidden)[0].chunk(2, dim=-1)
         inputs = self._convolution(inputs, states[0], plan)
@@ -165,7 +165,7 @@ class ShortConvolutionMixer:
         self._convolution = _Convolution(module, module.conv, kernels)
 
     def compute(self, hidden: torch.Tensor, states: LayerState, plan: RecurrencePlan) -> torch.Tensor:
-        """See `Mixer`."""
+        """The output of a module with a short convolution, `[1, tokens, hidden]`, over the slots of its layer."""
         module: Any = self._module
         b, c, inputs = module.in_proj(hidden)[0].chunk(3, dim=-1)
         result: torch.Tensor = module.out_proj((c * self._convolution(b * inputs, states[0], plan))[None])

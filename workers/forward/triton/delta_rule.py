@@ -19,7 +19,7 @@ VALUES, DELTA_WARPS = 8, 1
 
 
 def gated_delta_rule(of: DeltaInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-    """See `RecurrenceKernels`. `states` `[slots, heads, key_dim, value_dim]`, contiguous.
+    """The gated delta rule, `[tokens, heads, value_dim]`. `states` `[slots, heads, key_dim, value_dim]` are contiguous.
 
     Queries and keys may have fewer heads, which divide the values': consecutive heads then share one.
     """

@@ -27,7 +27,7 @@ def space_channels(channels: int, groups: int, size: int) -> int:
 
 
 def state_space(of: SpaceInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-    """See `RecurrenceKernels`. `states` `[slots, heads, head_dim, state]`, contiguous."""
+    """A state space model, `[tokens, heads, head_dim]`. `states` `[slots, heads, head_dim, state]` are contiguous."""
     tokens, heads, dim = of.inputs.shape
     groups, size = of.b.shape[1:]
     output = torch.empty((tokens, heads, dim), dtype=of.inputs.dtype, device=of.inputs.device)
