@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -9,6 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+
+def compiled_ahead() -> list[pytest.MarkDecorator]:
+    """The marks of a module whose tests compile kernels. Their bounds hold for the Triton of `make gpu-proof`.
+
+    Another one may be installed: it comes with builds of torch for GPUs.
+    """
+    pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
+    is_proof = os.environ.get("TRITON_DEFAULT_FP_FUSION") == "1" and os.environ.get("TRITON_INTERPRET") != "1"
+    return [pytest.mark.skipif(not is_proof, reason="make gpu-proof compiles the kernels")]
+
+
+def next_power_of_two(number: int) -> int:
+    """The least power of two that is not below a number of at least 1."""
+    return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from tests.gpu_proof.assembler import assembled
+from tests.gpu_proof.assembler import assembled, compiled_ahead, next_power_of_two
 
-triton = pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets the kernels instead"
-)
+pytestmark = compiled_ahead()
 
 MOST_REGISTERS, MOST_SHARED = 255, 160 * 1024
 MOST_SPILLED = 320
@@ -75,10 +70,10 @@ def assembled_attention(
     )
     numbers += ("value_slot", "value_head", "output_token", "output_head", "scale_slot")
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
-    width = triton.next_power_of_2(dim)
+    width = next_power_of_two(dim)
     constants = {
-        "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": triton.next_power_of_2(group),
-        "TILE": max(tile, 16 // triton.next_power_of_2(group)),
+        "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": next_power_of_two(group),
+        "TILE": max(tile, 16 // next_power_of_two(group)),
         "WORDS": int(not is_wide), "DIM": dim, "WIDTH": width, "SIZE": 16, "KEY_TILE": launch.keys,
         "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
         "EXACT": False, "KIND": stored, "IS_LATENT": bool(more), "MORE": more, "MORE_WIDTH": max(16, more),
@@ -122,7 +117,7 @@ def test_keys_and_values_are_stored_without_spills(capability: int, heads: int, 
     constants = {
         "HEADS": heads,
         "DIM": dim,
-        "WIDTH": triton.next_power_of_2(heads * dim),
+        "WIDTH": next_power_of_two(heads * dim),
         "MOST": 3.3895313892515355e38,
         "HAS_VALUES": True,
     }
@@ -139,7 +134,7 @@ def test_keys_and_values_are_quantized_without_spills(capability: int, heads: in
     pointers = dict.fromkeys(("keys", "values"), "*bf16") | dict.fromkeys(("stored_keys", "stored_values"), "*i8")
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32") | {"slots": "*i64"}
     numbers = ("key_token", "key_head", "value_token", "value_head", "slot_stride", "head_stride", "scale_stride")
-    constants = {"HEADS": heads, "DIM": dim, "HEAD_TILE": heads, "WIDTH": triton.next_power_of_2(dim), "KIND": stored}
+    constants = {"HEADS": heads, "DIM": dim, "HEAD_TILE": heads, "WIDTH": next_power_of_two(dim), "KIND": stored}
     found = assembled(quantize_tokens, pointers | dict.fromkeys(numbers, "i32"), constants, capability)
     assert found.spilled_bytes == 0
 
@@ -150,7 +145,7 @@ def test_keys_and_values_are_quantized_without_spills(capability: int, heads: in
 def test_norms_are_computed_without_spills(capability: int, dim: int, adds: bool) -> None:
     from workers.forward.triton.norm import NORM_WARPS, normalize_rows
 
-    width = triton.next_power_of_2(dim)
+    width = next_power_of_two(dim)
     pointers = dict.fromkeys(("rows", "added", "weight", "sums", "output"), "*bf16") | {"epsilon": "fp32"}
     constants = {"DIM": dim, "WIDTH": width, "ADDS": adds}
     assert assembled(normalize_rows, pointers, constants, capability, warps=NORM_WARPS).spilled_bytes == 0
@@ -181,7 +176,7 @@ def test_heads_are_rotated_and_stored_without_spills(
     numbers += ("key_slot", "key_slot_head", "value_slot", "value_slot_head", "scale_slot")
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "TURNED": dim, "WIDTH": dim,
-        "HEAD_TILE": triton.next_power_of_2(heads), "KV_TILE": kv_heads, "HAS_NORMS": norms,
+        "HEAD_TILE": next_power_of_two(heads), "KV_TILE": kv_heads, "HAS_NORMS": norms,
         "MOST": 3.3895313892515355e38, "KIND": stored,
     }  # fmt: skip
     found = assembled(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from tests.gpu_proof.assembler import Assembled, assembled
+from tests.gpu_proof.assembler import Assembled, assembled, compiled_ahead
 
-pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets the kernels instead"
-)
+pytestmark = compiled_ahead()
 CAPABILITIES = [80, 90, 100]
 COLUMNS = 4096
 ROWS = {

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from tests.gpu_proof.assembler import assembled
+from tests.gpu_proof.assembler import assembled, compiled_ahead
 
-triton = pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets the kernels instead"
-)
+pytestmark = compiled_ahead()
 
 MOST_SHARED = 160 * 1024
 

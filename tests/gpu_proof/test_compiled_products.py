@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from tests.gpu_proof.assembler import assembled
+from tests.gpu_proof.assembler import assembled, compiled_ahead
 from workers.forward.weights.words import BLOCK, Values, launch_shape
 
-pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets the kernels instead"
-)
+pytestmark = compiled_ahead()
 
 ROWS = (1, 64, 2048)
 """Rows of a decoding step, of a verification and of a prompt: each has a launch of its own."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from tests.gpu_proof.assembler import Assembled, assembled
-
-triton = pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
+from tests.gpu_proof.assembler import Assembled, assembled, compiled_ahead, next_power_of_two
 
 pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets the kernels instead"
-    ),
+    *compiled_ahead(),
     pytest.mark.parametrize("capability", [80, 90, 100]),
 ]
 
@@ -46,7 +41,7 @@ def test_delta_rules_keep_their_state_in_registers(capability: int, keys: int, v
     pointers |= dict.fromkeys(("value", "output"), "*bf16") | PLAN
     arguments = pointers | dict.fromkeys(("query_token", "key_token", "value_token"), "i32")
     constants = {
-        "HEADS": 32, "GROUP": 2, "KEYS": keys, "KEY_WIDTH": triton.next_power_of_2(keys), "VALUES": values,
+        "HEADS": 32, "GROUP": 2, "KEYS": keys, "KEY_WIDTH": next_power_of_two(keys), "VALUES": values,
         "BLOCK": VALUES,
     }  # fmt: skip
     check(assembled(
@@ -65,7 +60,7 @@ def test_state_spaces_keep_their_state_in_registers(
     arguments = pointers | dict.fromkeys(("input_token", "b_token", "c_token"), "i32")
     constants: dict[str, Any] = {
         "CHANNELS": heads * dim, "HEADS": heads, "GROUPS": groups, "SIZE": size,
-        "WIDTH": triton.next_power_of_2(size), "BLOCK": space_channels(heads * dim, groups, size),
+        "WIDTH": next_power_of_two(size), "BLOCK": space_channels(heads * dim, groups, size),
         "HAS_DECAYS": dim == 1,
     }  # fmt: skip
     check(assembled(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from tests.gpu_proof.assembler import Assembled, assembled
+from tests.gpu_proof.assembler import Assembled, assembled, compiled_ahead, next_power_of_two
 
-triton = pytest.importorskip("triton", reason="triton is not installed: make gpu-proof installs it")
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets the kernels instead"
-)
+pytestmark = compiled_ahead()
 
 MOST_SHARED = 160 * 1024
 ROWS = (1, 5, 32, 128, 1024)
@@ -34,7 +29,7 @@ def compiled(rows: int, outputs: int, inputs: int, capability: int, *, is_gated:
     pointers = dict.fromkeys(("gates", "values", "weight", "bias", "stream", "norm", "output", "normalized"), "*bf16")
     pointers |= {"partial": "*fp32", "counters": "*i32"}
     constants: dict[str, Any] = {
-        "INPUTS": inputs, "OUTPUTS": outputs, "WIDTH": triton.next_power_of_2(outputs), "SPLITS": splits,
+        "INPUTS": inputs, "OUTPUTS": outputs, "WIDTH": next_power_of_two(outputs), "SPLITS": splits,
         "PER_SPLIT": -(-inputs // splits // 128) * 128, "ROWS": tiles.rows, "TILE": tiles.outputs, "STEP": tiles.step,
         "IS_APART": tiles.is_apart and splits > 1, "HAS_BIAS": False, "ADDS": True, "NORMALIZES": tiles.normalizes,
         "GATED": is_gated, "EXACT": False,

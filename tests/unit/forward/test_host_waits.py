@@ -15,6 +15,12 @@ from workers.sampling.logprobs import token_logprobs
 VOCABULARY = 5000
 
 
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operations of torch decide, also where `triton` is installed."""
+    monkeypatch.setattr("workers.sampling.decide._has_triton", lambda: False)
+
+
 def some_logits(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
 
