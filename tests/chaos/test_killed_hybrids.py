@@ -97,6 +97,7 @@ async def test_a_killed_rank_changes_no_text(family: str, killed: str, tmp_path:
             await client.close()
             await cluster.stop()
     assert answers == wanted
-    assert [kind for kind, _ in cluster.replacements.reasons] == [killed]
+    (noticed,) = (kind for kind, _ in cluster.replacements.reasons)
+    assert noticed in {killed, "target"}, "rank 0 may report its lost peer before the owner looks at that process"
     assert counts["pilotfish:target_replays_total"] > 0
     assert counts["vllm:spec_decode_num_accepted_tokens_total"] > 0
