@@ -23,7 +23,7 @@ from torch import nn
 
 from workers.forward.gpu_product import gpu_product
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_linear import PackedProduct, kernel_layout
+from workers.forward.native.packed_linear import PackedProduct, can_pack, kernel_layout
 from workers.forward.operators import define
 from workers.forward.weights.base import KernelLayout, LinearKernel, Storage
 from workers.forward.weights.plain import DenseKernel
@@ -32,14 +32,18 @@ from workers.ranks import sum_over_ranks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedKernel:
-    """Weights in the layout of Pilotfish's CPU kernels, which widen them in registers and add in float32."""
+    """Weights in the layout of Pilotfish's CPU kernels, which read them as they are stored and add in float32."""
 
     packed: PackedProduct
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply `x` `[…, in]` → `[…, out]`. No row's product depends on the other rows."""
-        product = self.packed.multiply(x.reshape(-1, x.shape[-1]).float())
-        return product.to(x.dtype).view(*x.shape[:-1], -1)
+        rows, packed = x.reshape(-1, x.shape[-1]), self.packed
+        if x.dtype is torch.bfloat16 and packed.takes_bfloat16:
+            product = packed.multiply_bfloat16(rows)
+        else:
+            product = packed.multiply(rows.float()).to(x.dtype)
+        return product.view(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,11 +179,13 @@ def make_linear_kernel(
 ) -> LinearKernel:
     """The fastest kernel for a stored matrix on its device. `directory` keeps the compiled CPU kernels.
 
-    `dtype` is the type of the inputs. Raises `NoGpuProduct` for a matrix that a GPU would widen in memory.
+    Without a directory torch multiplies plain numbers: each process would build the kernels for itself. `dtype` is the
+    type of the inputs. Raises `NoGpuProduct` for a matrix that a GPU would widen in memory.
     """
     if storage.is_widened and storage.device.type != "cpu":
         return gpu_product(storage, bias, dtype)
-    library = load_library(directory) if storage.is_widened else None
+    takes = can_pack(storage) and (storage.is_widened or directory is not None)
+    library = load_library(directory) if takes else None
     if library is None:
         return storage.kernel(bias)
     # Integers of the activations would round them in float32; a model's whole pass in the kernels may do so.

@@ -104,6 +104,6 @@ def _kernels(section: TargetSection, model: LoadedModel) -> list[str]:
     else:
         processor = torch.backends.cpu.get_cpu_capability()
     kernels = "torch" if model.native is None else "native"
-    if model.native is not None or (section.quantization != "none" and model.device.type == "cpu"):
-        kernels += f", {products(section.compile_directory)}"  # which multiply quantized matrices of modules, too
+    if model.device.type == "cpu" and (section.compile_directory is not None or section.quantization != "none"):
+        kernels += f", {products(section.compile_directory)}"  # which multiply matrices of modules, too
     return [kernels, processor, torch.__version__]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16)
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2**-11}
 """Relative error of one rounding."""
 IN, OUT = 48, 40
 WIDTHS = (*range(1, 41), 47, 48, 49, 63, 64, 65, 100, 128, 200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from functools import reduce
 from pathlib import Path
@@ -30,12 +31,24 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("code"))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_plain_numbers_that_the_cpu_kernels_read_are_theirs(dtype: torch.dtype, biased: bool, code: str) -> None:
+    weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
+    product = make_linear_kernel(store(weight), bias, code)
+    assert isinstance(product, PackedKernel) == (dtype is not torch.float16 and shutil.which("cc") is not None)
+    for width in WIDTHS:
+        x = numbers(width, IN, dtype=dtype, seed=width)
+        check(product.multiply(x), x, weight, bias, roundings=2)
+        check(product.multiply(x.t().clone().t()), x, weight, bias, roundings=2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestOneDnnKernel:
     @pytest.mark.parametrize("biased", [False, True])
     def test_products_equal_those_of_plain_weights_at_every_width(self, dtype: torch.dtype, biased: bool) -> None:
         weight, bias = numbers(OUT, IN, dtype=dtype), numbers(OUT, dtype=dtype, seed=1) if biased else None
-        product = make_linear_kernel(store(weight), bias)
+        product = store(weight).kernel(bias)
         can_pack = dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         assert isinstance(
             product, OneDnnKernel if can_pack else DenseKernel

@@ -236,6 +236,24 @@ void pilotfish_linear(const Matrix *matrix, const InputNorm *norm, const float *
     }
 }
 
+int pilotfish_has_bfloat16_products(void)
+{
+    return HAS_BFLOAT16_PRODUCTS;
+}
+
+/* One product with the inputs of its matrix as they are: x [rows, inputs] → to [rows, outputs], both bfloat16. */
+void pilotfish_linear_bfloat16(const Matrix *matrix, const uint16_t *x, uint16_t *to, int64_t rows)
+{
+    const Output output = {ROUND, NULL, to, matrix->outputs, BFLOAT16};
+    Barrier barrier = {0};
+#pragma omp parallel
+    {
+#pragma omp single
+        barrier.team = omp_get_num_threads();
+        pilotfish_multiply(matrix, x, &output, rows, &barrier);
+    }
+}
+
 /* --- drafting modules ------------------------------------------------------------------------ */
 
 /* Consecutive tokens of one sequence, and the slots that they attend to. Slots have keys and values side by side, so

@@ -29,8 +29,14 @@ INLINE void finish(const Matrix *matrix, const Output *output, int64_t block, in
         }
         return;
     }
-    float *to = output->to + row * output->width + at;
     const int64_t left = matrix->outputs - at;
+    if (output->after == ROUND) {
+        uint16_t *to = (uint16_t *)output->input + row * output->width + at;
+        const Halves halves[2] = {narrow_bfloat16s(first), narrow_bfloat16s(second)};
+        memcpy(to, halves, (left < COLUMNS ? left : COLUMNS) * sizeof *to);
+        return;
+    }
+    float *to = output->to + row * output->width + at;
     if (left >= COLUMNS) {
         if (output->after == ADD) {
             first += *(const Vector *)to;

@@ -16,7 +16,7 @@ from torch.nn.functional import pad, rms_norm
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
-from workers.forward.weights.base import Grouping, KernelLayout, Storage, Take, pad_rows, taken_rows
+from workers.forward.weights.base import Grouping, KernelLayout, Kind, Storage, Take, pad_rows, taken_rows
 from workers.forward.weights.choice import stored_as
 from workers.forward.weights.plain import PlainStorage
 from workers.kv.huge_pages import Arena
@@ -76,6 +76,27 @@ class PackedProduct:
             self._structure = _InputNorm(norm.plain, norm.group, norm.epsilon, self._norm_weight.data_ptr())
             self._norm_address = ctypes.addressof(self._structure)
         self._multiply = linear_function(library)
+        self._multiply_bfloat16: Callable[..., None] = library.pilotfish_linear_bfloat16
+        self._multiply_bfloat16.argtypes, self._multiply_bfloat16.restype = (
+            [*[ctypes.c_void_p] * 3, ctypes.c_int64],
+            None,
+        )
+        is_plain = norm is None and self.matrix.matrix.kind == Kind.BFLOAT16
+        self.takes_bfloat16 = is_plain and bool(library.pilotfish_has_bfloat16_products())
+        """Whether `multiply_bfloat16` can be called."""
+
+    def multiply_bfloat16(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` bfloat16 `[rows, in]` → bfloat16 `[rows, out]`, without a copy of either in float32.
+
+        Raises `ValueError` for another shape or dtype, or if the processor or the weights have other products.
+        """
+        if not self.takes_bfloat16 or x.dtype is not torch.bfloat16 or x.dim() != 2 or x.shape[1] != self.inputs:
+            raise ValueError(f"{x.dtype} {tuple(x.shape)} is refused; it must be bfloat16 [rows, {self.inputs}]")
+        product = torch.empty((len(x), self.outputs), dtype=torch.bfloat16)
+        if len(x):
+            x = x.contiguous()
+            self._multiply_bfloat16(self._address, x.data_ptr(), product.data_ptr(), len(x))
+        return product
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x` float32 `[rows, in]` → float32 `[rows, out]`. Raises `ValueError` for another shape or dtype."""

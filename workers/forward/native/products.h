@@ -39,13 +39,13 @@ static inline int has_groups(const Matrix *matrix)
 /* What a group has beside its scale. A weight is scale * (value - zero), or scale * value + minimum. */
 enum { NO_OFFSET, ZERO, MINIMUM };
 
-typedef enum { STORE, ADD, GATE } After;
+typedef enum { STORE, ADD, GATE, ROUND } After;
 
 /* What follows a product. GATE takes a matrix whose blocks have LANES gates and the LANES ups that belong to them. */
 typedef struct {
     After after;
     float *to;      /* STORE, ADD: [rows, width] */
-    void *input;    /* GATE: [rows, width] in the type of the next product's input */
+    void *input;    /* GATE: [rows, width] in the type of the next product's input; ROUND: bfloat16 */
     int64_t width;
     int64_t kind;   /* GATE: kind of the next product's input */
 } Output;

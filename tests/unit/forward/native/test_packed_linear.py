@@ -10,8 +10,9 @@ import torch
 
 from tests.support.engines.kept_kernels import EMULATED_TILES, NARROW, WIDE, portable
 from workers.forward.native import build, packed_linear
-from workers.forward.native.packed_linear import InputNorm, PackedLinear, has_int8_tiles
+from workers.forward.native.packed_linear import InputNorm, PackedLinear, PackedProduct, has_int8_tiles
 from workers.forward.weights.int8 import quantize
+from workers.forward.weights.plain import PlainStorage
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 SHAPES = ((64, 48), (1, 2), (99, 84), (33, 250))
@@ -171,6 +172,21 @@ def test_an_odd_number_of_inputs_is_multiplied(code: Path) -> None:
             rtol=1e-2,
             atol=2e-2,
         )
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(("outputs", "inputs"), [(99, 84), (64, 96), (5, 2)])
+def test_rows_in_bfloat16_have_the_rounded_product_of_the_same_numbers(outputs: int, inputs: int, code: Path) -> None:
+    library = build.load_library(str(code))
+    if library is None or not library.pilotfish_has_bfloat16_products():
+        pytest.skip("the processor multiplies no bfloat16 numbers")
+    packed = PackedProduct(PlainStorage(values(outputs, inputs).bfloat16()), library, values(outputs))
+    for rows in (0, 1, 3, 40):
+        x = values(rows, inputs).bfloat16()
+        assert torch.equal(packed.multiply_bfloat16(x), packed.multiply(x.float()).bfloat16())
+    for refused in (values(2, inputs), values(2, inputs + 1).bfloat16(), values(inputs).bfloat16()):
+        with pytest.raises(ValueError, match="it must be bfloat16"):
+            packed.multiply_bfloat16(refused)
 
 
 def test_other_dtypes_and_shapes_are_refused(code: Path) -> None:
