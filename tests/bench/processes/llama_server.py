@@ -23,6 +23,7 @@ VERSION = "0.3.36"
 ENVIRONMENTS = ROOT / ".venv" / "interop"
 START_SECONDS = 120.0
 _SOURCE = "*/vendor/llama.cpp"
+_TILES = "vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
 _OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -59,12 +60,24 @@ def install(environments: Path = ENVIRONMENTS) -> Path:
         with tempfile.TemporaryDirectory(dir=home) as scratch:
             shutil.unpack_archive(archive, scratch, filter="data")
             (source,) = Path(scratch).iterdir()
+            _keep_tile_configuration(source / _TILES)
             source.rename(home / source.name)
     (source,) = home.glob(_SOURCE)
     _run("cmake", "-S", str(source), "-B", str(build), *_OPTIONS)
     parallel = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
     _run("cmake", "--build", str(build), "--target", program.name, "--parallel", parallel)
     return program
+
+
+def _keep_tile_configuration(file: Path) -> None:
+    """Mend the set-up of AMX tiles: gcc drops its stores, and the first product on tiles is an illegal instruction.
+
+    Its maintainers have this open (ggml-org/llama.cpp, pull request 26954). Raises `RuntimeError` for another source.
+    """
+    text, wrong = file.read_text(), "alignas(64) tile_config_t tc = {};"
+    if text.count(wrong) != 1:
+        raise RuntimeError(f"{file} is not that of {PACKAGE} {VERSION}: {wrong!r} is not there")
+    file.write_text(text.replace(wrong, wrong.replace("tile_config_t", "static thread_local tile_config_t")))
 
 
 def _run(*command: str) -> None:
