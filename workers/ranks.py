@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import blake2b
 from typing import TypeVar
 
 import torch
@@ -57,6 +58,20 @@ def least_of_all_ranks(number: int, ranks: int) -> int:
         _State.has_failed = True
         raise AnotherRankFailed("another rank has failed")
     return int(least)
+
+
+def found_by_all(found: Result | None, ranks: int) -> Result | None:
+    """What this rank has found on its machine, if all `ranks` have found something; else `None` on all of them.
+
+    All ranks call this together. See `least_of_all_ranks`.
+    """
+    return found if least_of_all_ranks(int(found is not None), ranks) else None
+
+
+def is_equal_on_all(text: str, ranks: int) -> bool:
+    """Whether all `ranks` give the same text; the same answer on all of them. All ranks call this together."""
+    number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+    return least_of_all_ranks(number, ranks) == -least_of_all_ranks(-number, ranks)
 
 
 def sum_over_ranks(part: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.weights.base import NoGpuProduct
 from workers.forward.weights.experts import StoredExperts, gate_of
 from workers.forward.weights.floats import mxfp4_parts
-from workers.ranks import least_of_all_ranks
+from workers.ranks import found_by_all, least_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ def _tried(layer: Any, make: Make, model: LoadedModel) -> tuple[FastExperts | No
         fast = FastExperts(kernel, part_of(layer))
     except Exception as error:  # a compiler may raise anything
         problem = repr(error)
-    if not least_of_all_ranks(int(fast is not None), model.tensor_parallel) or fast is None:
+    fast = found_by_all(fast, model.tensor_parallel)
+    if fast is None:
         return None, problem or "another rank cannot compute them"
     limit = max(2 * torch.finfo(model.dtype).eps, 1e-4)
     for trial in trials:

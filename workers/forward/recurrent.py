@@ -30,7 +30,7 @@ from workers.forward.recurrence.plan import RecurrencePlan
 from workers.forward.recurrence.trial import difference
 from workers.forward.weights.modules import StoredLinear
 from workers.kv.state_slots import LayerState, StatePart, StateShape
-from workers.ranks import least_of_all_ranks
+from workers.ranks import found_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,8 @@ class RecurrentLayers:
             problem = self._problem(part, mixer)
         except Exception as error:  # a compiler may raise anything, and so may a family that fits a kind by names only
             problem = repr(error)
-        if not least_of_all_ranks(int(problem is None), ranks) or mixer is None:
+        mixer = found_by_all(mixer if problem is None else None, ranks)
+        if mixer is None:
             return problem or f"{type(part.module).__name__} differs on another rank"
         self.mixers[part.layer] = mixer
         return None

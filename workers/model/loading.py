@@ -36,6 +36,7 @@ from workers.forward.fused_trial import fuse_on_gpu
 from workers.forward.gpu_recurrence import triton_recurrences
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import LoadedModel
+from workers.forward.native.build import agree_on_library
 from workers.forward.native.recurrence import load_recurrence
 from workers.forward.probe import AttentionProbe, measure_layers, run_probe
 from workers.forward.recurrence.base import RecurrenceKernels
@@ -64,7 +65,7 @@ from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
 from workers.model.target_ends import decoder_vocabulary_size
 from workers.model.trial import Trial, verdict_file
-from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
+from workers.ranks import AnotherRankFailed, found_by_all, least_of_all_ranks, try_together
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ def load_model(
         check_divisible(request.config, tensor_parallel)
         complete_plan(request.config, request.share)
     keep_compiled_code(section.compile_directory)
+    if device.type == "cpu":
+        agree_on_library(section.compile_directory, tensor_parallel)
     register()
     accept_attention_name(request.config)
     may_be_packed = may_be_native(section, request.device, tensor_parallel)
@@ -269,16 +272,9 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
 
 def _recurrence_kernels(model: LoadedModel, section: ModelSection) -> RecurrenceKernels | None:
     """What computes recurrences: of one kind on all ranks, which call this together. `None`: the modules' own code."""
-    fast, other = (
-        (load_recurrence(section.compile_directory), ReferenceKernels())
-        if model.device.type == "cpu"
-        else (triton_recurrences(), None)
-    )
-    if least_of_all_ranks(int(fast is not None), model.tensor_parallel):
-        return fast
-    if fast is not None:
-        logger.warning("the kernels of recurrent layers are not used: another rank has none")
-    return other
+    if model.device.type == "cpu":
+        return load_recurrence(section.compile_directory) or ReferenceKernels()  # all ranks load it, or none
+    return found_by_all(triton_recurrences(), model.tensor_parallel)
 
 
 def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:

@@ -17,9 +17,9 @@ from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
 from workers.kv.start_memory import release_free_memory
 from workers.model.drafting.fusion import load_fusion
-from workers.model.fingerprint import fingerprint
+from workers.model.fingerprint import fingerprint, weights_digest
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
-from workers.ranks import bound_collectives, failing_together, least_of_all_ranks
+from workers.ranks import bound_collectives, failing_together, is_equal_on_all, least_of_all_ranks
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
@@ -69,6 +69,8 @@ def _make(
         raise ConfigurationError(
             f"target.kv.dtype: {section.kv.dtype} is refused; it must be auto for an encoder-decoder model"
         )
+    if section.tensor_parallel > 1 and not is_equal_on_all(weights_digest(Path(section.path)), section.tensor_parallel):
+        raise ConfigurationError(f"target.path: {section.path!r} is refused; it must hold the same files for all ranks")
     fuse = None if rank else _fusion(section, model.device)  # before the pool takes the memory that is left
     blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()

@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 from cluster.core.config.target_section import TargetSection
-from cluster.core.errors import TargetUnavailable
+from cluster.core.errors import ConfigurationError, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
@@ -39,16 +39,33 @@ def join_group(section: TargetSection, rank: int, address: str, port: int) -> No
     """Join the process group whose rank 0 listens at `address:port`: gloo between CPUs, NCCL between GPUs.
 
     Its collectives wait for a rank without a bound until `bound_collectives`, which `build_engine` calls at its end.
-    Raises `ConfigurationError` when CUDA is configured and absent, and `OSError` when rank 0 cannot listen.
+    Raises `ConfigurationError` when CUDA is configured and absent, or is found by some ranks alone, and `OSError` when
+    rank 0 cannot listen.
     """
     begin_group()
-    backend = "cpu:gloo,cuda:nccl" if choose_device(section.device, rank).type == "cuda" else "gloo"
+    device, store = choose_device(section.device, rank).type, _store(rank, address, port)
+    _check_devices(section, rank, device, store)
     distributed.init_process_group(
-        backend,
-        store=_store(rank, address, port),
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=store,
         rank=rank,
         world_size=section.tensor_parallel,
         timeout=UNBOUNDED,
+    )
+
+
+def _check_devices(section: TargetSection, rank: int, device: str, store: Any) -> None:
+    """Raise `ConfigurationError` on all ranks unless they have devices of one kind."""
+    store.set(f"device {rank}", device)
+    found = [store.get(f"device {one}").decode() for one in range(section.tensor_parallel)]
+    if len(set(found)) == 1:
+        return
+    store.set(f"refused {rank}", device)
+    if rank == 0:  # its store ends with it
+        store.wait([f"refused {one}" for one in range(section.tensor_parallel)])
+    raise ConfigurationError(
+        f"target.device: {section.device} is refused, because it is {', '.join(found)} for ranks 0 to "
+        f"{section.tensor_parallel - 1}; it must be one kind for all ranks"
     )
 
 

@@ -29,9 +29,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(code_folder, "_chosen", {})
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    build.load_library.cache_clear()
+    build.own_library.cache_clear()
     yield
-    build.load_library.cache_clear()
+    build.own_library.cache_clear()
 
 
 @pytest.fixture(params=["written by the group", "written by all", pytest.param("of another user", marks=needs_root)])

@@ -19,11 +19,11 @@ from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_processes import free_port, start_ranks
 from tests.support.models.hybrids import save_hybrid
 from workers.forward import recurrent
+from workers.forward.native import build
 from workers.forward.recurrence.trial import difference
 from workers.forward.recurrent import bind_recurrent
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
-from workers.model import loading
 from workers.model.loading import load_model
 from workers.model.share import Share
 
@@ -41,8 +41,10 @@ def fail_in_a_layer(patched: pytest.MonkeyPatch) -> None:
 
 
 def lack_kernels(patched: pytest.MonkeyPatch) -> None:
-    """There is no compiler."""
-    patched.setattr(loading, "load_recurrence", lambda directory: None)
+    """There is no compiler, nor a library that was built before."""
+    patched.setattr(build, "_find_compiler", lambda: None)
+    patched.setattr(build, "_find_prebuilt", lambda: None)
+    build.own_library.cache_clear()  # as in a new process
 
 
 FAULTS = {"none": None, "in a layer": fail_in_a_layer, "no kernels": lack_kernels}

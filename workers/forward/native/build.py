@@ -19,8 +19,11 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+import torch
+
 from workers.forward.code_folder import UnsafeFolder, is_private_file, make_private_folder
 from workers.forward.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, processor_flags
+from workers.ranks import found_by_all, is_equal_on_all
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +67,41 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 """Folder of libraries that were built before, beside the code."""
 
 
-@cache
+class _Group:
+    """What the ranks of this process's group have agreed on."""
+
+    has_library = True
+
+
 def load_library(directory: str | None) -> ctypes.CDLL | None:
     """Load the library, building it if `directory` does not have it. Returns `None` if it cannot be built.
 
     A library in `PREBUILT` that this processor can run is taken first. If others may write to `directory`, nothing in
-    it is loaded: the library is built for this process alone.
+    it is loaded: the library is built for this process alone. Where ranks have found that one of them has no library,
+    there is none: see `agree_on_library`.
     """
+    return own_library(directory) if _Group.has_library else None
+
+
+def agree_on_library(directory: str | None, ranks: int) -> None:
+    """From now on, let a rank load the library only if every rank has it. With several `ranks`, all call this together.
+
+    Ranks compute some numbers each by itself, as the choice of experts and recurrent states: their bits must be equal,
+    so all of them use the kernels, or none does. The processors are not ours to choose: a difference is logged.
+    """
+    if ranks == 1:
+        return
+    own = own_library(directory)
+    _Group.has_library = found_by_all(own, ranks) is not None
+    if own is not None and not _Group.has_library:
+        logger.warning("the CPU kernels are not used, because another rank has none: models use a slower path")
+    if not is_equal_on_all(f"{products(directory)}, {torch.backends.cpu.get_cpu_capability()}", ranks):
+        logger.warning("the ranks' processors differ: what each rank computes by itself may differ in the last bits")
+
+
+@cache
+def own_library(directory: str | None) -> ctypes.CDLL | None:
+    """The library of this process, whatever other ranks have; see `load_library`."""
     prebuilt = _find_prebuilt()
     compiler = _find_compiler()
     try:
@@ -104,7 +135,7 @@ def kernel_identity(directory: str | None) -> str | None:
 
     Returns `None` without a library, or if its file is gone.
     """
-    library = load_library(directory)
+    library = own_library(directory)
     if library is None:
         return None
     try:

@@ -258,7 +258,7 @@ def test_the_kernel_is_built_once_per_code_directory(tmp_path: Path, monkeypatch
     suited = setting(LayerShape(1, 8), torch.float32, str(tmp_path))
     NativeBackend(suited)
     assert [file.suffix for file in tmp_path.iterdir()] == [".so"]
-    build.load_library.cache_clear()  # as in a new process
+    build.own_library.cache_clear()  # as in a new process
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("built again"))
     NativeBackend(suited)
 

@@ -44,9 +44,9 @@ def image(prebuilt: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An image with that folder and without a compiler."""
     monkeypatch.setattr(build, "PREBUILT", prebuilt)
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
-    build.load_library.cache_clear()
+    build.own_library.cache_clear()
     yield prebuilt
-    build.load_library.cache_clear()
+    build.own_library.cache_clear()
 
 
 @pytest.mark.slow
