@@ -71,7 +71,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": _ALTERNATING,
     "bamba": {"attn_layer_indices": [1, 3]},
     "bloom": {"seq_length": CONTEXT},
-    "codegen": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8, "n_head": 8},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROTATION)},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1},

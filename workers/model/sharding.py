@@ -20,6 +20,7 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 from transformers.pytorch_utils import Conv1D
 
 from cluster.core.errors import ConfigurationError
+from workers.forward.adapters.base import OWN_HEADS
 from workers.forward.layer_lists import plan_name
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import StoredLinear
@@ -51,6 +52,7 @@ _ADDED_PLANS: dict[str, dict[str, str]] = {
         "layers.*.mlp.experts": "moe_tp_experts",
     },
     "granitemoehybrid": _ATTENTION,
+    "hunyuan_v1_dense": _ATTENTION | _divided("mlp", ("gate_proj", "up_proj"), "down_proj"),
     "jamba": _ATTENTION | _NETWORK,
     "lfm2": _divided("self_attn", _QUERIES, "out_proj") | _SHORT_NAMES,
     "lfm2_moe": _divided("self_attn", _QUERIES, "out_proj") | _SHORT_NAMES,
@@ -78,27 +80,50 @@ class _Cut(Enum):
     """Outputs in as many parts as there are ranks; the last may be smaller."""
     HEADS = auto()
     """Outputs are query heads, then KV heads of keys, then those of values: each of the three is divided."""
+    GROUPS = auto()
+    """Outputs are, for each KV head, the query heads that share it, its keys, and its values."""
+    QUARTERS = auto()
+    """Outputs are four times as many query heads, the values of these, and their keys; of a rank's heads, too."""
     GATE_AND_COLUMNS = auto()
     """Outputs are gates, then as many columns: both are divided."""
     INPUTS = auto()
     """Inputs in parts like those of the layers before; the ranks' products are summed."""
 
 
+_QUARTERS = 4
+
+
+def _fused(attention: str, cut: _Cut, network: str) -> dict[str, _Cut]:
+    """Four layers: a fused projection, the one after attention, and those of a feed-forward network."""
+    (first, second), (third, fourth) = attention.split(), network.split()
+    return {first: cut, second: _Cut.INPUTS, third: _Cut.COLUMNS, fourth: _Cut.INPUTS}
+
+
+def _separate(attention: str, network: str) -> dict[str, _Cut]:
+    """The layers of an attention with a projection each for queries, keys and values, and of its network."""
+    queries = {f"{attention}.{name}": _Cut.COLUMNS for name in _QUERIES}
+    return queries | _fused(f"{attention}.q_proj {attention}.out_proj", _Cut.COLUMNS, network)
+
+
+_GPT = _fused("attn.c_attn attn.c_proj", _Cut.HEADS, "mlp.c_fc mlp.c_proj")
+_OPT = _separate("self_attn", "fc1 fc2")
+_WIDENED = "mlp.dense_h_to_4h mlp.dense_4h_to_h"
+_BLOOM = _fused("self_attention.query_key_value self_attention.dense", _Cut.GROUPS, _WIDENED)
 _PLANS = {
-    "gpt2": {
-        "attn.c_attn": _Cut.HEADS,
-        "attn.c_proj": _Cut.INPUTS,
-        "mlp.c_fc": _Cut.COLUMNS,
-        "mlp.c_proj": _Cut.INPUTS,
-    },
-    "opt": {
-        "self_attn.q_proj": _Cut.COLUMNS,
-        "self_attn.k_proj": _Cut.COLUMNS,
-        "self_attn.v_proj": _Cut.COLUMNS,
-        "self_attn.out_proj": _Cut.INPUTS,
-        "fc1": _Cut.COLUMNS,
-        "fc2": _Cut.INPUTS,
-    },
+    "biogpt": _OPT,
+    "bloom": _BLOOM,
+    "codegen": _fused("attn.qkv_proj attn.out_proj", _Cut.QUARTERS, "mlp.fc_in mlp.fc_out"),
+    "falcon": _BLOOM,
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT | {"attn.c_attn": _Cut.GROUPS},
+    "gpt_neo": _separate("attn.attention", "mlp.c_fc mlp.c_proj"),
+    "gpt_neox_japanese": _fused("attention.query_key_value attention.dense", _Cut.GROUPS, _WIDENED),
+    "gptj": _separate("attn", "mlp.fc_in mlp.fc_out"),
+    "mpt": _fused("attn.Wqkv attn.out_proj", _Cut.HEADS, "ffn.up_proj ffn.down_proj"),
+    "openai-gpt": _GPT,
+    "opt": _OPT,
+    "persimmon": _fused("self_attn.query_key_value self_attn.dense", _Cut.GROUPS, _WIDENED),
+    "xglm": _OPT,
     "phi3": {
         "self_attn.qkv_proj": _Cut.HEADS,
         "self_attn.o_proj": _Cut.INPUTS,
@@ -119,6 +144,10 @@ def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
     """Query heads and KV heads of the decoder."""
     text = config.get_text_config()
     heads = int(getattr(text, "decoder_attention_heads", None) or text.num_attention_heads)
+    if text.model_type in ("falcon", "gpt_bigcode"):
+        if getattr(text, "new_decoder_architecture", False):
+            return heads, int(text.num_kv_heads)
+        return heads, 1 if text.multi_query else heads
     return heads, int(getattr(text, "num_key_value_heads", None) or heads)
 
 
@@ -253,22 +282,21 @@ def divide(module: PreTrainedModel, share: Share, quantization: str, device: tor
     config = module.config.get_text_config()
     plan, counts = _PLANS[config.model_type], head_counts(module.config)
     for path, layer in list(module.named_modules()):
-        cut = plan.get(re.sub(r"^.*\.\d+\.", "", path))
+        place = re.sub(r"^.*\.\d+\.", "", path)
+        cut = plan.get(place)
         if cut is None:
             continue
         if cut is not _Cut.INPUTS:
             keep_outputs(layer, _own_outputs(cut, layer, counts, share, path))
             continue
-        weight = _matrix(layer)
+        weight, (parent, _, name) = _matrix(layer), path.rpartition(".")
         own = weight[:, share.tokens(weight.shape[1])].contiguous().to(device)
         bias = getattr(layer, "bias", None)
         bias = None if bias is None else bias.detach().to(device)
         summed = StoredLinear(store(own, quantization, cut_inputs=True), bias, sums_ranks=True)
-        parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, summed)
-    for attention in module.modules():
-        if hasattr(attention, "layer_idx") and hasattr(attention, "head_dim"):
-            _count_own_heads(attention, counts, share)
+        if "att" in place:
+            _count_own_heads(module.get_submodule(parent), counts, share, weight.shape[1] // counts[0])
     head: Any = module.get_output_embeddings()
     keep_outputs(head, share.tokens(head.out_features))
     module.to(device)  # type: ignore[arg-type]  # of `transformers`
@@ -282,28 +310,54 @@ def _own_outputs(cut: _Cut, layer: nn.Module, counts: tuple[int, int], share: Sh
     if cut is _Cut.GATE_AND_COLUMNS:
         own = _range(share.tokens(outputs // 2))
         return torch.cat((own, own + outputs // 2))
-    heads, kv_heads = counts
-    size = rows_of_heads(outputs, heads + 2 * kv_heads, slice(0, 1), what).stop
-    queries, keys = share.of(heads, "num_attention_heads"), share.kv_heads(kv_heads)
-    firsts = (0, heads, heads + kv_heads)
-    parts = zip(firsts, (queries, keys, keys), strict=True)
-    return torch.cat([_range(slice((first + own.start) * size, (first + own.stop) * size)) for first, own in parts])
+    size = rows_of_heads(outputs, counts[0] + 2 * counts[1], slice(0, 1), what).stop
+    return torch.cat([_range(slice(one * size, (one + 1) * size)) for one in _own_heads(cut, counts, share)])
 
 
-def _count_own_heads(attention: Any, counts: tuple[int, int], share: Share) -> None:
-    """Let an attention module expect the heads of this rank, whatever it calls their numbers."""
-    heads, kv_heads = len(_range(share.of(counts[0], "num_attention_heads"))), len(_range(share.kv_heads(counts[1])))
-    numbers = {
-        "num_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_key_value_groups": heads // kv_heads,
-        "split_size": heads * attention.head_dim,
-    }
+def _own_heads(cut: _Cut, counts: tuple[int, int], share: Share) -> list[int]:
+    """The heads of a fused projection that a rank keeps, by their places among those of queries, keys and values."""
+    (heads, kv_heads), shared = counts, counts[0] // counts[1]
+    queries = range(heads)[share.of(heads, "num_attention_heads")]
+    keys = range(kv_heads)[share.kv_heads(kv_heads)]
+    if cut is _Cut.HEADS:
+        return [*queries, *(heads + one for one in keys), *(heads + kv_heads + one for one in keys)]
+    if cut is _Cut.GROUPS:
+        places: list[int] = []
+        for one in keys:
+            first = one * (shared + 2)
+            places += [first + query % shared for query in queries if query // shared == one]
+            places += [first + shared, first + shared + 1]
+        return places
+    own, each = len(queries) // _QUARTERS, heads // _QUARTERS
+    if len(queries) % _QUARTERS:
+        raise ConfigurationError(
+            f"target.tensor_parallel: {share.ranks} is refused: ranks divide each of four parts of a projection; "
+            f"num_attention_heads = {heads} must be a multiple of {_QUARTERS * share.ranks}"
+        )
+    quarters = [queries[start : start + own] for start in range(0, len(queries), own)]
+    return [
+        one // each * 3 * each + kind * each + one % each
+        for quarter in quarters
+        for kind in range(3)
+        for one in quarter
+    ]
+
+
+def _count_own_heads(attention: Any, counts: tuple[int, int], share: Share, dim: int) -> None:
+    """Let an attention module expect the heads of this rank, whatever it calls their numbers. `dim` is a head's."""
+    own = share.of(counts[0], "num_attention_heads")
+    heads, kv_heads = len(_range(own)), len(_range(share.kv_heads(counts[1])))
+    numbers = dict.fromkeys(("num_heads", "num_attention_heads", "n_heads", "n_head"), heads)
+    numbers |= dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_heads"), kv_heads)
+    numbers |= dict.fromkeys(("split_size", "embed_dim"), heads * dim)
+    numbers |= {"num_key_value_groups": heads // kv_heads, "kv_dim": kv_heads * dim}
     for name, number in numbers.items():
         if hasattr(attention, name):
             setattr(attention, name, number)
-    attention.config = copy.copy(attention.config)
-    attention.config.num_attention_heads = heads
+    setattr(attention, OWN_HEADS, own)
+    if hasattr(attention, "config"):
+        attention.config = copy.copy(attention.config)
+        attention.config.num_attention_heads = heads
 
 
 def _matrix(layer: Any) -> torch.Tensor:

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma4Config, GPTJConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, CTRLConfig, Gemma4Config, PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from cluster.core.tree import TokenTree
 from tests.support.models import tiny
+from tests.zoo.configs import tiny_config
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
-from workers.model.sharding import check_divisible
+from workers.model.sharding import check_divisible, divide
+from workers.model.share import Share
 
 TOLERANCE = 2e-4
 
@@ -174,9 +176,16 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_the_va
         check_divisible(tiny.llama(), 2)
 
 
+def test_codegen_is_divided_where_ranks_divide_each_of_its_four_parts() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("codegen"))
+    with pytest.raises(ConfigurationError, match=r"4 is refused: .*; num_attention_heads = 8 must be a multiple of 16"):
+        divide(model, Share(0, 4), "none", torch.device("meta"))
+
+
 def test_a_family_without_a_plan_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'gptj' has no tensor-parallel plan"):
-        check_divisible(GPTJConfig(n_head=2), 2)
+    with pytest.raises(ConfigurationError, match="'ctrl' has no tensor-parallel plan"):
+        check_divisible(CTRLConfig(n_head=2), 2)
     with pytest.raises(ConfigurationError, match="'gemma4' reads the embedding of one token"):
         check_divisible(Gemma4Config(), 2)
 

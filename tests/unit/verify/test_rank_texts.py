@@ -19,6 +19,7 @@ from tests.support.engines.colocated_decoding import Step, decode_together, plai
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_group import RankGroup, rank_group
 from tests.support.models import tiny
+from tests.zoo.configs import tiny_config
 from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
 
@@ -30,6 +31,18 @@ REQUESTS = {
     "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
     "sampled": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4)),
 }
+
+
+def adapted(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """A family whose attention is code of its own."""
+    found = tiny_config(model_type)
+    for name, value in (changes | {"num_hidden_layers": 2, "tie_word_embeddings": False}).items():
+        setattr(found, name, value)
+    return found
+
+
+FALCON_WITH_GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 2}
+SIX = {"hidden_size": 48, "num_attention_heads": 6}
 EIGHT = {"num_attention_heads": 8, "hidden_size": 64}
 FAMILIES: Mapping[int, Mapping[str, PreTrainedConfig]] = {
     2: {
@@ -39,19 +52,33 @@ FAMILIES: Mapping[int, Mapping[str, PreTrainedConfig]] = {
         "gpt_oss": tiny.gpt_oss(num_key_value_heads=2),
         "deepseek_v3": tiny.deepseek_v3(),
         "deepseek_v2": tiny.deepseek_v2(),
+        "falcon with alibi and one KV head": adapted("falcon", **SIX, alibi=True),
+        "bloom": adapted("bloom", **SIX),
+        "codegen": adapted("codegen"),
+        "mpt": adapted("mpt", **SIX),
+        "gpt_bigcode": adapted("gpt_bigcode", multi_query=False),
     },
-    3: {"phi3": tiny.phi3(), "gpt2": tiny.gpt2(), "opt": tiny.opt()},
+    3: {
+        "phi3": tiny.phi3(),
+        "gpt2": tiny.gpt2(),
+        "opt": tiny.opt(),
+        "falcon with alibi": adapted(
+            "falcon", **SIX, alibi=True, multi_query=False, num_kv_heads=6, parallel_attn=False, bias=True
+        ),
+    },
     4: {
         "llama": tiny.llama(**EIGHT, num_key_value_heads=2),
         "qwen2": tiny.qwen2(**EIGHT, num_key_value_heads=1),
         "qwen3": tiny.qwen3(**EIGHT, num_key_value_heads=2),
         "phi3": tiny.phi3(**EIGHT, num_key_value_heads=2),
         "gpt_oss": tiny.gpt_oss(**EIGHT, num_key_value_heads=2),
+        "falcon with groups": adapted("falcon", **FALCON_WITH_GROUPS),
     },
 }
 """Families by the number of ranks. With four ranks, two or four of them share each KV head."""
 CASES = [(ranks, name, "none") for ranks, families in FAMILIES.items() for name in families]
-CASES += [(2, "phi", "int8"), (2, "mixtral", "int8"), (2, "gpt_oss", "int8"), (3, "gpt2", "int8"), (4, "phi3", "int8")]
+CASES += [(2, name, "int8") for name in ("phi", "mixtral", "gpt_oss", "bloom")]
+CASES += [(3, "gpt2", "int8"), (4, "phi3", "int8")]
 
 
 @pytest.fixture(scope="module")

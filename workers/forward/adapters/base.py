@@ -17,6 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from workers.forward.attention import ATTENTION_NAME, PagedAttention, paged_attention_forward
 
+OWN_HEADS = "own_heads"
+"""Attribute of an attention module that has some of the query heads of its layer on this rank: which, as a slice."""
+_BIASES = ("alibi", "position_bias", "attention_mask")
+
 
 def is_paged(module: Any) -> bool:
     """Whether an attention module runs in a step or in the probe; else it runs in a dense pass."""
@@ -53,6 +57,27 @@ def merged(attended: torch.Tensor) -> torch.Tensor:
 def alibi_slopes(heads: int, make: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor]) -> tuple[float, ...]:
     """The slope of each head, from a family's own function of (mask `[1, keys]`, heads, type) → `[heads, 1, keys]`."""
     return tuple(make(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)[:, 0, 1].tolist())
+
+
+def give_slopes(module: Any, slopes: tuple[float, ...]) -> None:
+    """Give an attention module the slopes of the heads that it has, of those of all heads, as `alibi_slopes`.
+
+    In a dense pass the model computes biases, and a mask of them, for all heads: of these, too, it reads its own.
+    """
+    own = getattr(module, OWN_HEADS, None)
+    module.alibi_slopes = slopes if own is None else slopes[own]
+    if own is None:
+        return
+
+    def of_own_heads(given: Any) -> Any:
+        if given is None or given.dim() == 4:  # [rows, heads, queries, keys]
+            return given if given is None or given.shape[1] == 1 else given[:, own]
+        return given.unflatten(0, (-1, len(slopes)))[:, own].flatten(0, 1)
+
+    def keep_own(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return arguments, named | {name: of_own_heads(named[name]) for name in _BIASES if name in named}
+
+    module.register_forward_pre_hook(keep_own, with_kwargs=True)
 
 
 def in_steps(module: nn.Module, method: str, paged: Callable[..., Any]) -> None:

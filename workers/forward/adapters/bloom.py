@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from workers.forward.adapters.base import alibi_slopes, attend, attention_modules, in_steps, merged
+from workers.forward.adapters.base import alibi_slopes, attend, attention_modules, give_slopes, in_steps, merged
 
 
 def adapt(model: PreTrainedModel) -> None:
@@ -19,7 +19,7 @@ def adapt(model: PreTrainedModel) -> None:
             part.gelu_impl = nn.GELU(approximate="tanh")
     slopes = alibi_slopes(model.config.n_head, sys.modules[type(model).__module__].build_alibi_tensor)
     for module in attention_modules(model):
-        module.alibi_slopes = slopes
+        give_slopes(module, slopes)
         in_steps(module, "forward", _forward)
 
 

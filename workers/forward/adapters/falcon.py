@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from workers.forward.adapters.base import alibi_slopes, attend, attention_modules, in_steps, merged
+from workers.forward.adapters.base import alibi_slopes, attend, attention_modules, give_slopes, in_steps, merged
 
 
 def adapt(model: PreTrainedModel) -> None:
@@ -20,7 +20,7 @@ def adapt(model: PreTrainedModel) -> None:
     make = sys.modules[type(model).__module__].build_alibi_tensor
     slopes = alibi_slopes(model.config.num_attention_heads, make)
     for module in attention_modules(model):
-        module.alibi_slopes = tuple(slope * module.inv_norm_factor for slope in slopes)  # it scales them, too
+        give_slopes(module, tuple(slope * module.inv_norm_factor for slope in slopes))  # it scales them, too
         in_steps(module, "forward", _forward)
 
 

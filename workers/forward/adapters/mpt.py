@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from workers.forward.adapters.base import attend, attention_modules, in_steps, is_paged, merged
+from workers.forward.adapters.base import attend, attention_modules, give_slopes, in_steps, is_paged, merged
 
 
 def adapt(model: PreTrainedModel) -> None:
@@ -16,7 +16,7 @@ def adapt(model: PreTrainedModel) -> None:
     biases = decoder.build_mpt_alibi_tensor(decoder.num_heads, 2)  # [heads, 1, positions −1 and 0]
     slopes = tuple((-biases[:, 0, 0]).tolist())
     for module in attention_modules(model):
-        module.alibi_slopes = slopes
+        give_slopes(module, slopes)
         in_steps(module, "forward", _forward)
     decoder.register_forward_pre_hook(_with_mask, with_kwargs=True)
 
