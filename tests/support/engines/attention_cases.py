@@ -80,7 +80,7 @@ def rows(draw: st.DrawFn) -> Row:
 def cases(draw: st.DrawFn, dims: Sequence[int] = (8, 12, 16, 20, 32, 48, 64, 80, 128)) -> Case:
     """Layers of one shape, with a head dimension among `dims`. Some have windows, or all have a configured one.
 
-    Where heads share one key, it may hold its value.
+    Where heads share one key, it may hold its value. Heads may have slopes of ALiBi, each another one.
     Keys and values are stored in the model's type or in 8 bits.
     """
     kv_heads, shared = draw(st.sampled_from([(1, 1), (3, 1), (2, 3), (1, 8), (1, 32), (2, 4)]))
@@ -93,7 +93,10 @@ def cases(draw: st.DrawFn, dims: Sequence[int] = (8, 12, 16, 20, 32, 48, 64, 80,
         window=draw(st.sampled_from([None, None, 16, 40])),
         sinks=draw(st.sampled_from([0, 1, 4, 20])),
     )
-    layers = tuple(LayerShape(kv_heads, dim, window, shared, latent_dim=latent) for window in windows)
+    slopes = tuple(0.5 / (1 + head) for head in range(kv_heads * shared)) if draw(st.booleans()) else None
+    layers = tuple(
+        LayerShape(kv_heads, dim, window, shared, latent_dim=latent, alibi_slopes=slopes) for window in windows
+    )
     return Case(layers, section, tuple(draw(st.lists(rows(), min_size=1, max_size=4))), draw(st.integers(0, 99)))
 
 

@@ -39,7 +39,9 @@ _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int
 
 CAPABILITIES = Capabilities(
     steps=frozenset({StepKind.RAGGED}),
-    features=frozenset({Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOURCES, Feature.LATENTS}),
+    features=frozenset(
+        {Feature.WINDOWS, Feature.SINKS, Feature.TREES, Feature.SOURCES, Feature.LATENTS, Feature.ALIBI}
+    ),
     devices=frozenset({"cpu"}),
     kv_types=frozenset({torch.bfloat16, torch.float32}),
     stored_types=frozenset({torch.int8}),
@@ -60,6 +62,8 @@ class NativeBackend(AttentionBackend[NativeStep]):
             raise BackendUnavailable("the CPU kernels cannot be built")
         self._store = setting.store
         self._layers = setting.layers
+        slopes = (shape.alibi_slopes for shape in setting.layers)
+        self._slopes = [None if one is None else torch.tensor(one, dtype=torch.float32) for one in slopes]
         self._write, self._attend = (
             library[f"pilotfish_{verb}_{_NAMES[setting.store.stored or setting.dtype]}"] for verb in ("write", "attend")
         )
@@ -114,6 +118,7 @@ class NativeBackend(AttentionBackend[NativeStep]):
             table=placement.table,
             window=placement.window.size or 0,
             sinks=placement.window.sinks,
+            slopes=None if (slopes := self._slopes[layer]) is None else slopes.data_ptr(),
         )
 
 

@@ -37,6 +37,9 @@ typedef struct {
     ALIGNED float values[KEYS * MOST_LATENT];     /* [KEYS, padded], where they cannot be read as they are stored */
     const void *value[KEYS];                      /* [padded] each */
     ALIGNED float key_scale[KEYS], value_scale[KEYS]; /* of 8-bit keys and values; 0 where there are none */
+    int64_t has_slopes;
+    float slope[MOST_STATES], own[MOST_STATES];   /* of ALiBi, and the position of each query vector */
+    ALIGNED float place[KEYS];                    /* the tile's positions */
 } Work;
 
 /* How a tile's keys and values lie in the working memory. SINGLE: in single precision. AS_STORED: pairs of bfloat16
@@ -205,6 +208,8 @@ INLINE void weigh_tile(Work *work, const int64_t *which, const uint32_t *seen, c
         for (int h = 0; h < HALVES; h++) {
             Vector score = part[g][0][h] + part[g][1][h];
             if (HAS_SCALES(form)) score = fused(score, *(const Vector *)(work->key_scale + h * LANES), (Vector){0});
+            if (work->has_slopes)
+                score = fused(*(const Vector *)(work->place + h * LANES) - same(work->own[v]), same(work->slope[v]), score);
             *(Vector *)(weight + h * LANES) = score;
         }
         if (seen[g] != ALL)
@@ -493,6 +498,7 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
     const int64_t padded = padded_dim(layer), of_value = value_dim(layer);                                             \
     Work work;                                                                                                         \
     work.padded = padded, work.value_padded = (of_value + LANES - 1) / LANES * LANES;                                  \
+    work.has_slopes = layer->slopes != NULL;                                                                           \
     int64_t nearest = INT64_MAX, last = 0; /* the first position that some window reaches, and the last of all */      \
     for (int64_t v = 0; v < heads * vectors; v++) { /* head by head, token by token */                                 \
         const int64_t of = (head + v / vectors) * shared + v % shared, at = token + v % vectors / shared;              \
@@ -504,6 +510,7 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
         for (int64_t d = dim; d < padded; d++) work.query[v * padded + d] = 0.0f;                                      \
         for (int64_t d = 0; d < work.value_padded; d++) work.sum[v * padded + d] = 0.0f;                               \
         work.most[v] = -INFINITY;                                                                                      \
+        work.slope[v] = layer->slopes ? layer->slopes[of] : 0.0f, work.own[v] = (float)own;                            \
         work.total[v] = (Vector){0};                                                                                   \
     }                                                                                                                  \
     for (int64_t first = 0; first <= last; first += KEYS) {                                                            \
@@ -511,6 +518,7 @@ static void attend_##NAME(const Step *step, const Layer *layer, int64_t row, int
             first = nearest / KEYS * KEYS - KEYS;                                                                      \
             continue;                                                                                                  \
         }                                                                                                              \
+        for (int k = 0; k < KEYS; k++) work.place[k] = (float)(first + k);                                             \
         int64_t which[MOST_VECTORS], some = 0;                                                                         \
         uint32_t seen[MOST_VECTORS], any = 0;                                                                          \
         for (int64_t i = 0; i < count; i++) {                                                                          \

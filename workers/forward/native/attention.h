@@ -27,6 +27,7 @@ typedef struct {
     float scale;
     int64_t latent; /* if not 0, all heads share one key per token, whose first so many numbers are its value; kv_heads counts
                        groups of query heads, and values are the keys */
+    const float *slopes; /* [heads] of ALiBi: times (key position - query position), added to a score; or none */
 } Layer;
 
 /* Store one token's key and value. */

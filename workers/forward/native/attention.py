@@ -46,6 +46,7 @@ class LayerHeader(ctypes.Structure):
         ),
         ("scale", ctypes.c_float),
         ("latent", ctypes.c_int64),
+        ("slopes", ctypes.c_void_p),
     ]
 
 

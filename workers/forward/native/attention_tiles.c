@@ -23,7 +23,8 @@
 
 int pilotfish_attends_on_tiles(const Layer *layer, int64_t kind)
 {
-    return pilotfish_has_tiles() && kind == BFLOAT16 && !layer->latent && layer->dim % INPUTS == 0 && layer->dim <= MOST_DIM;
+    return pilotfish_has_tiles() && kind == BFLOAT16 && !layer->latent && !layer->slopes && layer->dim % INPUTS == 0 &&
+           layer->dim <= MOST_DIM;
 }
 
 #if HAS_TILES || defined(EMULATE_TILES)
