@@ -14,7 +14,17 @@ from workers.kv.pool import KvPool
 
 KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 """One family of each kind: gated delta rule, Mamba-2 beside attention, short convolutions."""
-OTHERS = ("qwen3_5_text", "nemotron_h", "granitemoehybrid", "jamba", "bamba", "lfm2_moe", "olmo_hybrid", "mamba2")
+OTHERS = (
+    "qwen3_5_text",
+    "nemotron_h",
+    "granitemoehybrid",
+    "jamba",
+    "bamba",
+    "lfm2_moe",
+    "olmo_hybrid",
+    "mamba",
+    "mamba2",
+)
 
 
 _SEEDS = {"jamba": 0}

@@ -133,13 +133,15 @@ class Mamba2Mixer:
 
 
 class MambaMixer:
-    """Mamba of Jamba: each channel has its own decays."""
+    """Mamba, and that of Jamba and Falcon Mamba with norms: each channel has its own decays."""
 
     def __init__(self, module: Any, kernels: RecurrenceKernels) -> None:
         self._module, self._kernels = module, kernels
         self._convolution = _Convolution(module, module.conv1d, kernels)
         self._a, self._d = -module.A_log.float().exp(), module.D.float()
         self._steps = store(module.dt_proj.weight.detach()).kernel(None)
+        names = ("dt_layernorm", "b_layernorm", "c_layernorm")
+        self._norms = [getattr(module, name, nn.Identity()) for name in names]
 
     def compute(self, hidden: torch.Tensor, states: LayerState, plan: RecurrencePlan) -> torch.Tensor:
         """The output of a Mamba-1 module, `[1, tokens, hidden]`, over the slots of its layer."""
@@ -148,7 +150,7 @@ class MambaMixer:
         inputs = self._convolution(inputs, states[0], plan)
         sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
         steps, b, c = module.x_proj(inputs[None])[0].split(sizes, dim=-1)
-        steps, b, c = module.dt_layernorm(steps), module.b_layernorm(b), module.c_layernorm(c)
+        steps, b, c = (norm(part) for norm, part in zip(self._norms, (steps, b, c), strict=True))
         bias = module.dt_proj.bias
         steps = rowwise(lambda rows: functional.softplus(rows + bias.to(rows.dtype)), self._steps.multiply(steps))
         of = SpaceInputs(inputs[..., None], steps.float(), self._a, b[:, None], c[:, None], self._d)
@@ -175,7 +177,7 @@ class ShortConvolutionMixer:
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any, RecurrenceKernels], Mixer]], ...] = (
     (("conv1d", "A_log", "dt_bias", "head_k_dim", "head_v_dim", "key_dim", "value_dim"), GatedDeltaMixer),
     (("conv1d", "A_log", "dt_bias", "D", "in_proj", "out_proj", "n_groups", "conv_dim", "norm"), Mamba2Mixer),
-    (("conv1d", "A_log", "D", "x_proj", "dt_proj", "dt_layernorm", "b_layernorm", "c_layernorm"), MambaMixer),
+    (("conv1d", "A_log", "D", "x_proj", "dt_proj"), MambaMixer),
     (("conv", "in_proj", "out_proj"), ShortConvolutionMixer),
 )
 """What a module of each kind has. The first kind that fits is tried."""
