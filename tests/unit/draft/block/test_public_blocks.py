@@ -341,6 +341,12 @@ def of_the_library(directory: Path, target: Path) -> tuple[Served, Tensor, dict[
     return drafter, drafter.passes.draft([text[anchor] for anchor in anchors], anchors, windows), expected
 
 
+def test_the_library_speculators_computes_the_same_for_dflash(tmp_path: Path) -> None:
+    _, hidden, expected = of_the_library(WRITTEN / "dflash", tmp_path)
+
+    torch.testing.assert_close(hidden, expected["hidden"].view(len(hidden), SLOTS, -1)[:, 1:], **CLOSE)
+
+
 def test_the_library_speculators_computes_the_same_for_dflash2(tmp_path: Path) -> None:
     drafter, hidden, expected = of_the_library(WRITTEN / "dflash2", tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,27 @@ def test_the_layer_computes_what_the_targets_own_layer_computes(tmp_path: Path) 
     taps = torch.randn(KNOWN, 1, 64, generator=torch.Generator().manual_seed(2))
     for mine, own in zip(outputs(target, str(draft), taps), outputs(target, "", taps), strict=True):
         assert torch.equal(mine, own)
+
+
+def test_the_library_computes_the_same(tmp_path: Path) -> None:
+    """`speculators/make.py` wrote the layer and the library's logits of each step, which feeds back its own outputs."""
+    written = Path(__file__).parent / "speculators"
+    expected = load_file(written / "expected.safetensors")
+    vocabulary, size = 24, expected["features"].shape[1]
+    target = tiny.save(tmp_path, tiny.qwen3(vocab_size=vocabulary, hidden_size=size, tie_word_embeddings=False))
+    weights = load_file(target / "model.safetensors")
+    numbers = torch.arange(vocabulary * size).view(vocabulary, size)
+    weights |= {"model.embed_tokens.weight": numbers.sin(), "lm_head.weight": numbers.cos()}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    settings = MtpSettings(weights="float32", path=str(written / "draft"))
+    head = load_mtp_pass(settings, TargetSection(path=str(target), device="cpu"), KNOWN)
+    count, fed = len(expected["step_0"]), expected["features"]
+    for step in range(3):
+        following = expected["tokens"][step + 1 : step + 1 + count].tolist()
+        piece = committed_piece(ContextWindow(head.context_shape, torch.device("cpu")), 0, following, 1 << 20)
+        with torch.inference_mode():
+            fed = head.run(fed[:count], [replace(piece, wanted=range(count))])
+            torch.testing.assert_close(head.logits(fed), expected[f"step_{step}"], rtol=1e-5, atol=1e-5)
 
 
 def test_the_format_chooses_the_method(tmp_path: Path) -> None:

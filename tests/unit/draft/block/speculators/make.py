@@ -1,7 +1,7 @@
 """Writes small drafters, and what the library `speculators` 0.9.0 computes with them.
 
-Run it in an environment with that library: `python make.py dspark` writes into this folder, `python make.py dflash2`
-into `dflash2`. The target's embedding is `sin` of each element's number.
+Run it in an environment with that library: `python make.py dspark` writes into this folder, `python make.py dflash`
+and `dflash2` into folders of these names. The target's embedding is `sin` of each element's number.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -43,6 +44,8 @@ common: dict[str, Any] = {
 if IS_SPARK:
     spark = DSparkSpeculatorConfig(draft_vocab_size=8, markov_rank=4, markov_head_type="gated", **common)
     model: Any = DSparkDraftModel(spark).float().eval()
+elif KIND == "dflash":
+    model = DFlashDraftModel(DFlashSpeculatorConfig(draft_vocab_size=VOCABULARY, **common)).float().eval()
 else:
     second = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 5}
     model = DFlash2DraftModel(DFlash2SpeculatorConfig(draft_vocab_size=VOCABULARY, **second, **common)).float().eval()
@@ -66,7 +69,7 @@ backbone = model._backbone_forward
 def seen_backbone(*args: Any, **given: Any) -> Any:
     found = backbone(*args, **given)
     shown.update(hidden=found[0], logits=found[1], indices=found[4])
-    if not IS_SPARK:
+    if KIND == "dflash2":
         before = model._predecessor_ids(text, found[4])
         candidates, scores = model.candidate_selector.select(found[1], found[0], before.reshape(1, -1))
         shown.update(before=before, candidates=candidates[0], scores=scores[0], head=model.lm_head.weight)
