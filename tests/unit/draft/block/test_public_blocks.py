@@ -325,7 +325,7 @@ class TestWrongReadings:
 
 
 def of_the_library(directory: Path, target: Path) -> tuple[Served, Tensor, dict[str, Tensor]]:
-    """A drafter that `speculators/make.py` wrote, its vectors [anchors, depths, hidden size], and the library's own."""
+    """A drafter that a `make.py` wrote, its vectors [anchors, depths, hidden size], and the library's own."""
     expected = load_file(directory / "expected.safetensors")
     taps, text, size = expected["taps"], expected["tokens"].tolist(), 16
     config = tiny.llama(vocab_size=24, hidden_size=size, num_attention_heads=2, num_key_value_heads=1)
@@ -341,8 +341,12 @@ def of_the_library(directory: Path, target: Path) -> tuple[Served, Tensor, dict[
     return drafter, drafter.passes.draft([text[anchor] for anchor in anchors], anchors, windows), expected
 
 
-def test_the_library_speculators_computes_the_same_for_dflash(tmp_path: Path) -> None:
-    _, hidden, expected = of_the_library(WRITTEN / "dflash", tmp_path)
+@pytest.mark.parametrize(
+    "directory", [WRITTEN / "dflash", WRITTEN.parent / "dflash_of_transformers"], ids=lambda one: one.name
+)
+def test_another_library_computes_the_same_for_dflash(directory: Path, tmp_path: Path) -> None:
+    """`speculators` for its own layout, and `transformers` for that of the authors, whose names `make.py` gives."""
+    _, hidden, expected = of_the_library(directory, tmp_path)
 
     torch.testing.assert_close(hidden, expected["hidden"].view(len(hidden), SLOTS, -1)[:, 1:], **CLOSE)
 
