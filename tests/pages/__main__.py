@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.pages import benchmarks, errors, metrics, parameters, settings
+from tests.pages import benchmarks, draft_formats, errors, metrics, parameters, settings
 
 REFERENCE = Path(__file__).resolve().parents[2] / "deploy" / "docs" / "reference"
 PAGES = {
@@ -14,6 +14,7 @@ PAGES = {
     REFERENCE / "metrics.md": metrics.page,
     REFERENCE / "parameters.md": parameters.page,
     REFERENCE / "errors.md": errors.page,
+    REFERENCE / "draft-formats.md": draft_formats.page,
     benchmarks.PAGE: benchmarks.page,
 }
 

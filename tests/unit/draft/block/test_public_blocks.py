@@ -325,7 +325,7 @@ class TestWrongReadings:
 
 
 def of_the_library(directory: Path, target: Path) -> tuple[Served, Tensor, dict[str, Tensor]]:
-    """A drafter that a `make.py` wrote, its vectors [anchors, depths, hidden size], and the library's own."""
+    """A drafter that a file beside it wrote, its vectors [anchors, depths, hidden size], and the library's own."""
     expected = load_file(directory / "expected.safetensors")
     taps, text, size = expected["taps"], expected["tokens"].tolist(), 16
     config = tiny.llama(vocab_size=24, hidden_size=size, num_attention_heads=2, num_key_value_heads=1)
@@ -345,7 +345,7 @@ def of_the_library(directory: Path, target: Path) -> tuple[Served, Tensor, dict[
     "directory", [WRITTEN / "dflash", WRITTEN.parent / "dflash_of_transformers"], ids=lambda one: one.name
 )
 def test_another_library_computes_the_same_for_dflash(directory: Path, tmp_path: Path) -> None:
-    """`speculators` for its own layout, and `transformers` for that of the authors, whose names `make.py` gives."""
+    """`speculators` for its own layout, and `transformers` for that of the authors."""
     _, hidden, expected = of_the_library(directory, tmp_path)
 
     torch.testing.assert_close(hidden, expected["hidden"].view(len(hidden), SLOTS, -1)[:, 1:], **CLOSE)

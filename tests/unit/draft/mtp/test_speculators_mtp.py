@@ -89,7 +89,7 @@ def test_the_layer_computes_what_the_targets_own_layer_computes(tmp_path: Path) 
 
 
 def test_the_library_computes_the_same(tmp_path: Path) -> None:
-    """`speculators/make.py` wrote the layer and the library's logits of each step, which feeds back its own outputs."""
+    """`make_mtp.py` wrote the layer and the library's logits of steps that feed back their own outputs."""
     written = Path(__file__).parent / "speculators"
     expected = load_file(written / "expected.safetensors")
     vocabulary, size = 24, expected["features"].shape[1]

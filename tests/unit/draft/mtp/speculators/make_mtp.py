@@ -1,6 +1,6 @@
 """Writes the layer for multi-token prediction in `draft` and what the library `speculators` 0.9.0 computes with it.
 
-Run it in an environment with that library: `python make.py`. The target's embedding is `sin` of each element's number,
+Run it in an environment with that library: `python make_mtp.py`. The target's embedding is `sin` of each number,
 its head `cos`.
 """
 

@@ -1,6 +1,6 @@
-"""Writes a DFlash drafter under its authors' names, and what the DFlash model of `transformers` 5.24.0 computes with it.
+"""Writes a DFlash drafter under its authors' names, and what the DFlash of `transformers` 5.24.0 computes with it.
 
-Run it in an environment with that library: `python make.py`. The target's embedding is `sin` of each element's number.
+Run it in an environment with that library: `python make_dflash.py`. The target's embedding is `sin` of each number.
 """
 
 from __future__ import annotations
