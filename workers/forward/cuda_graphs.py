@@ -34,12 +34,14 @@ from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.packed_step import PackedBuffers
 from workers.forward.partial_pass import WHOLE, PartialPass
+from workers.forward.recurrence.plan import RecurrenceColumns, RecurrencePlan, recurrence_columns
 from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
 
 logger = logging.getLogger(__name__)
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepPlan, PartialPass], PassOutput]
-"""(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, plan, parts) → output of the pass."""
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepPlan, PartialPass, RecurrencePlan], PassOutput]
+"""(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, plan, parts, what recurrent layers do) →
+output of the pass."""
 Replay = Callable[[], None]
 GraphCapture = Callable[[Callable[[], None]], Replay]
 """Runs a function at least once, and returns a function that repeats it on the same tensors."""
@@ -97,16 +99,19 @@ class CudaGraphRunner:
         positions: Sequence[int],
         selected: Sequence[int],
         partial: PartialPass = WHOLE,
+        recurrence: RecurrenceColumns | None = None,
     ) -> PassOutput | None:
         """Replay a step. Returns the output of at least `selected` logits, valid until the next step.
 
-        `None`: the step fits no captured graph.
+        `recurrence` is what the model's recurrent layers do, if it has some. `None`: the step fits no captured graph.
         """
         size = smallest_graph(self._ready.get(partial, ()), rows, len(selected), self._setting.block_size)
         if size is None:
             return None
         captured = self._captured[size, partial]
         captured.buffers.fill(rows, tokens, positions, selected)
+        if recurrence is not None:
+            captured.buffers.recurrence.fill(recurrence)
         captured.replay()
         hidden = captured.output.hidden
         return PassOutput(captured.output.logits, None if hidden is None else hidden[: len(tokens)])
@@ -182,6 +187,7 @@ class CudaGraphRunner:
         else:
             buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
         buffers.fill((), (), (), ())
+        buffers.recurrence.fill(recurrence_columns(()))
         return buffers, self._output_buffers(self._pass(buffers, partial))
 
     def _pass(self, buffers: GraphBuffers | PackedBuffers, partial: PartialPass) -> PassOutput:
@@ -190,7 +196,8 @@ class CudaGraphRunner:
             plan = StepPlan(backend, buffers.metadata())
         else:
             plan = StepPlan(backend, backend.plan_padded(buffers.step()))
-        return self._compute(buffers.tokens, buffers.positions, buffers.selected, plan, partial)
+        recurrence = buffers.recurrence.plan
+        return self._compute(buffers.tokens, buffers.positions, buffers.selected, plan, partial, recurrence)
 
     def _output_buffers(self, example: PassOutput) -> PassOutput:
         """The buffers that all captured passes write to; each result is read before the next step."""
@@ -257,12 +264,14 @@ def make_graph_runner(
     attention: ChosenBackend | None,
     capture: GraphCapture | None = None,
 ) -> CudaGraphRunner | None:
-    """A graph runner for a model that uses CUDA graphs; `None` for other models, and for decoders that read sources.
+    """A graph runner for a model that uses CUDA graphs.
+
+    `None` for other models, for decoders that read sources, and if no layer attends.
 
     `attention` computes steps outside of graphs, and if it packs steps, also those inside. `capture` is CUDA's unless
     given.
     """
-    if not model.uses_cuda_graphs or model.source is not None:
+    if not model.uses_cuda_graphs or model.source is not None or not model.attends:
         return None
     if attention is None or not attention.capabilities.packs_steps:
         attention = choose_backend(setting, StepKind.PADDED, model.tensor_parallel)

@@ -17,6 +17,7 @@ from cluster.core.tree import ROOT
 from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape, blocks_read, slots_of
 from workers.forward.padded_step import PaddedStep, RowPadding, VisibilityMask, WindowBlocks
+from workers.forward.recurrence.plan import RecurrenceBuffers
 from workers.kv.groups import AttentionWindow, KvCacheGroups
 from workers.transfer import IntegerArray
 
@@ -48,6 +49,8 @@ class GraphBuffers:
         self.tokens, self.positions = self._parts[0][None], self._parts[1][None]
         self.selected = self._parts[2]
         """`[1, tokens]`, `[1, tokens]`, `[selected]`."""
+        self.recurrence = RecurrenceBuffers(size.rows, size.tokens, device)
+        """What recurrent layers do, which is filled for models that have some."""
 
     def _plan(self) -> list[tuple[int, ...]]:
         """Shapes of the parts of the buffer, in the order in which `fill` and `step` use them."""

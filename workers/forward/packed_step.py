@@ -15,6 +15,7 @@ import torch
 from workers.forward.backends.base import AttentionBackend
 from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
+from workers.forward.recurrence.plan import RecurrenceBuffers
 from workers.transfer import StepArray, joined, split_together, words_together
 
 
@@ -29,6 +30,8 @@ class PackedBuffers:
         tokens, positions, self.selected, *self._parts = split_together(self._numbers, arrays)
         self.tokens, self.positions = tokens[None], positions[None]
         """`[1, tokens]`, `[1, tokens]`; `selected` is `[selected]`."""
+        self.recurrence = RecurrenceBuffers(size.rows, size.tokens, device)
+        """What recurrent layers do, which is filled for models that have some."""
 
     def fill(
         self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]

@@ -296,18 +296,20 @@ def bind_recurrent(module: nn.Module) -> RecurrentLayers | None:
 
 
 @torch.inference_mode()
-def use_recurrences(module: nn.Module, kernels: RecurrenceKernels, ranks: int) -> None:
+def use_recurrences(module: nn.Module, kernels: RecurrenceKernels, ranks: int) -> bool:
     """Compute the recurrent layers of a measured model by `kernels`, where a trial gives what the module gives.
 
-    All ranks of the model call this together with kernels of one kind, and use them for the same layers.
+    All ranks of the model call this together with kernels of one kind, and use them for the same layers. Returns
+    whether they compute all of them.
     """
     layers = bind_recurrent(module)
     if layers is None:
-        return
+        return True
     problems = [problem for part in layers.parts if (problem := layers.use_mixer(part, kernels, ranks)) is not None]
     logger.info("%d of %d recurrent layers compute all tokens at once", len(layers.mixers), len(layers.parts))
     for problem in sorted(set(problems)):
         logger.warning("recurrent layers compute one token after another: %s", problem)
+    return not problems
 
 
 def _wrap(module: nn.Module, layers: RecurrentLayers) -> None:

@@ -19,7 +19,7 @@ from workers.forward.cuda_graphs import CudaGraphRunner, GraphCapture, make_grap
 from workers.forward.layout import RowShape, SourceShape, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
-from workers.forward.recurrence.plan import StateRow, plan_recurrence
+from workers.forward.recurrence.plan import RecurrenceColumns, RecurrencePlan, StateRow, recurrence_columns
 from workers.forward.recurrent import bind_recurrent
 from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
@@ -96,7 +96,7 @@ class ModelRunner:
         """Passes that `warm_up` captures as CUDA graphs."""
         if model.native is None:
             setting = attention_setting(model, pool)
-            self.graphs = make_graph_runner(model, setting, self._compute, self._attention, capture)
+            self.graphs = make_graph_runner(model, setting, self._compute_captured, self._attention, capture)
         else:
             model.native.bind(pool)
 
@@ -132,8 +132,11 @@ class ModelRunner:
         `ConfigurationError` if the model has no such parts, `ValueError` for inputs of another shape.
         """
         self._check(rows, options)
-        with self._over_states(rows):
-            output = self._run(rows, options)
+        recurrence = self._claim_states(rows)
+        output = self._run(rows, options, recurrence)
+        if recurrence is not None:
+            for row in rows:
+                row.table.states.is_computed = True
         self.hidden = output.hidden if options.with_taps else None  # a CUDA graph records them in any case
         return output.logits[: sum(len(row.select) for row in rows)]
 
@@ -188,15 +191,14 @@ class ModelRunner:
         path = [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
         return hidden[to_device(path, hidden.device)]
 
-    @contextmanager
-    def _over_states(self, rows: Sequence[ForwardRow]) -> Iterator[None]:
-        """Inside, recurrent layers compute these rows. Raises `KvPoolExhausted` if there is no room for their states.
+    def _claim_states(self, rows: Sequence[ForwardRow]) -> RecurrenceColumns | None:
+        """What recurrent layers do with these rows; `None` without such layers.
 
-        Raises `ValueError` for a row that begins where no state was kept.
+        Raises `KvPoolExhausted` if there is no room for their states, `ValueError` for a row that begins where no state
+        was kept.
         """
-        if self._recurrent is None or self._pool.states is None:
-            yield
-            return
+        if self._pool.states is None:
+            return None
         if any(row.uncommitted for row in rows):
             raise ValueError("a row after uncommitted positions is refused: recurrent layers keep no state there")
         for row in rows:
@@ -206,14 +208,20 @@ class ModelRunner:
             StateRow(len(row.tokens), row.tree, row.table.states, self._pool.keep_states(row.table, len(row.tokens)))
             for row in rows
         ]
+        return recurrence_columns(states)
+
+    @contextmanager
+    def _recurring(self, plan: RecurrencePlan | None) -> Iterator[None]:
+        """Inside, recurrent layers compute over the states of sequences, as the plan says."""
+        if self._recurrent is None or self._pool.states is None:
+            yield
+            return
         self._recurrent.states = self._pool.states.slots.layers
-        self._recurrent.plan = plan_recurrence(states, self._model.device)
+        self._recurrent.plan = plan
         try:
             yield
         finally:
             self._recurrent.plan = None
-        for row in rows:
-            row.table.states.is_computed = True
 
     def _check(self, rows: Sequence[ForwardRow], options: PassOptions) -> None:
         inputs = options.inputs
@@ -225,7 +233,9 @@ class ModelRunner:
         if inputs is not None and inputs.shape != expected:
             raise ValueError(f"inputs: the shape {tuple(inputs.shape)} is refused; it must be {expected}")
 
-    def _run(self, rows: Sequence[ForwardRow], options: PassOptions) -> PassOutput:
+    def _run(
+        self, rows: Sequence[ForwardRow], options: PassOptions, recurrence: RecurrenceColumns | None
+    ) -> PassOutput:
         """Run all rows. The output may have more logits than the rows select."""
         device = self._model.device
         shapes = [row.shape for row in rows]
@@ -243,12 +253,13 @@ class ModelRunner:
             return self._model.native.compute(tokens, selected, shapes, options, taps)
         positions = [position for shape in shapes for position in shape.positions()]
         if self.graphs is not None and options.inputs is None:
-            replayed = self.graphs.run(shapes, tokens, positions, selected, options.partial)
+            replayed = self.graphs.run(shapes, tokens, positions, selected, options.partial, recurrence)
             if replayed is not None:
                 return replayed
         ids, position_ids, chosen = (to_device(values, device) for values in (tokens, positions, selected))
         plan = self._plan(shapes)
-        return self._compute(ids[None], position_ids[None], chosen, plan, options.partial, options.inputs)
+        with self._recurring(None if recurrence is None else recurrence.on(device)):
+            return self._compute(ids[None], position_ids[None], chosen, plan, options.partial, options.inputs)
 
     def _plan(self, shapes: Sequence[RowShape]) -> StepPlan | None:
         """The step, planned by the backend; `None` if no layer attends."""
@@ -259,6 +270,19 @@ class ModelRunner:
         backend = self._attention.backend
         sources = None if self._model.source is None else backend.plan_sources(shapes)
         return StepPlan(backend, backend.plan(shapes), sources)
+
+    def _compute_captured(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        selected: torch.Tensor,
+        plan: StepPlan,
+        partial: PartialPass,
+        recurrence: RecurrencePlan,
+    ) -> PassOutput:
+        """What `_compute` does, in a CUDA graph, from buffers."""
+        with self._recurring(recurrence):
+            return self._compute(tokens, positions, selected, plan, partial)
 
     def _compute(
         self,

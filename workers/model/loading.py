@@ -234,7 +234,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
         dtype=request.dtype,
         code_directory=section.compile_directory,
         tensor_parallel=share.ranks,
-        uses_cuda_graphs=request.device.type == "cuda" and section.compile != "off" and not measured.states,
+        uses_cuda_graphs=request.device.type == "cuda" and section.compile != "off",
         vocabulary=vocabulary,
     )
     if request.trial is not None:
@@ -262,9 +262,9 @@ def _optimized(model: LoadedModel, section: ModelSection) -> LoadedModel:
     measure_layers(model.module, model.device, model.max_context_len)
     replace_experts_on_gpu(model)
     if model.states:
-        if (kernels := _recurrence_kernels(model, section)) is not None:
-            use_recurrences(model.module, kernels, model.tensor_parallel)
-        return model
+        kernels = _recurrence_kernels(model, section)
+        is_whole = kernels is not None and use_recurrences(model.module, kernels, model.tensor_parallel)
+        return replace(model, uses_cuda_graphs=model.uses_cuda_graphs and is_whole)  # modules' own code reads the host
     if (section.compile == "on" or not fuse_on_gpu(model)) and should_compile(section):
         _compile_or_warn(model.module, section, model.device, model.tensor_parallel)
     return model

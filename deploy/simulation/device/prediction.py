@@ -135,9 +135,7 @@ def prediction_table(model: RankModel) -> Table:
         found = predict(step)
         kind = "bfloat16, experts in MXFP4" if model.has_mxfp4 else "bfloat16"
         kind += "" if model.kv_dtype == "auto" else f", keys and values in {model.kv_dtype}"
-        compiled = (
-            "" if step.is_fused else ", neither compiled nor captured" if step.state_bytes else ", layers compiled"
-        )
+        compiled = "" if step.is_fused else ", layers not compiled" if step.state_bytes else ", layers compiled"
         table.title = f"{model.name}{part} in {kind} on H100{compiled}: predicted"
         table.add_row(
             name,

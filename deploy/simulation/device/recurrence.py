@@ -14,9 +14,9 @@ from workers.forward.recurrent import RecurrentLayers
 class CountedRecurrences:
     """`RecurrenceKernels` of which each launch is counted."""
 
-    def __init__(self, counter: KernelCounter, longest: int) -> None:
-        """`longest` is the number of tokens of the longest row."""
-        self._counter, self._longest = counter, longest
+    def __init__(self, counter: KernelCounter, longest: int, moves: int) -> None:
+        """`longest` is the number of tokens of the longest row, `moves` that of states read and written by all rows."""
+        self._counter, self._longest, self._moves = counter, longest, moves
 
     def convolution(
         self,
@@ -24,22 +24,22 @@ class CountedRecurrences:
         weight: torch.Tensor,
         bias: torch.Tensor | None,  # noqa: ARG002 - part of the interface
         states: torch.Tensor,
-        plan: RecurrencePlan,
+        plan: RecurrencePlan,  # noqa: ARG002
         activation: str | None,  # noqa: ARG002
     ) -> torch.Tensor:
-        moved = (2 * inputs.numel() + weight.numel()) * inputs.element_size() + _state_bytes(states, plan)
+        moved = (2 * inputs.numel() + weight.numel()) * inputs.element_size() + self._state_bytes(states)
         self._counter.add(Kernel("convolve_token", moved, 2 * len(inputs) * weight.numel()))
         return inputs.new_empty(inputs.shape)
 
     def gated_delta_rule(self, of: DeltaInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
         read = (of.query, of.key, of.value, of.log_decay, of.beta)
-        self._advance("advance_delta_row", read, of.value, 7, states, plan)
-        return of.value.new_empty(of.value.shape)
+        self._advance("advance_delta_row", read, of.value, 7, states)
+        return plan.output(of.value.shape, of.value)
 
     def state_space(self, of: SpaceInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
         read = (of.inputs, of.steps, of.a, of.b, of.c, of.d)
-        self._advance("advance_space_row", read, of.inputs, 6, states, plan)
-        return of.inputs.new_empty(of.inputs.shape)
+        self._advance("advance_space_row", read, of.inputs, 6, states)
+        return plan.output(of.inputs.shape, of.inputs)
 
     def _advance(
         self,
@@ -48,18 +48,15 @@ class CountedRecurrences:
         output: torch.Tensor,
         operations: int,
         states: torch.Tensor,
-        plan: RecurrencePlan,
     ) -> None:
         """Count a launch that does some `operations` with each number of a state for each token."""
-        moved = sum(one.numel() * one.element_size() for one in (*read, output)) + _state_bytes(states, plan)
+        moved = sum(one.numel() * one.element_size() for one in (*read, output)) + self._state_bytes(states)
         flops = operations * len(output) * states[0].numel()
         self._counter.add(Kernel(name, moved, flops, steps=self._longest))
 
-
-def _state_bytes(states: torch.Tensor, plan: RecurrencePlan) -> int:
-    """Bytes of the states that are read and written."""
-    moves = sum((source >= 0) + (target >= 0) for source, target in plan.moves)
-    return moves * states[0].numel() * states.element_size()
+    def _state_bytes(self, states: torch.Tensor) -> int:
+        """Bytes of the states that are read and written."""
+        return self._moves * states[0].numel() * states.element_size()
 
 
 def count_recurrences(layers: RecurrentLayers, kernels: CountedRecurrences) -> None:

@@ -78,7 +78,7 @@ class StepCount:
     ranks: int = 1
     """Ranks of the model, each of which does this."""
     is_captured: bool = True
-    """Whether the model's pass is a CUDA graph. Larger steps and recurrent layers have none; these are not compiled."""
+    """Whether the model's pass is a CUDA graph. Larger steps are none. Recurrent layers are not compiled."""
     beside: int = 0
     """Kernels that the host launches beside the graph before the decisions."""
     share: float = 1.0
@@ -244,7 +244,7 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
     """
     with fake_device() as device:
         loaded, weight_bytes = load(model, device)
-        loaded = replace(loaded, uses_cuda_graphs=not loaded.states)
+        loaded = replace(loaded, uses_cuda_graphs=True)
         section = KvSection(block_size=16, dtype=model.kv_dtype, sequences=_MOST_SEQUENCES, prefix_cache=False)
         tokens = sum(kind.count * (kind.stored + kind.fresh + kind.nodes + section.block_size) for kind in rows)
         tables = group_layers(loaded.kv_spec, section, truncatable=False).layout.tables
@@ -254,7 +254,8 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         is_fused = not loaded.states and fuse_layers(loaded.module, _CountedKernels(counter))
         if (recurrent := bind_recurrent(loaded.module)) is not None:
             longest = max(kind.fresh + kind.nodes for kind in rows)
-            count_recurrences(recurrent, CountedRecurrences(counter, longest))
+            moves = sum(kind.count * (2 + kind.nodes) for kind in rows)  # before, after the tokens, after each node
+            count_recurrences(recurrent, CountedRecurrences(counter, longest, moves))
         batch = [row for kind in rows for row in _forward_rows(pool, kind)]
         pass_.attention.rows = shapes = [row.shape for row in batch]
         width = sum(row.width for row in shapes)

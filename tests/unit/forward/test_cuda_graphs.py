@@ -31,6 +31,7 @@ from tests.support.engines.graph_replay import (
 from tests.support.engines.packed_reference import packing
 from tests.support.fakes.host_waits import OnGpu
 from tests.support.models import tiny
+from tests.support.models.hybrids import KINDS, committed_parts, save_hybrid
 from workers.forward.backends import choice
 from workers.forward.backends.base import REFERENCE, AttentionSetting, all_backends
 from workers.forward.backends.choice import ChosenBackend
@@ -84,6 +85,26 @@ def test_replayed_steps_compute_and_store_the_same_as_others(directory: Path, ki
     for one_table, other_table in zip(tables, mirrored, strict=True):
         assert (plain.stored(one_table) - replaying.stored(other_table)).abs().max() < TOLERANCE
     assert plain.pool.blocks_free == replaying.pool.blocks_free
+
+
+@pytest.mark.parametrize("kind", ["gathered", "packed"])
+@pytest.mark.parametrize("family", KINDS)
+def test_recurrent_layers_are_replayed(tmp_path: Path, family: str, kind: str) -> None:
+    """Their slots and their plan have fixed addresses. Rows and tokens that are padding store no state."""
+    path, tape = save_hybrid(tmp_path, family).directory, FakeRecorder()
+    attention, sizes = (packing, PACKED_SIZES) if kind == "packed" else (gathering, SIZES)
+    plain, replaying = open_bench(path), open_bench(path, tape, attention=attention, sizes=sizes)
+    captured = tape.recorded
+    (expected, tables), (actual, mirrored) = scenario(plain), scenario(replaying)
+    assert tape.replayed == len(actual)  # every step had a graph
+    assert tape.recorded == captured == len(sizes)
+    for one, other in zip(expected, actual, strict=True):
+        assert (one - other).abs().max() < TOLERANCE
+    for table, mirror in zip(tables, mirrored, strict=True):
+        states = zip(committed_parts(plain.pool, table), committed_parts(replaying.pool, mirror), strict=True)
+        assert all((one - other).abs().max() < TOLERANCE for one, other in states)
+    assert replaying.pool.states is not None
+    assert not any(part[0].any() for parts in replaying.pool.states.slots.layers.values() for part in parts)
 
 
 def prompts_beside_others(bench: Bench) -> list[torch.Tensor]:
@@ -308,6 +329,19 @@ def test_texts_equal_those_of_a_target_without_graphs(directory: Path, temperatu
     assert plain.release_all() == replaying.release_all()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_of_a_hybrid_equal_those_of_a_target_without_graphs(tmp_path: Path, temperature: float) -> None:
+    """States after rejected drafts are left behind, in graphs as outside of them."""
+    path, tape = save_hybrid(tmp_path, "qwen3_next").directory, FakeRecorder()
+    plain = open_engine(path, None)
+    replaying = open_engine(path, tape, attention=packing, sizes=PACKED_SIZES)
+    answer = decode_with_trees(plain, "s", 0, temperature, ())
+    steps = tape.replayed
+    assert decode_with_trees(replaying, "s", 0, temperature, answer) == answer
+    assert 6 <= tape.replayed - steps < len(answer)  # drafts were accepted
+    assert plain.release_all() == replaying.release_all()
+
+
 # --- on a GPU ---------------------------------------------------------------------------------
 
 
@@ -337,6 +371,21 @@ def test_recorded_passes_on_a_gpu_compute_the_same_as_others(
         for table in tables:
             bench.pool.release(table)
     assert bench.pool.blocks_free == 100
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(WITHOUT_CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("family", KINDS)
+def test_recorded_hybrids_on_a_gpu_compute_the_same_as_others(tmp_path: Path, family: str) -> None:
+    directory = save_hybrid(tmp_path, family).directory
+    expected, own = scenario(open_bench(directory))
+    bench = open_on_gpu(directory, "on", block_size=16)
+    assert bench.runner.graphs is not None
+    assert bench.runner.graphs._captured
+    actual, tables = scenario(bench)
+    for one, other in zip(expected, actual, strict=True):
+        assert (one - other.cpu()).abs().max() < 20 * TOLERANCE
+    assert [table.stored_len for table in own] == [table.stored_len for table in tables]
 
 
 @pytest.mark.cuda

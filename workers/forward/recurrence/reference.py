@@ -71,7 +71,8 @@ class ReferenceKernels:
 def _advanced(advance: _Advance, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
     """The outputs of all tokens, each of them `advance`d from the state before it."""
     state, outputs = states[0].float(), list[torch.Tensor]()
-    for token, (source, target) in enumerate(plan.moves):
+    moves = zip(plan.source.tolist(), plan.target.tolist(), strict=True)  # also those of padding
+    for token, (source, target) in enumerate(moves):
         state, output = advance(token, state if source < 0 else states[source].float())
         if target >= 0:
             states[target] = state

@@ -25,7 +25,7 @@ def gated_delta_rule(of: DeltaInputs, states: torch.Tensor, plan: RecurrencePlan
     """
     tokens, heads, values = of.value.shape
     key_heads, keys = of.key.shape[1:]
-    output = torch.empty((tokens, heads, values), dtype=of.value.dtype, device=of.value.device)
+    output = plan.output((tokens, heads, values), of.value)
     query, key, value = (one if one.stride()[1:] == (one.shape[2], 1) else one.contiguous() for one in (
         of.query, of.key, of.value
     ))  # fmt: skip

@@ -30,7 +30,7 @@ def state_space(of: SpaceInputs, states: torch.Tensor, plan: RecurrencePlan) -> 
     """A state space model, `[tokens, heads, head_dim]`. `states` `[slots, heads, head_dim, state]` are contiguous."""
     tokens, heads, dim = of.inputs.shape
     groups, size = of.b.shape[1:]
-    output = torch.empty((tokens, heads, dim), dtype=of.inputs.dtype, device=of.inputs.device)
+    output = plan.output((tokens, heads, dim), of.inputs)
     inputs = of.inputs if of.inputs.stride()[1:] == (dim, 1) else of.inputs.contiguous()
     b, c = (one if one.stride()[1:] == (size, 1) else one.contiguous() for one in (of.b, of.c))
     block = space_channels(heads * dim, groups, size)
