@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -21,6 +21,8 @@ from cluster.wire.stream_exchange import StreamExchange
 from pilotfish.v1 import target_pb2, target_pb2_grpc
 
 _STEP_SECONDS = 300.0
+
+Decoded = TypeVar("Decoded")
 
 
 class GrpcTarget:
@@ -42,19 +44,13 @@ class GrpcTarget:
         answer = await self._call(
             lambda channel: _stub(channel).Open, encode_open_rows(rows, self._lease.client), self._step_timeout_seconds
         )
-        try:
-            return decode_open_result(answer)
-        except InvalidRequest as error:
-            raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
+        return _decoded(decode_open_result, answer)
 
     async def step(self, batch: StepBatch) -> StepResult:
         answer = await self._call(
             self._step.on, encode_step_batch(batch, self._lease.client), self._step_timeout_seconds
         )
-        try:
-            return decode_step_result(answer)
-        except InvalidRequest as error:
-            raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
+        return _decoded(decode_step_result, answer)
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids, client=self._lease.client)
@@ -68,10 +64,7 @@ class GrpcTarget:
         answer = await self._call(
             lambda channel: _stub(channel).GetInfo, target_pb2.TargetServiceGetInfoRequest(), SHORT_CALL_SECONDS
         )
-        try:
-            return decode_target_info(answer)
-        except InvalidRequest as error:
-            raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
+        return _decoded(decode_target_info, answer)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -93,3 +86,10 @@ class GrpcTarget:
 
 def _stub(channel: grpc.aio.Channel) -> Any:
     return target_pb2_grpc.TargetServiceStub(channel)
+
+
+def _decoded(decode: Callable[[Any], Decoded], answer: Any) -> Decoded:
+    try:
+        return decode(answer)
+    except InvalidRequest as error:
+        raise TargetUnavailable(f"the target's answer is invalid: {error}") from error
