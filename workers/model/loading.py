@@ -116,6 +116,10 @@ def load_model(
             "checkpoint with quantized weights"
         )
     if tensor_parallel > 1:
+        if section.load_format == "dummy":
+            raise ConfigurationError(
+                f"tensor_parallel: {tensor_parallel} is refused; with target.load_format: dummy it must be 1"
+            )
         check_divisible(request.config, tensor_parallel)
         complete_plan(request.config, request.share)
     keep_compiled_code(section.compile_directory)
@@ -381,13 +385,8 @@ def _read_stored(request: _Request) -> PreTrainedModel:
 
 
 def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
-    """A model with random weights, the same at each start. Raises `ConfigurationError`."""
+    """A model with random weights, the same at each start."""
     device, config = request.device, request.config
-    tensor_parallel = request.share.ranks
-    if tensor_parallel > 1:
-        raise ConfigurationError(
-            f"tensor_parallel: {tensor_parallel} is refused; with target.load_format: dummy it must be 1"
-        )
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
         module = _auto_class(config).from_config(config, dtype=request.dtype, attn_implementation=ATTENTION_NAME)
