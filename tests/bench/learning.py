@@ -172,8 +172,8 @@ def show(minutes: Sequence[Minute], without: Sequence[Answer]) -> None:
     table(("prompts", "τ, learning", "τ, frozen", "gain"), gains(minutes))
     everything = [(name, answers_of(minutes, name)) for name in (LEARNING, FROZEN)]
     table(TIME_COLUMNS, [times(name, answers) for name, answers in everything])
-    count = min(len(without), len(everything[1][1]))
-    beside = everything[1][1][:count]
+    beside = answers_of([minute for minute in minutes if minute.part == 0], FROZEN)[: len(without)]
+    count = len(beside)
     if count:
         heading(f"The first {count} prompts, frozen draft")
         table(TIME_COLUMNS, [times("with a learner", beside), times("without", without[:count])])

@@ -63,7 +63,7 @@ COMPARISONS = (
     Comparison("EAGLE-3.1", OWN, "hidden states, logits", _EAGLE + _PUBLISHED, ("3.1",)),
     Comparison("EAGLE-3 (NVIDIA)", OWN, "hidden states, logits", _EAGLE + _PUBLISHED, ("nvidia",)),
     Comparison("EAGLE-3 (speculators)", OWN, "hidden states, logits", _EAGLE + _PUBLISHED, ("speculators",)),
-    Comparison("P-EAGLE (SpecForge)", OWN, "outputs", _PARALLEL + "test_outputs_are_those_of_one_causal_pass"),
+    Comparison("P-EAGLE (SpecForge)", OWN, "greedy tokens", _PARALLEL + "test_outputs_are_those_of_one_causal_pass"),
     Comparison(
         "P-EAGLE (speculators)", SPECULATORS, "logits", _PARALLEL + "test_the_library_speculators_computes_the_same"
     ),
@@ -98,10 +98,16 @@ COMPARISONS = (
     ),
     Comparison("Medusa, the authors' two layouts", OWN, "ranks, probabilities", _HEADS + "test_layouts_of_the_authors"),
     Comparison(
-        "Medusa, merged models", OWN, "ranks, probabilities", _HEADS + "test_heads_in_the_checkpoint_of_their_target"
+        "Medusa, merged models",
+        OWN,
+        "ranks; probabilities within 1e-4",
+        _HEADS + "test_heads_in_the_checkpoint_of_their_target",
     ),
     Comparison(
-        "Medusa, vLLM's layout", OWN, "ranks, probabilities", _HEADS + "test_the_layout_of_vllm_has_absolute_tokens"
+        "Medusa, vLLM's layout",
+        OWN,
+        "ranks; probabilities within 1e-4",
+        _HEADS + "test_the_layout_of_vllm_has_absolute_tokens",
     ),
     Comparison(
         "Hydra",

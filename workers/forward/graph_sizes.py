@@ -134,7 +134,7 @@ def describe_graphs() -> str:
         f"CUDA graphs of the target, captured before the first request: {len(decoding)} for 1 to {_ROWS[-1]} rows "
         f"with 1 to {_WIDTHS[-1]} tokens per row, {MOST_TOKENS} in all at most; {len(prompts) * len(_PROMPT_ROWS)} "
         f"with prompts, for {prompts[0]} to {prompts[-1]} tokens in steps of {_PROMPT_STEP}; larger steps, and "
-        "models with recurrent layers that our kernels do not compute, are launched kernel by kernel"
+        "models without attention or with recurrent layers of which we have no kernels, are launched kernel by kernel"
     )
 
 

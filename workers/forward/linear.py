@@ -1,9 +1,9 @@
 """Linear layers for decoding: local weights, packed once, merged projections, in any storage.
 
 A decoding step reads every weight once and computes little with it, so memory bandwidth bounds it. On CPU the weights
-are packed for oneDNN when the model is loaded. Projections of the same input (query, key and value; gate and up)
-become one product. Under tensor parallelism each rank multiplies with its own shard, and the ranks communicate only
-in the all-reduce after a row-parallel layer.
+are packed for the CPU kernels, or for oneDNN, when the model is loaded. Projections of the same input (query, key and
+value; gate and up) become one product. Under tensor parallelism each rank multiplies with its own shard, and the ranks
+communicate only in the all-reduce after a row-parallel layer.
 
 The products are custom operators (`pilotfish::linear`, `pilotfish::joined`), because the compiler cannot trace a
 packed weight. A layer identifies its weights by a handle in a tensor instead of a number, so that one compiled layer

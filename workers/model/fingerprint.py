@@ -104,6 +104,7 @@ def _kernels(section: TargetSection, model: LoadedModel) -> list[str]:
     else:
         processor = torch.backends.cpu.get_cpu_capability()
     kernels = "torch" if model.native is None else "native"
-    if model.device.type == "cpu" and (section.compile_directory is not None or section.quantization != "none"):
+    is_ours = model.native is not None or section.compile_directory is not None or section.quantization != "none"
+    if model.device.type == "cpu" and is_ours:
         kernels += f", {products(section.compile_directory)}"  # which multiply matrices of modules, too
     return [kernels, processor, torch.__version__]

@@ -60,6 +60,8 @@ def _make(
 ) -> tuple[TargetEngine, LoadedModel, KvPool]:
     """An engine that has not computed yet. `packed` is its model, if it was read from a file of packed weights."""
     rule = create_rule(section)
+    if section.tensor_parallel > 1 and not is_equal_on_all(weights_digest(Path(section.path)), section.tensor_parallel):
+        raise ConfigurationError(f"target.path: {section.path!r} is refused; it must hold the same files for all ranks")
     model = packed or _load(section, rank)
     if model.source is not None and section.kv.window is not None:
         raise ConfigurationError(
@@ -69,8 +71,6 @@ def _make(
         raise ConfigurationError(
             f"target.kv.dtype: {section.kv.dtype} is refused; it must be auto for an encoder-decoder model"
         )
-    if section.tensor_parallel > 1 and not is_equal_on_all(weights_digest(Path(section.path)), section.tensor_parallel):
-        raise ConfigurationError(f"target.path: {section.path!r} is refused; it must hold the same files for all ranks")
     fuse = None if rank else _fusion(section, model.device)  # before the pool takes the memory that is left
     blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()

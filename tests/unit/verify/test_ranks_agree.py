@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ from workers.forward.native import build
 from workers.verify import group
 from workers.verify.build import build_engine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
 
 RANKS, SECONDS, TOKENS = 2, 120.0, 8
 PROMPT = (5, 17, 33, 8, 61)

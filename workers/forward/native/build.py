@@ -89,6 +89,7 @@ def agree_on_library(directory: str | None, ranks: int) -> None:
     Ranks compute some numbers each by itself, as the choice of experts and recurrent states: their bits must be equal,
     so all of them use the kernels, or none does. The processors are not ours to choose: a difference is logged.
     """
+    _Group.has_library = True
     if ranks == 1:
         return
     own = own_library(directory)
@@ -147,14 +148,16 @@ def kernel_identity(directory: str | None) -> str | None:
 
 
 def products(directory: str | None) -> str:
-    """Name the products of the CPU kernels: on tile registers or not, int8 weights as integers (AMX, VNNI) or not.
+    """Name the products of the CPU kernels: on tile registers or not, int8 weights as integers (AMX, VNNI) or not, and
+    numbers in bfloat16 as such or widened.
 
     Results differ between them in the last bits. Empty without a library.
     """
     library = load_library(directory)
     if library is None:
         return ""
-    return f"tiles {library.pilotfish_use_tiles()}, integers {library.pilotfish_splits_rows(ctypes.c_int64(64))}"
+    tiles, integers = library.pilotfish_use_tiles(), library.pilotfish_splits_rows(ctypes.c_int64(64))
+    return f"tiles {tiles}, integers {integers}, bfloat16 {library.pilotfish_has_bfloat16_products()}"
 
 
 def _load(file: Path) -> ctypes.CDLL:

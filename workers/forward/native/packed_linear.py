@@ -77,12 +77,11 @@ class PackedProduct:
             self._norm_address = ctypes.addressof(self._structure)
         self._multiply = linear_function(library)
         self._multiply_bfloat16: Callable[..., None] = library.pilotfish_linear_bfloat16
-        self._multiply_bfloat16.argtypes, self._multiply_bfloat16.restype = (
-            [*[ctypes.c_void_p] * 3, ctypes.c_int64],
-            None,
-        )
-        is_plain = norm is None and self.matrix.matrix.kind == Kind.BFLOAT16
-        self.takes_bfloat16 = is_plain and bool(library.pilotfish_has_bfloat16_products())
+        self._multiply_bfloat16.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
+        self._multiply_bfloat16.restype = None
+        is_rounded = self.matrix.matrix.kind == Kind.BFLOAT16 and bool(library.pilotfish_has_bfloat16_products())
+        self._has_input = is_rounded or norm is not None
+        self.takes_bfloat16 = is_rounded and norm is None
         """Whether `multiply_bfloat16` can be called."""
 
     def multiply_bfloat16(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +104,7 @@ class PackedProduct:
             return x.new_empty((0, self.outputs))
         x = x.contiguous()
         product = torch.empty((len(x), self.outputs))
-        if self._input.numel() < x.numel():
+        if self._has_input and self._input.numel() < x.numel():
             self._input = torch.empty(x.numel())
         addresses = (x.data_ptr(), self._input.data_ptr(), product.data_ptr())
         self._multiply(self._address, self._norm_address, *addresses, len(x))
