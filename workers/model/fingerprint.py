@@ -27,9 +27,9 @@ def fingerprint(section: TargetSection, model: LoadedModel, attention: ChosenBac
     """Name what answers depend on beside the request: `tp1-invariant-…` or `tp1-batched-…`.
 
     It has the number of ranks, whether other requests in a batch can change a bit (see `is_batch_invariant`), and a
-    hash of weights, number format, kernels, ranks and settings that are LOSSY. For the same request and seed, targets
-    of one fingerprint on machines of one kind give the same answer; a `batched` one may choose the other of two tokens
-    whose logits are nearly equal.
+    hash of weights, number format, kernels, attention backend, ranks and settings that are LOSSY. For the same request
+    and seed, targets of one fingerprint on machines of one kind give the same answer; a `batched` one may choose the
+    other of two tokens whose logits are nearly equal.
     """
     window = [section.kv.window, section.kv.sinks] if section.kv.window is not None else None
     rule = section.model_dump(mode="json", include={"acceptance": True, section.acceptance: True})
@@ -39,6 +39,7 @@ def fingerprint(section: TargetSection, model: LoadedModel, attention: ChosenBac
         section.kv.dtype,
         section.quantization,
         _kernels(section, model),
+        "" if model.native is not None or attention is None else attention.name,
         model.tensor_parallel,
         *(["whole experts"] if section.enable_expert_parallel and model.tensor_parallel > 1 else []),
         rule,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_equal_targets_have_one_name_and_others_another(tmp_path: Path) -> None:
     ]
     assert len({name, *others}) == 1 + len(others)
     assert name_of(directory, kv={"block_size": 8}, threads=1) == name
+
+
+def test_another_attention_backend_has_another_name(tmp_path: Path) -> None:
+    target = section(tiny.save(tmp_path / "one", tiny.llama()), native="off")
+    model = load_model(target)
+    attention = choose_attention(model, KvPool(model.kv_spec, target.kv, 20))
+    assert attention is not None
+    assert fingerprint(target, model, attention) != fingerprint(target, model, replace(attention, name="another"))
 
 
 def test_any_changed_tensor_changes_the_digest(tmp_path: Path) -> None:
