@@ -90,7 +90,7 @@ def test_replayed_steps_compute_and_store_the_same_as_others(directory: Path, ki
 @pytest.mark.parametrize("kind", ["gathered", "packed"])
 @pytest.mark.parametrize("family", KINDS)
 def test_recurrent_layers_are_replayed(tmp_path: Path, family: str, kind: str) -> None:
-    """Their slots and their plan have fixed addresses. Rows and tokens that are padding store no state."""
+    """The plan of recurrent layers has fixed addresses in a graph. Padding rows and tokens store no state."""
     path, tape = save_hybrid(tmp_path, family).directory, FakeRecorder()
     attention, sizes = (packing, PACKED_SIZES) if kind == "packed" else (gathering, SIZES)
     plain, replaying = open_bench(path), open_bench(path, tape, attention=attention, sizes=sizes)

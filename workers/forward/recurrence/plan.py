@@ -61,7 +61,7 @@ class RecurrenceColumns:
     """A `RecurrencePlan` on the host."""
 
     arrays: tuple[StepArray, ...]
-    """Its `row_starts`, `source`, `target` and `parents`."""
+    """int32 columns: where each row begins `[rows + 1]`, then `source`, `target` and `parents` `[tokens]`."""
     moves: tuple[tuple[int, int], ...]
 
     def on(self, device: torch.device) -> RecurrencePlan:
