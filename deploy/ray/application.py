@@ -22,10 +22,12 @@ from deploy.implied_settings import with_implied_settings
 from deploy.models import with_module_directories, with_moved_fusion, with_served_name
 from deploy.placement import Placement, RolePlacement, plan, strategy
 from deploy.ray.autoscaling import number_of_replicas
-from deploy.ray.deployments import DraftReplica, IngressReplica, TargetReplica
+from deploy.ray.draft_replica import DraftReplica
+from deploy.ray.ingress_replica import IngressReplica
 from deploy.ray.node_models import check_models
 from deploy.ray.nodes import cluster_nodes
 from deploy.ray.start_ray import check_ray_authentication
+from deploy.ray.target_replica import TargetReplica
 from deploy.settings import settings_from_arguments
 
 _HEALTH_PERIOD_SECONDS = 1.0

@@ -11,13 +11,16 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.membership import BEAT_SECONDS, Member, MemberRole, Membership, View, merged
+
+if TYPE_CHECKING:
+    from ray.serve.context import ReplicaContext
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +148,11 @@ class DirectoryClient:
             # A member that drains hears soon that it is to drain at once.
             is_settled = self._is_complete(self.view) and self._drain_seconds is None
             await asyncio.sleep(BEAT_SECONDS if is_settled else _FAST_BEAT_SECONDS)
+
+
+def member_id(context: ReplicaContext) -> str:
+    """The id of a Serve replica as a member, which no other one ever has."""
+    return f"{context.deployment.lower()}-{context.replica_id.unique_id}"
 
 
 def drain(application: str, seconds: float) -> None:

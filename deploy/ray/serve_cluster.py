@@ -34,7 +34,7 @@ from deploy.settings import Settings
 from workers.serve.logs import sockets_directory
 from workers.serve.node import free_port, reserved_port
 from workers.serve.rank_actors import FirstRank
-from workers.serve.rank_placement import start_early
+from workers.serve.rank_placement import WaitingRank
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ServeCluster:
         self._nodes: tuple[Resources, ...] = ()
         self._is_lossless = True
         self._is_deployed = False
-        self._early: object = None  # the handle of a rank that was started early
+        self._waiting_rank: WaitingRank | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -137,6 +137,7 @@ class ServeCluster:
         from ray import serve
 
         self._report("stopping the running application")
+        self._let_no_rank_wait()
         serve.delete(self.application)
         self._is_deployed = False
         self._configuration = configuration.model_copy(update={"server": self._configuration.server})
@@ -152,6 +153,7 @@ class ServeCluster:
         if not ray.is_initialized():
             return
         self._report("stopping")
+        self._let_no_rank_wait()
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
@@ -191,6 +193,10 @@ class ServeCluster:
         """Pass the stages that `start` and `redeploy` reach to `report` from now on."""
         self._report = report
 
+    def _let_no_rank_wait(self) -> None:
+        if self._waiting_rank is not None:
+            self._waiting_rank.stop()
+
     def _drain(self, seconds: float) -> None:
         try:
             drain(self.application, seconds)
@@ -212,7 +218,9 @@ class ServeCluster:
             if self._log is not None and directory is not None:
                 self._log.collect(directory)
         if self._owns_ray and placement.target.device == "cpu":
-            self._early = start_early(FirstRank, self._configuration.server.application, placement.target.environment)
+            target = configuration.target
+            self._waiting_rank = WaitingRank(FirstRank, self.application, placement.target.environment)
+            self._waiting_rank.start(again=target.standby and target.tensor_parallel == 1)
         server = configuration.server
         # Importing Serve takes a second, in which the processes of Ray start.
         from deploy.ray.application import bind

@@ -32,9 +32,12 @@ TIMEOUT_SECONDS = 120.0
 """Seconds. Longer than any test takes, so that a hang becomes a failure."""
 DRAFTER = "ray::ServeReplica:pilotfish:Draft"
 """What the processes of drafters are called."""
+REPLICA = "ray::ServeReplica:pilotfish:Target"
+"""What the process of a target's replica, its coordinator, is called."""
 PROMPT = tuple(range(40, 60))
 GREEDY = RequestCase(PROMPT, max_tokens=200)
 SAMPLED = RequestCase(PROMPT, max_tokens=200, temperature=1.0, seed=20)
+LONG = RequestCase(PROMPT, max_tokens=900, temperature=1.0, seed=20)
 SEVERAL = [RequestCase(PROMPT[:length], max_tokens=40, seed=length, temperature=length % 2) for length in range(2, 12)]
 Expected = dict[RequestCase, tuple[int, ...]]
 
@@ -78,7 +81,7 @@ def expected(model: Path) -> Expected:
     async def answers(configuration: Configuration) -> Expected:
         async with LocalCluster(configuration) as local:
             server = Server(local.grpc_address, "")
-            return {case: await tokens_grpc(server, case) for case in (GREEDY, SAMPLED, *SEVERAL)}
+            return {case: await tokens_grpc(server, case) for case in (GREEDY, SAMPLED, LONG, *SEVERAL)}
 
     return asyncio.run(answers(configure(model, draft__method="none")))
 
@@ -219,6 +222,15 @@ def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"server\.http_port: needed 127\.0\.0\.1:{port} free"):
             ServeCluster(Settings(configure(model, server__http_port=port), tmp_path), report=lambda _: None).start()
+
+
+async def test_a_replica_that_replaces_a_killed_one_starts_with_the_waiting_rank_and_changes_no_token(
+    deploy: Deploy, model: Path, expected: Expected, deadline: None
+) -> None:
+    cluster = deploy(configure(model, target__standby=True))
+    before = await first_ranks(cluster)
+    assert await kill_during_answer(cluster, LONG, REPLICA) == expected[LONG]
+    assert len(before & await first_ranks(cluster)) == 1, "the waiting rank serves, and a new one waits"
 
 
 async def check_drafts_on_the_target(cluster: ServeProcess, expected: Expected) -> None:

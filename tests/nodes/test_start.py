@@ -1,4 +1,4 @@
-"""The first rank of `pilotfish serve` starts before Serve, and is claimed by one process, with which it ends."""
+"""A first rank of `pilotfish serve` waits for the replica that claims it, and ends with that replica."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -13,12 +14,14 @@ import ray
 
 from deploy.placement import Resources
 from deploy.ray.start_ray import start_local_ray
+from workers.serve import rank_placement
 from workers.serve.rank_actors import FirstRank
-from workers.serve.rank_placement import RankPlacement, start_early
+from workers.serve.rank_placement import RankPlacement, WaitingRank
 
 pytestmark = pytest.mark.ray
 
 APPLICATION = "pilotfish"
+NAMESPACE = "pilotfish"
 TIMEOUT_SECONDS = 60.0
 VARIABLES = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -30,27 +33,57 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.usefixtures("local_ray")
-async def test_an_early_rank_is_claimed_once() -> None:
-    early = start_early(FirstRank, APPLICATION, VARIABLES)
-    place = await early.place.remote()
-    placement, other = (
-        RankPlacement((FirstRank,), VARIABLES, standby=False, application=APPLICATION) for _ in range(2)
-    )
-
-    claimed = await placement.claim_early()
-
-    assert await claimed.place.remote() == place
-    assert await other.claim_early() is None
-    assert await placement.claim_early() is None, "ranks that start later are new ones"
+@pytest.fixture
+def waiting(local_ray: None) -> Iterator[WaitingRank]:  # noqa: ARG001 - it runs
+    rank = WaitingRank(FirstRank, APPLICATION, VARIABLES)
+    yield rank
+    rank.stop()
 
 
-@pytest.mark.usefixtures("local_ray")
-async def test_an_early_rank_ends_with_the_process_that_claimed_it() -> None:
-    early = start_early(FirstRank, APPLICATION, VARIABLES)
-    process = psutil.Process((await early.place.remote()).process_id)
+def placement(application: str = APPLICATION) -> RankPlacement:
+    return RankPlacement((FirstRank,), VARIABLES, standby=False, application=application)
+
+
+async def process_of(rank: Any) -> int:
+    return (await rank.place.remote()).process_id
+
+
+async def test_a_waiting_rank_is_claimed_once(waiting: WaitingRank) -> None:
+    waiting.start(again=False)
+
+    assert await placement().claim() is not None
+    assert await placement().claim() is None
+
+
+async def test_the_rank_of_another_application_is_not_claimed(waiting: WaitingRank) -> None:
+    waiting.start(again=False)
+
+    assert await placement("another").claim() is None
+    assert await placement("").claim() is None
+
+
+async def test_another_rank_waits_once_a_claimed_one_has_ended(
+    waiting: WaitingRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_placement, "_SETTLE_SECONDS", 0.1)
+    waiting.start(again=True)
+    first = await placement().claim()
+    process = await process_of(first)
+
+    ray.kill(first)
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while (second := await placement().claim()) is None:
+            await asyncio.sleep(0.1)
+
+    assert await process_of(second) != process
+
+
+async def test_a_claimed_rank_ends_with_the_process_that_claimed_it(waiting: WaitingRank) -> None:
+    waiting.start(again=False)
+    rank = ray.get_actor(f"first-rank-{APPLICATION}-0", NAMESPACE)
+    process = psutil.Process(await process_of(rank))
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
-    assert await early.claim.remote(owner.pid)
+    assert await rank.claim.remote(owner.pid)
     owner.kill()
     await owner.wait()
 
@@ -58,7 +91,5 @@ async def test_an_early_rank_ends_with_the_process_that_claimed_it() -> None:
 
 
 @pytest.mark.usefixtures("local_ray")
-async def test_without_an_early_rank_there_is_nothing_to_claim() -> None:
-    placement = RankPlacement((FirstRank,), VARIABLES, standby=False, application=APPLICATION)
-
-    assert await placement.claim_early() is None
+async def test_without_a_waiting_rank_there_is_nothing_to_claim() -> None:
+    assert await placement().claim() is None

@@ -86,6 +86,7 @@ class FirstRank:
         self._learner: Learner | None = None
         self._is_stopped = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
+        self._has_started = asyncio.Event()
 
     def place(self) -> RankPlace:
         """Where this actor runs."""
@@ -110,6 +111,11 @@ class FirstRank:
         self._owner = self._owner or asyncio.create_task(end_with(owner), name="owner")
         return is_free
 
+    async def until_started(self) -> bool:
+        """Return once `start` has ended: `StartedRank.is_packed`."""
+        await self._has_started.wait()
+        return _is_packed()
+
     async def start(self, group: RankGroup, access: PeerAccess) -> StartedRank:
         """Load the model and listen.
 
@@ -127,7 +133,8 @@ class FirstRank:
             learning=None if self._learner is None else self._learner.status,
         )
         await self._server.start()
-        return StartedRank(self._server.address, engine.info().profile, "transformers" not in sys.modules)
+        self._has_started.set()
+        return StartedRank(self._server.address, engine.info().profile, _is_packed())
 
     async def run(self) -> None:
         """Return after `stop()`. Raises `WorkerUnavailable` once this rank can compute no more."""
@@ -248,7 +255,7 @@ class RankActors:
 
     async def start(self) -> str:
         """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
-        self._actors = self._placement.take(await self._placement.claim_early())
+        self._actors = self._placement.take(await self._placement.claim())
         first = self._actors[0]
         self._places = [None] * self._size
         host, rendezvous = self._host, free_port(self._host)
@@ -339,6 +346,10 @@ class RankActors:
 def rank_kinds(tensor_parallel: int) -> tuple[type, ...]:
     """The classes of the ranks' actors, by rank."""
     return (FirstRank, *([WorkerRank] * (tensor_parallel - 1)))
+
+
+def _is_packed() -> bool:
+    return "transformers" not in sys.modules
 
 
 def _load_libraries(*, is_packed: bool) -> None:

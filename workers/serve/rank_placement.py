@@ -1,7 +1,8 @@
 """Places the Ray actors of a target's ranks, and keeps standby ones: processes that have loaded their libraries only.
 
 A rank that starts anew waits longest for its process and its libraries. A standby actor has both, so after a loss only
-the weights are loaded.
+the weights are loaded. Standby actors of a replica end with it; a `WaitingRank` belongs to the process that deployed
+the application, so it is there for a replica that takes the place of a killed one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +29,13 @@ logger = logging.getLogger(__name__)
 _NAMESPACE = "pilotfish"
 """Ray's namespace of named ranks."""
 _CLAIM_SECONDS = 20.0
-"""Longest wait for the answer of a rank that was started early, in seconds."""
+"""Longest wait for the answer of a waiting rank, in seconds."""
+_MOST_WAITING = 8
+"""Waiting ranks of an application, the claimed ones included."""
+_SETTLE_SECONDS = 5.0
+"""Time after the start of a rank in which no other one begins to wait, in seconds: requests need the cores."""
+_LOOK_SECONDS = 0.2
+"""Time within which a `WaitingRank` stops, in seconds."""
 _MOST_CALLS = 4
 """Calls that one rank answers at the same time."""
 
@@ -80,7 +88,7 @@ class RankPlacement:
     ) -> None:
         """`kinds` are the classes of the actors, by rank. Each has a method `prepare`, which loads its libraries.
 
-        With an `application`, its first rank may have been started early. `spans_nodes`: not all need be on one node.
+        With an `application`, its first rank may be a `WaitingRank`. `spans_nodes`: not all need be on one node.
         """
         self._application = application
         self._kinds = tuple(kinds)
@@ -91,34 +99,35 @@ class RankPlacement:
         self.step_profile: tuple[StepSample, ...] = ()
         """What the first ranks measured as they warmed up. Ranks that start later do not measure it again."""
 
-    async def claim_early(self) -> Any | None:
-        """The first rank that was started before the application, if there is one and nobody has claimed it."""
-        application, self._application = self._application, ""
-        if not application:
-            return None
-        try:
-            rank = await asyncio.to_thread(ray.get_actor, _early_name(application), _NAMESPACE)
-        except ValueError:
-            return None
-        try:
-            async with asyncio.timeout(_CLAIM_SECONDS):
-                return rank if await asyncio.wrap_future(rank.claim.remote(os.getpid()).future()) else None
-        except (RayError, TimeoutError) as error:
-            logger.warning("the rank that was started early does not answer: %r", error)
-            ray.kill(rank)
-            return None
+    async def claim(self) -> Any | None:
+        """A waiting rank of the application, if there is one that nobody has claimed."""
+        for number in range(_MOST_WAITING if self._application else 0):
+            try:
+                rank = await asyncio.to_thread(ray.get_actor, _waiting_name(self._application, number), _NAMESPACE)
+            except ValueError:
+                continue
+            try:
+                async with asyncio.timeout(_CLAIM_SECONDS):
+                    if await asyncio.wrap_future(rank.claim.remote(os.getpid()).future()):
+                        return rank
+            except RayError as error:  # it has just ended
+                logger.info("a waiting rank does not answer: %r", error)
+            except TimeoutError:
+                logger.warning("a waiting rank does not answer within %g s", _CLAIM_SECONDS)
+                ray.kill(rank)
+        return None
 
-    def take(self, early: Any | None = None) -> list[Any]:
+    def take(self, waiting: Any | None = None) -> list[Any]:
         """Actors of all ranks: the standby ones if there are any, else new ones. Raises `TargetUnavailable`.
 
-        `early` takes the place of rank 0.
+        `waiting` takes the place of rank 0.
         """
         standby, self._standby = self._standby, []
         if standby:
             logger.info("the ranks start in %d standby processes", len(standby))
             return standby
         group = _placement_group()
-        kept = [] if early is None else [early]
+        kept = [] if waiting is None else [waiting]
         return kept + [
             self._place(group, rank, group.bundle_specs[rank + 1]) for rank in range(len(kept), len(self._kinds))
         ]
@@ -165,25 +174,67 @@ def _options(claims: Mapping[str, float], environment: Mapping[str, str]) -> dic
     }
 
 
-def start_early(kind: type, application: str, environment: Mapping[str, str]) -> Any:
-    """Start the first rank of an application that will be deployed on this machine, and let it load its libraries.
+class WaitingRank:
+    """A first rank of an application on this machine, started before it is needed.
 
-    The first replica that starts claims it (`RankPlacement.claim_early`). Keep the returned handle as long as the
-    application runs: the rank ends with it. `kind` is the class of rank 0.
-
-    Returns `None` if an earlier one has not ended yet.
+    The next replica that starts its ranks claims it (`RankPlacement.claim`), and it ends with that replica, or with the
+    process that made this object. `kind` is the class of rank 0.
     """
-    options = {"name": _early_name(application), "namespace": _NAMESPACE, **_options({}, environment)}
-    try:
-        rank: Any = ray.remote(kind).options(**options).remote()
-    except ValueError:  # the rank of an application with this name, which was stopped, has not ended yet
+
+    def __init__(self, kind: type, application: str, environment: Mapping[str, str]) -> None:
+        self._kind = kind
+        self._application = application
+        self._environment = dict(environment)
+        self._ranks: dict[int, Any] = {}  # Ray ends an actor when the last handle of its maker is gone
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, *, again: bool) -> None:
+        """Start it for the application that is about to be deployed. With `again`, one follows each that is claimed."""
+        waiting = self._begin(is_packed=True, is_early=True)
+        if again:
+            self._thread = threading.Thread(target=self._follow, args=(waiting,), name="waiting-rank", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Start none any more. Ranks that were started stay as long as this object."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _follow(self, waiting: Any | None) -> None:
+        is_packed = True
+        while not self._stopping.is_set():
+            is_packed = self._until_started(waiting, is_packed=is_packed)
+            if not self._stopping.wait(_SETTLE_SECONDS):
+                waiting = self._begin(is_packed=is_packed, is_early=False)
+
+    def _until_started(self, rank: Any | None, *, is_packed: bool) -> bool:
+        """Wait until a claimed rank serves or has ended. Returns whether it read packed weights, if it says so."""
+        started = [] if rank is None else [rank.until_started.remote()]
+        while started and not self._stopping.is_set():
+            ended, started = ray.wait(started, timeout=_LOOK_SECONDS)
+            for one in ended:
+                with suppress(RayError):
+                    is_packed = bool(ray.get(one))
+        return is_packed
+
+    def _begin(self, *, is_packed: bool, is_early: bool) -> Any | None:
+        """Start one and let it load its libraries. Returns `None` if too many of them run."""
+        options = {"namespace": _NAMESPACE, **_options({}, self._environment)}
+        for number in range(_MOST_WAITING):
+            try:
+                rank = ray.remote(self._kind).options(name=_waiting_name(self._application, number), **options).remote()
+            except ValueError:  # it has been claimed and runs
+                continue
+            rank.prepare.remote(is_packed=is_packed, is_early=is_early)
+            self._ranks[number] = rank
+            return rank
         return None
-    rank.prepare.remote(is_packed=True, is_early=True)
-    return rank
 
 
-def _early_name(application: str) -> str:
-    return f"first-rank-{application}"
+def _waiting_name(application: str, number: int) -> str:
+    return f"first-rank-{application}-{number}"
 
 
 def _placement_group() -> PlacementGroup:

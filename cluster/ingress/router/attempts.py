@@ -11,11 +11,40 @@ FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 
 
+class NewCoordinators:
+    """Ends the pauses of all requests when a coordinator joins the cluster."""
+
+    def __init__(self) -> None:
+        self._known: frozenset[str] = frozenset()
+        self._joined = asyncio.Event()
+        self.waiting = 0
+        """Number of requests that pause."""
+
+    def update(self, coordinators: frozenset[str]) -> None:
+        """Take the ids of all coordinators."""
+        if coordinators - self._known:
+            self._joined.set()
+            self._joined = asyncio.Event()
+        self._known = coordinators
+
+    async def wait(self, seconds: float) -> None:
+        """Return once another coordinator has joined, or after `seconds`."""
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(seconds):
+                await self._joined.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.waiting -= 1
+
+
 class Attempts:
     """The attempts since the last response. Pauses between them double up to a bound."""
 
-    def __init__(self, patience_seconds: float) -> None:
+    def __init__(self, patience_seconds: float, joining: NewCoordinators) -> None:
         self._patience_seconds = patience_seconds
+        self._joining = joining
         self._failures: dict[str, PilotfishError] = {}
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._paused_seconds = 0.0
@@ -41,7 +70,7 @@ class Attempts:
         self._paused_seconds = 0.0
 
     async def pause(self, seconds_left: float, *, has_started: bool) -> None:
-        """Wait until all coordinators may be asked again.
+        """Wait until all coordinators may be asked again, but no longer than until another one joins.
 
         Raises `DeadlineExceeded`. A request that has not started does not wait for a full queue, nor longer than the
         patience: then the reason is raised.
@@ -56,6 +85,6 @@ class Attempts:
                 raise self.latest
         self._failures.clear()
         seconds = min(self._pause_seconds, seconds_left)
-        await asyncio.sleep(seconds)
+        await self._joining.wait(seconds)
         self._paused_seconds += seconds
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
