@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.draft_section import DraftModuleSection, DraftSection
-from cluster.core.drafting import EvidenceNeeds, Tap
+from cluster.core.drafting import EvidenceNeeds
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.model.formats.registry import read_draft
 from workers.model.fused_taps import fused_width
@@ -75,11 +75,6 @@ class TreeSettings(DraftModuleSection):
         if not nodes:
             return TreeForm(self.candidates)
         return TreeForm(1 + max(rank for path in nodes for rank in path), frozenset(nodes))
-
-
-def module_taps(settings: DraftModuleSection) -> tuple[Tap, ...]:
-    """The taps that a module reads, in its own order: those of its settings, else those of its card."""
-    return read_draft(Path(settings.path), settings.taps).taps
 
 
 def needs_of_module(settings: DraftModuleSection) -> EvidenceNeeds:
