@@ -18,19 +18,20 @@ from cluster.generation.text.tokenizer import Parsers, Tokenizer
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.observability.operations import OperationsServicer
-from cluster.wire.connection import Resolve
 from cluster.wire.coordinator_service import CoordinatorServicer
 from cluster.wire.peer_access import OPEN, PeerAccess
-from cluster.wire.server import PublicOptions, WireServer
+from cluster.wire.server import (
+    COORDINATOR_SERVICE,
+    GENERATION_SERVICE,
+    OPERATIONS_SERVICE,
+    PublicOptions,
+    WireServer,
+)
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.tracing import make_tracer, tracer_provider
 from pilotfish.v1 import coordinator_pb2_grpc, generation_pb2_grpc, operations_pb2_grpc
 
 logger = logging.getLogger(__name__)
-
-GENERATION_SERVICE = "pilotfish.v1.GenerationService"
-OPERATIONS_SERVICE = "pilotfish.v1.OperationsService"
-COORDINATOR_SERVICE = "pilotfish.v1.CoordinatorService"
 
 _HEALTH_SECONDS = 0.25
 """How often the readiness of the coordinator is copied to `grpc.health.v1`."""
@@ -166,12 +167,3 @@ class CoordinatorServer:
     async def _set_health(self, serving: bool) -> None:
         for service in (GENERATION_SERVICE, OPERATIONS_SERVICE):
             await self._server.set_serving(service, serving)
-
-
-def fixed_address(address: str) -> Resolve:
-    """A resolver for a server whose address never changes."""
-
-    async def resolve() -> str:
-        return address
-
-    return resolve

@@ -16,7 +16,6 @@ from cluster.wire.status import from_rpc_error
 
 Resolve = Callable[[], Awaitable[str]]
 """Returns the server's current `host:port`. It is called whenever a channel is opened."""
-
 SHORT_CALL_SECONDS = 10.0
 """Timeout of calls that compute nothing, in seconds."""
 _RESOLVE_SECONDS = 10.0
@@ -24,6 +23,15 @@ _LONGEST_CALL_SECONDS = 86_400.0
 """How long the calls on the channel of a lost server may still run, in seconds."""
 _NOT_WRITTEN = "Internal error from Core"
 """What gRPC says of a call that ended while a message of it was sent. It then keeps no status of the server's."""
+
+
+def fixed_address(address: str) -> Resolve:
+    """A resolver for a server whose address never changes."""
+
+    async def resolve() -> str:
+        return address
+
+    return resolve
 
 
 class Connection:

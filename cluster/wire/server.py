@@ -24,6 +24,10 @@ from cluster.wire.tls import server_credentials
 
 logger = logging.getLogger(__name__)
 
+GENERATION_SERVICE = "pilotfish.v1.GenerationService"
+OPERATIONS_SERVICE = "pilotfish.v1.OperationsService"
+COORDINATOR_SERVICE = "pilotfish.v1.CoordinatorService"
+
 _LATE_SECONDS = 10.0
 """Longest time, after its calls were cancelled, that a server may take to stop, in seconds. Then it is left behind."""
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (

@@ -28,7 +28,8 @@ from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PeerAccess, PublicAccess
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import CoordinatorServer, fixed_address
+from cluster.wire.connection import fixed_address
+from deploy.coordinator_server import CoordinatorServer
 from deploy.implied_settings import with_implied_settings
 from deploy.local.local_drafter import LocalDrafter
 from deploy.network.cluster_token import draw_token

@@ -30,7 +30,7 @@ _CALL_SECONDS = 5.0
 _MOST_TIMEOUTS = 4
 """Calls in a row without an answer after which a directory counts as frozen."""
 _FAST_BEAT_SECONDS = 0.2
-"""Time between two calls while something is missing or the member drains, in seconds."""
+"""Time between two calls while something is missing, requests wait or the member drains, in seconds."""
 _DRAIN_POLL_SECONDS = 0.1
 _LATE_SECONDS = 5.0
 """How much longer than the drain itself its caller waits, in seconds."""
@@ -64,7 +64,7 @@ class DirectoryClient:
 
     `describe` returns the member to register, or `None` as long as this process does not serve others. `on_view` is
     called with every view, `on_drain` with the seconds that are left for requests. Heartbeats follow each other quickly
-    until `is_complete` is true for the view, and again while the member drains.
+    while `is_complete` is false for the view, and while the member drains.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.peer_access import PeerAccess
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from deploy.network.exposure import exposure_warning
 from deploy.network.tracing import make_call_tracer, tracer_provider
 from deploy.ray.demo import kill_drafter
@@ -71,7 +71,7 @@ class IngressReplica:
         )
         self._directory = DirectoryClient(
             context.app_name,
-            on_view=lambda _: router.look(),
+            on_view=lambda _: router.note_members(),
             on_drain=lambda _: router.drain(),
             is_complete=lambda view: bool(view.of(MemberRole.TARGET)) and not router.waiting,
         )

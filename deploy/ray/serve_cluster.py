@@ -34,7 +34,7 @@ from deploy.settings import Settings
 from workers.serve.logs import sockets_directory
 from workers.serve.node import free_port, reserved_port
 from workers.serve.rank_actors import FirstRank
-from workers.serve.rank_placement import WaitingRank
+from workers.serve.rank_placement import WaitingRank, waits_again
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +137,8 @@ class ServeCluster:
         from ray import serve
 
         self._report("stopping the running application")
-        self._let_no_rank_wait()
         serve.delete(self.application)
+        self._end_waiting_rank()
         self._is_deployed = False
         self._configuration = configuration.model_copy(update={"server": self._configuration.server})
         with self._kept_port():
@@ -153,7 +153,6 @@ class ServeCluster:
         if not ray.is_initialized():
             return
         self._report("stopping")
-        self._let_no_rank_wait()
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
@@ -167,6 +166,7 @@ class ServeCluster:
             logger.warning("the application did not stop within %g s; its processes end with Ray", _STOP_SECONDS)
         except (RayError, RayServeException) as error:
             logger.warning("the application did not stop: %s", str(error) or type(error).__name__)
+        self._end_waiting_rank()
         ray.shutdown()
 
     def stop_at_once(self) -> None:
@@ -178,6 +178,8 @@ class ServeCluster:
             return
         from ray import serve
 
+        if self._waiting_rank is not None:
+            self._waiting_rank.cancel()
         with suppress(RayError, TimeoutError):
             _in_thread(lambda: drain(self.application, 0.0)).result(_LAST_ERRORS_SECONDS)
             time.sleep(_DELIVERY_SECONDS)
@@ -193,9 +195,10 @@ class ServeCluster:
         """Pass the stages that `start` and `redeploy` reach to `report` from now on."""
         self._report = report
 
-    def _let_no_rank_wait(self) -> None:
-        if self._waiting_rank is not None:
-            self._waiting_rank.stop()
+    def _end_waiting_rank(self) -> None:
+        waiting, self._waiting_rank = self._waiting_rank, None
+        if waiting is not None:
+            waiting.stop()
 
     def _drain(self, seconds: float) -> None:
         try:
@@ -218,9 +221,8 @@ class ServeCluster:
             if self._log is not None and directory is not None:
                 self._log.collect(directory)
         if self._owns_ray and placement.target.device == "cpu":
-            target = configuration.target
             self._waiting_rank = WaitingRank(FirstRank, self.application, placement.target.environment)
-            self._waiting_rank.start(again=target.standby and target.tensor_parallel == 1)
+            self._waiting_rank.start(again=waits_again(configuration.target, placement.target.device))
         server = configuration.server
         # Importing Serve takes a second, in which the processes of Ray start.
         from deploy.ray.application import bind

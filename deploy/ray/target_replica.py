@@ -1,7 +1,7 @@
 """The Serve deployment of a target: the coordinator and the ranks. Ray places and restarts it; gRPC carries every token.
 
 Each deployment has a module of its own, so that a replica that takes the place of a killed one imports no other's
-libraries. This process does not import torch.
+libraries. A replica that serves does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from cluster.wire.address import join_host_port
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import CoordinatorServer, fixed_address
+from cluster.wire.connection import fixed_address
+from deploy.coordinator_server import CoordinatorServer
 from deploy.ray.autoscaling import reported
 from deploy.ray.directory import DirectoryClient, member_id
 from deploy.ray.drafter_follower import DrafterFollower
@@ -28,7 +29,7 @@ from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
 from workers.serve.node import node_address
 from workers.serve.rank_actors import RankActors, rank_kinds
-from workers.serve.rank_placement import RankPlacement
+from workers.serve.rank_placement import RankPlacement, waits_again
 from workers.serve.rank_supervisor import RankSupervisor
 
 
@@ -66,8 +67,8 @@ class TargetReplica:
         placement = RankPlacement(
             kinds,
             environment,
-            standby=target.standby and not (is_local and target.tensor_parallel == 1),
-            application=context.app_name if is_local else "",
+            standby=target.standby and not (is_local and waits_again(target, target.device)),
+            application=context.app_name if is_local and target.device == "cpu" else "",
             spans_nodes=spans_nodes,
         )
         self._ranks = RankSupervisor(lambda: RankActors(configuration, threads, self._host, placement, access))

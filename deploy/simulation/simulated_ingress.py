@@ -61,6 +61,10 @@ class IngressNode:
         message = generation_pb2.AbortRequest.FromString(request)
         return b"1" if await self._router.abort(message.request_id, message.client) else b""
 
+    def note_members(self) -> None:
+        """Let waiting requests go to coordinators that have joined."""
+        self._router.note_members()
+
     async def _generate(self, request: bytes, seconds_left: float) -> AsyncGenerator[bytes, None]:
         message = generation_pb2.GenerateRequest.FromString(request)
         async with aclosing(self._router.generate(message, seconds_left)) as responses:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from cluster.wire.generation_client import GenerationClient
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from pilotfish.v1 import common_pb2, generation_pb2
 
 TIMEOUT_SECONDS = 3600.0

@@ -1,15 +1,18 @@
 """`make interop`: other engines, each in an environment of its own, with what Pilotfish gives them.
 
-    python -m tests.interop [--only speculators,vllm] [--model NAME] [--draft NAME] [--drafted 5] [--max-tokens 96]
+    python -m tests.interop [--only speculators,vllm] [--model NAME] [--draft NAME] [--head DIRECTORY]
+                            [--drafted 5] [--max-tokens 96]
 
 The library `speculators` loads tiny drafts as training stores them (EAGLE-3, DSpark) and computes what Pilotfish
 computes, within 1e-5. vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a
-drafter that is killed halfway. Prints a table of all checks. Exits with 1 if one failed.
+drafter that is killed halfway. With `--head`, an EAGLE-3 head that `pilotfish distill --kind eagle3` has trained drafts
+in vLLM and here, and must bring as many tokens a step here. Prints a table of all checks. Exits with 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -23,7 +26,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from deploy.bench.report.tables import markdown_table
+from deploy.local.local_cluster import LocalCluster
+from deploy.models import resolve_models
 from deploy.network.cluster_token import draw_token
 from deploy.settings import load_settings
 from tests.clients.environments import ROOT, ClientKind, install
@@ -36,6 +43,8 @@ SPECULATORS = ClientKind("speculators", "speculators_drafts.py", uses_project=Tr
 VLLM = ClientKind("vllm", "vllm_door.py", uses_project=True, wheels=("protos", "protos/pilotfish_vllm"), names_all=True)
 LOOPBACK = "127.0.0.1"
 LONGEST_SECONDS = 1200.0
+LEAST_RATIO = 0.97
+"""Fewest tokens a step here ÷ those in vLLM, with the same drafts."""
 PROMPTS = (
     "Name three rivers in France.",
     "Write a short story about a dog.",
@@ -163,7 +172,47 @@ def check_vllm(options: argparse.Namespace) -> list[Check]:
         accepted = f"{found['accepted']} of {found['drafted']} drafted in {found['steps']} steps with a draft"
         rate = 1 + found["accepted"] / max(1, found["steps"])
         rows.append((f"vLLM, {name}: accepted tokens", found["accepted"] > 0, f"{accepted}, {rate:.2f} tokens a step"))
+    if options.head is not None:
+        head = str(options.head.resolve())
+        there = answer(python, token, chosen | {"drafted": options.drafted, "head": head})
+        here = asyncio.run(own_answers(directory, head, options))
+        rows += compared_heads(plain, there, here)
     return rows
+
+
+def compared_heads(plain: dict[str, Any], there: dict[str, Any], here: dict[str, Any]) -> list[Check]:
+    """The checks of a head that drafts in vLLM (`there`) and in Pilotfish (`here`). All have `tokens` by answer."""
+    texts = [one["tokens"] == plain["tokens"] for one in (there, here)]
+    rates = [1 + one["accepted"] / max(1, one["steps"]) for one in (there, here)]
+    ratio, said = rates[1] / rates[0], f"{rates[1]:.3f} tokens a step here, {rates[0]:.3f} in vLLM"
+    return [
+        ("EAGLE-3 head: greedy texts in vLLM and here", all(texts), f"as without drafts: {texts[0]}, {texts[1]}"),
+        ("EAGLE-3 head: tokens a step here ÷ in vLLM", ratio >= LEAST_RATIO, f"{ratio:.3f}: {said}"),
+    ]
+
+
+async def own_answers(model: Path, head: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The answers of Pilotfish with chains of the head, as `answer` tells those of vLLM."""
+    values = [f"target.path={model}", "target.dtype=float32", "target.quantization=none", f"draft.path={head}"]
+    values += [f"draft.max_nodes={options.drafted}", f"draft.max_depth={options.drafted}", "draft.eagle.candidates=1"]
+    values += ["draft.controller=off", "server.http_port=0", "server.grpc_port=0"]
+    settings = load_settings("cpu", values)
+    configuration = resolve_models(settings.configuration, settings.cache_directory, report=lambda _: None).configuration
+    found: dict[str, Any] = {"tokens": [], "accepted": 0, "steps": 0}
+    async with (
+        LocalCluster(configuration, http=True) as cluster,
+        httpx.AsyncClient(base_url=cluster.http_url, timeout=LONGEST_SECONDS) as client,
+    ):
+        for prompt in PROMPTS:
+            body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": options.max_tokens}
+            body |= {"temperature": 0, "return_token_ids": True}
+            response = await client.post("/v1/chat/completions", json=body)
+            response.raise_for_status()
+            (choice,) = response.json()["choices"]
+            found["tokens"].append(choice["token_ids"])
+            found["accepted"] += choice["receipt"]["accepted"]
+            found["steps"] += choice["receipt"]["target_passes"] - 1  # that of the prompt has no draft
+    return found
 
 
 ENGINES = {"speculators": check_speculators, "vllm": check_vllm}
@@ -177,6 +226,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ENGINES), help="names with commas between them")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="the target, as in target.path")
     parser.add_argument("--draft", default="smollm2-135m-draft", help="a draft model for it, as in draft.path")
+    parser.add_argument("--head", type=Path, help="an EAGLE-3 head for it, which drafts in vLLM and here")
     parser.add_argument("--drafted", type=int, default=5, help="tokens of a draft")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv" / "interop")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.request import SamplingParameters
 from cluster.wire.generation_client import GenerationClient
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from tests.chaos.doors import GrpcDoor, HttpDoor
 from tests.chaos.harness import ChaosOptions, workload_of
 from tests.chaos.streams import Streams

@@ -1,4 +1,4 @@
-"""A first rank of `pilotfish serve` waits for the replica that claims it, and ends with that replica."""
+"""A first rank of `pilotfish serve` waits for the replica that claims it, and is killed when that replica has ended."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def placement(application: str = APPLICATION) -> RankPlacement:
     return RankPlacement((FirstRank,), VARIABLES, standby=False, application=application)
 
 
+def newest_name() -> str:
+    names = (one["name"] for one in ray.util.list_named_actors(all_namespaces=True))
+    return max(name for name in names if name.startswith(f"first-rank-{APPLICATION}-"))
+
+
 async def process_of(rank: Any) -> int:
     return (await rank.place.remote()).process_id
 
@@ -78,16 +83,30 @@ async def test_another_rank_waits_once_a_claimed_one_has_ended(
     assert await process_of(second) != process
 
 
-async def test_a_claimed_rank_ends_with_the_process_that_claimed_it(waiting: WaitingRank) -> None:
+async def test_a_frozen_rank_is_killed_when_the_process_that_claimed_it_has_ended(waiting: WaitingRank) -> None:
     waiting.start(again=False)
-    rank = ray.get_actor(f"first-rank-{APPLICATION}-0", NAMESPACE)
+    rank = ray.get_actor(newest_name(), NAMESPACE)
     process = psutil.Process(await process_of(rank))
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
     assert await rank.claim.remote(owner.pid)
+    await rank.until_claimed.remote()
+    await asyncio.sleep(1.0)  # the driver hears of it
+
+    process.suspend()
     owner.kill()
     await owner.wait()
 
     await asyncio.to_thread(process.wait, TIMEOUT_SECONDS)
+
+
+async def test_a_rank_that_nobody_has_claimed_ends_with_the_application(waiting: WaitingRank) -> None:
+    waiting.start(again=True)
+    process = psutil.Process(await process_of(ray.get_actor(newest_name(), NAMESPACE)))
+
+    waiting.stop()
+
+    await asyncio.to_thread(process.wait, TIMEOUT_SECONDS)
+    assert await placement().claim() is None
 
 
 @pytest.mark.usefixtures("local_ray")

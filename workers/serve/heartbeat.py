@@ -1,16 +1,9 @@
-"""Notices that another process is gone or frozen: it is pinged, and an answer that does not come counts as its end.
-
-A process may also end with another one of its machine.
-"""
+"""Notices that another process is gone or frozen: it is pinged, and an answer that does not come counts as its end."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-
-import psutil
 
 PING_SECONDS = 5.0
 """Longest wait for the answer to one ping, in seconds."""
@@ -21,19 +14,6 @@ Several, because the timer of a ping also expires when the process that sends it
 """
 PERIOD_SECONDS = 1.0
 """Pause between an answer and the next ping, in seconds."""
-
-
-_OWNER_SECONDS = 0.5
-"""Pause between two looks at an owner, in seconds."""
-
-
-async def end_with(owner: int) -> None:
-    """End this process at once, without clean-up, after the process `owner` of the same machine has ended."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(owner)
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(_OWNER_SECONDS)
-    os._exit(1)
 
 
 async def until_lost(

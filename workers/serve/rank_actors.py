@@ -26,7 +26,7 @@ from cluster.core.errors import PilotfishError, TargetUnavailable
 from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
-from workers.serve.heartbeat import end_with, until_lost
+from workers.serve.heartbeat import until_lost
 from workers.serve.logs import set_logging
 from workers.serve.node import compute_without_interruption, free_port, node_address, set_threads, use_interface_of
 from workers.serve.rank_placement import RankGroup, RankPlacement, StartedRank
@@ -85,7 +85,8 @@ class FirstRank:
         self._server: WorkerHost | None = None
         self._learner: Learner | None = None
         self._is_stopped = asyncio.Event()
-        self._owner: asyncio.Task[None] | None = None
+        self._owner: int | None = None
+        self._has_owner = asyncio.Event()
         self._has_started = asyncio.Event()
 
     def place(self) -> RankPlace:
@@ -106,13 +107,20 @@ class FirstRank:
         await asyncio.to_thread(_load_libraries, is_packed=is_packed)
 
     async def claim(self, owner: int) -> bool:
-        """Let this rank end with the process `owner` of this node. Returns `False` if another one has claimed it."""
-        is_free = self._owner is None
-        self._owner = self._owner or asyncio.create_task(end_with(owner), name="owner")
-        return is_free
+        """Let this rank belong to the process `owner` of this node. Returns `False` if another one has claimed it."""
+        if self._owner is not None:
+            return False
+        self._owner = owner
+        self._has_owner.set()
+        return True
+
+    async def until_claimed(self) -> tuple[int, int | None]:
+        """Return once a process has claimed this rank: the process ids of this rank and of its owner."""
+        await self._has_owner.wait()
+        return os.getpid(), self._owner
 
     async def until_started(self) -> bool:
-        """Return once `start` has ended: `StartedRank.is_packed`."""
+        """Return once `start` has succeeded: whether packed weights were read."""
         await self._has_started.wait()
         return _is_packed()
 
@@ -255,7 +263,7 @@ class RankActors:
 
     async def start(self) -> str:
         """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
-        self._actors = self._placement.take(await self._placement.claim())
+        self._actors = await self._placement.take()
         first = self._actors[0]
         self._places = [None] * self._size
         host, rendezvous = self._host, free_port(self._host)

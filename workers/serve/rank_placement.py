@@ -8,19 +8,24 @@ the application, so it is there for a replica that takes the place of a killed o
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import TargetUnavailable
 from cluster.core.verification import StepSample
 
@@ -30,12 +35,13 @@ _NAMESPACE = "pilotfish"
 """Ray's namespace of named ranks."""
 _CLAIM_SECONDS = 20.0
 """Longest wait for the answer of a waiting rank, in seconds."""
-_MOST_WAITING = 8
-"""Waiting ranks of an application, the claimed ones included."""
 _SETTLE_SECONDS = 5.0
 """Time after the start of a rank in which no other one begins to wait, in seconds: requests need the cores."""
 _LOOK_SECONDS = 0.2
-"""Time within which a `WaitingRank` stops, in seconds."""
+"""Pause between two looks at the processes that claimed ranks, in seconds."""
+_STOP_SECONDS = 5.0
+_numbers = itertools.count()
+"""Numbers in the names of waiting ranks. No other one of this process has the same."""
 _MOST_CALLS = 4
 """Calls that one rank answers at the same time."""
 
@@ -99,38 +105,36 @@ class RankPlacement:
         self.step_profile: tuple[StepSample, ...] = ()
         """What the first ranks measured as they warmed up. Ranks that start later do not measure it again."""
 
-    async def claim(self) -> Any | None:
-        """A waiting rank of the application, if there is one that nobody has claimed."""
-        for number in range(_MOST_WAITING if self._application else 0):
-            try:
-                rank = await asyncio.to_thread(ray.get_actor, _waiting_name(self._application, number), _NAMESPACE)
-            except ValueError:
-                continue
-            try:
-                async with asyncio.timeout(_CLAIM_SECONDS):
-                    if await asyncio.wrap_future(rank.claim.remote(os.getpid()).future()):
-                        return rank
-            except RayError as error:  # it has just ended
-                logger.info("a waiting rank does not answer: %r", error)
-            except TimeoutError:
-                logger.warning("a waiting rank does not answer within %g s", _CLAIM_SECONDS)
-                ray.kill(rank)
-        return None
-
-    def take(self, waiting: Any | None = None) -> list[Any]:
-        """Actors of all ranks: the standby ones if there are any, else new ones. Raises `TargetUnavailable`.
-
-        `waiting` takes the place of rank 0.
-        """
+    async def take(self) -> list[Any]:
+        """Actors of all ranks: the standby ones if there are any, else new ones. Raises `TargetUnavailable`."""
         standby, self._standby = self._standby, []
         if standby:
             logger.info("the ranks start in %d standby processes", len(standby))
             return standby
         group = _placement_group()
+        waiting = await self.claim()
         kept = [] if waiting is None else [waiting]
         return kept + [
             self._place(group, rank, group.bundle_specs[rank + 1]) for rank in range(len(kept), len(self._kinds))
         ]
+
+    async def claim(self) -> Any | None:
+        """The rank that waits for a replica of the application, unless there is none or another one has claimed it."""
+        if not self._application:
+            return None
+        try:
+            rank = await asyncio.to_thread(_newest, self._application)
+            if rank is None:
+                return None
+            claimed = rank.claim.remote(os.getpid()).future()
+            async with asyncio.timeout(_CLAIM_SECONDS):
+                return rank if await asyncio.wrap_future(claimed) else None
+        except RayError as error:
+            logger.warning("the waiting rank has ended: %r", error)
+        except TimeoutError:
+            logger.warning("the waiting rank does not answer within %g s", _CLAIM_SECONDS)
+            claimed.add_done_callback(lambda late: _kill_unused(rank, late))
+        return None
 
     def prepare(self, *, is_packed: bool) -> None:
         """Start standby actors in the background, if they are wanted and missing.
@@ -175,66 +179,121 @@ def _options(claims: Mapping[str, float], environment: Mapping[str, str]) -> dic
 
 
 class WaitingRank:
-    """A first rank of an application on this machine, started before it is needed.
+    """Keeps a first rank of an application on this machine waiting, its libraries loaded, for any replica.
 
-    The next replica that starts its ranks claims it (`RankPlacement.claim`), and it ends with that replica, or with the
-    process that made this object. `kind` is the class of rank 0.
+    The next replica that starts its ranks claims it (`RankPlacement.claim`). A claimed rank is killed when the process
+    that claimed it has ended. `kind` is the class of rank 0.
     """
 
     def __init__(self, kind: type, application: str, environment: Mapping[str, str]) -> None:
         self._kind = kind
         self._application = application
         self._environment = dict(environment)
-        self._ranks: dict[int, Any] = {}  # Ray ends an actor when the last handle of its maker is gone
+        self._ranks: list[Any] = []  # Ray ends an actor when the last handle of its maker is gone
+        self._claimed: list[tuple[psutil.Process, psutil.Process]] = []  # ranks, each with its owner
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, *, again: bool) -> None:
-        """Start it for the application that is about to be deployed. With `again`, one follows each that is claimed."""
+        """Start one for the application that is about to be deployed. With `again`, one follows each that is claimed."""
         waiting = self._begin(is_packed=True, is_early=True)
-        if again:
-            self._thread = threading.Thread(target=self._follow, args=(waiting,), name="waiting-rank", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._watch, args=(waiting, again), name="waiting-rank", daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Start none any more."""
+        self._stopping.set()
 
     def stop(self) -> None:
-        """Start none any more. Ranks that were started stay as long as this object."""
-        self._stopping.set()
+        """Start none any more, and end all that are left. The application must have ended."""
+        self.cancel()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_STOP_SECONDS)
+        for rank in self._ranks:
+            with suppress(RayError):
+                ray.kill(rank)
+        self._ranks = []
 
-    def _follow(self, waiting: Any | None) -> None:
+    def _watch(self, waiting: Any, again: bool) -> None:  # noqa: FBT001 - an argument of a thread
         is_packed = True
         while not self._stopping.is_set():
-            is_packed = self._until_started(waiting, is_packed=is_packed)
-            if not self._stopping.wait(_SETTLE_SECONDS):
-                waiting = self._begin(is_packed=is_packed, is_early=False)
+            try:
+                is_packed = self._until_started(waiting, is_packed=is_packed)
+                self._pause(_SETTLE_SECONDS if again else None)
+                if not self._stopping.is_set():
+                    waiting = self._begin(is_packed=is_packed, is_early=False)
+            except Exception:
+                logger.exception("no rank waits for a replica")
+                self._stopping.wait(_SETTLE_SECONDS)
 
-    def _until_started(self, rank: Any | None, *, is_packed: bool) -> bool:
-        """Wait until a claimed rank serves or has ended. Returns whether it read packed weights, if it says so."""
-        started = [] if rank is None else [rank.until_started.remote()]
-        while started and not self._stopping.is_set():
-            ended, started = ray.wait(started, timeout=_LOOK_SECONDS)
-            for one in ended:
-                with suppress(RayError):
-                    is_packed = bool(ray.get(one))
+    def _until_started(self, rank: Any, *, is_packed: bool) -> bool:
+        """Wait until a replica has claimed and started the rank, or it has ended. Returns whether it read packed weights."""
+        claimed, started = rank.until_claimed.remote(), rank.until_started.remote()
+        awaited = [claimed, started]
+        while awaited and not self._stopping.is_set():
+            ended, awaited = ray.wait(awaited, timeout=_LOOK_SECONDS)
+            with suppress(RayError, psutil.NoSuchProcess):
+                if claimed in ended:
+                    process, owner = ray.get(claimed)
+                    self._claimed.append((psutil.Process(process), psutil.Process(owner)))
+                if started in ended:
+                    is_packed = bool(ray.get(started))
+            self._end_orphans()
         return is_packed
 
-    def _begin(self, *, is_packed: bool, is_early: bool) -> Any | None:
-        """Start one and let it load its libraries. Returns `None` if too many of them run."""
-        options = {"namespace": _NAMESPACE, **_options({}, self._environment)}
-        for number in range(_MOST_WAITING):
-            try:
-                rank = ray.remote(self._kind).options(name=_waiting_name(self._application, number), **options).remote()
-            except ValueError:  # it has been claimed and runs
-                continue
-            rank.prepare.remote(is_packed=is_packed, is_early=is_early)
-            self._ranks[number] = rank
-            return rank
+    def _pause(self, seconds: float | None) -> None:
+        """Wait for `seconds`, or without an end, until this stops."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while (end is None or time.monotonic() < end) and not self._stopping.wait(_LOOK_SECONDS):
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        for rank, owner in self._claimed:
+            if not _runs(owner):
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
+        self._claimed = [(rank, owner) for rank, owner in self._claimed if _runs(rank)]
+
+    def _begin(self, *, is_packed: bool, is_early: bool) -> Any:
+        """Start one and let it load its libraries."""
+        name = f"{_prefix(self._application)}{next(_numbers)}"
+        options = {"name": name, "namespace": _NAMESPACE, **_options({}, self._environment)}
+        rank = ray.remote(self._kind).options(**options).remote()
+        rank.prepare.remote(is_packed=is_packed, is_early=is_early)
+        self._ranks.append(rank)
+        return rank
+
+
+def waits_again(target: TargetSection, device: str) -> bool:
+    """Whether another rank waits once one is claimed. Then replicas need no standby ranks of their own."""
+    return target.standby and target.tensor_parallel == 1 and device == "cpu"
+
+
+def _prefix(application: str) -> str:
+    return f"first-rank-{application}-"
+
+
+def _newest(application: str) -> Any | None:
+    """The rank of an application that began to wait last. Blocks."""
+    prefix = _prefix(application)
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == _NAMESPACE]
+    numbers = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    try:
+        return ray.get_actor(f"{prefix}{max(int(one) for one in numbers if one.isdigit())}", _NAMESPACE)
+    except ValueError:  # there is none
         return None
 
 
-def _waiting_name(application: str, number: int) -> str:
-    return f"first-rank-{application}-{number}"
+def _kill_unused(rank: Any, claimed: Future[bool]) -> None:
+    """End a rank whose late answer says that it was claimed for a start that did not wait for it."""
+    if not claimed.cancelled() and claimed.exception() is None and claimed.result():
+        ray.kill(rank)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _placement_group() -> PlacementGroup:

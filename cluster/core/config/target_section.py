@@ -102,7 +102,10 @@ class TargetSection(ModelSection, PluginHost):
     step_timeout_seconds: Seconds = 120.0
     """Longest wait for a step, in seconds. Then its sequences are sent again, and a worker that hangs is replaced."""
     standby: bool = False
-    """Whether each rank has a standby process with its libraries, so that a lost target serves sooner. Not for GPUs."""
+    """Whether processes with the ranks' libraries wait, so that a lost target serves sooner. Not for GPUs.
+
+    Each rank has one; where `pilotfish serve` starts Ray and a target has one rank, one waits for all replicas.
+    """
     packed_bytes: Annotated[int, Field(ge=0)] = 4 << 30
     """Most bytes of weights that `compile_directory` keeps as the CPU kernels read them, for quick starts; 0: none."""
     kv: KvSection = KvSection()

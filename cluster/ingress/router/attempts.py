@@ -11,30 +11,30 @@ FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 
 
-class NewCoordinators:
+class Arrivals:
     """Ends the pauses of all requests when a coordinator joins the cluster."""
 
     def __init__(self) -> None:
         self._known: frozenset[str] = frozenset()
-        self._joined = asyncio.Event()
+        self._arrival = asyncio.Event()
         self.waiting = 0
         """Number of requests that pause."""
 
-    def update(self, coordinators: frozenset[str]) -> None:
+    def note(self, coordinators: frozenset[str]) -> None:
         """Take the ids of all coordinators."""
         if coordinators - self._known:
-            self._joined.set()
-            self._joined = asyncio.Event()
+            self._arrival.set()
+            self._arrival = asyncio.Event()
         self._known = coordinators
 
-    async def wait(self, seconds: float) -> None:
-        """Return once another coordinator has joined, or after `seconds`."""
+    async def wait(self, seconds: float) -> bool:
+        """Wait for `seconds`, or until a coordinator joins. Returns whether one did."""
         self.waiting += 1
         try:
             async with asyncio.timeout(seconds):
-                await self._joined.wait()
+                return await self._arrival.wait()
         except TimeoutError:
-            pass
+            return False
         finally:
             self.waiting -= 1
 
@@ -42,9 +42,9 @@ class NewCoordinators:
 class Attempts:
     """The attempts since the last response. Pauses between them double up to a bound."""
 
-    def __init__(self, patience_seconds: float, joining: NewCoordinators) -> None:
+    def __init__(self, patience_seconds: float, arrivals: Arrivals) -> None:
         self._patience_seconds = patience_seconds
-        self._joining = joining
+        self._arrivals = arrivals
         self._failures: dict[str, PilotfishError] = {}
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._paused_seconds = 0.0
@@ -70,7 +70,7 @@ class Attempts:
         self._paused_seconds = 0.0
 
     async def pause(self, seconds_left: float, *, has_started: bool) -> None:
-        """Wait until all coordinators may be asked again, but no longer than until another one joins.
+        """Wait until all coordinators may be asked again, or until another one joins.
 
         Raises `DeadlineExceeded`. A request that has not started does not wait for a full queue, nor longer than the
         patience: then the reason is raised.
@@ -83,8 +83,9 @@ class Attempts:
                     raise error
             if self._paused_seconds >= self._patience_seconds:
                 raise self.latest
-        self._failures.clear()
-        seconds = min(self._pause_seconds, seconds_left)
-        await self._joining.wait(seconds)
-        self._paused_seconds += seconds
-        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+        begun = asyncio.get_running_loop().time()
+        has_joined = await self._arrivals.wait(min(self._pause_seconds, seconds_left))
+        self._paused_seconds += asyncio.get_running_loop().time() - begun
+        if not has_joined:  # else the new one is asked, and not again those that failed
+            self._failures.clear()
+            self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)

@@ -12,7 +12,7 @@ from typing import TypeVar
 from cluster.core.errors import Aborted, DeadlineExceeded, NotReady, Overloaded, PilotfishError
 from cluster.core.ids import scoped_request_id
 from cluster.ingress.client import FullClient
-from cluster.ingress.router.attempts import Attempts, NewCoordinators
+from cluster.ingress.router.attempts import Arrivals, Attempts
 from cluster.ingress.router.choice import CoordinatorView, PrefixMemory, choose, continuing, prefix_hashes
 from cluster.ingress.router.metrics_text import merged
 from cluster.ingress.router.pool import CoordinatorPool, RunningStream
@@ -48,16 +48,16 @@ class Router:
         self._patience_seconds = patience_seconds
         self._shares_between_keys = shares_between_keys
         self._is_draining = False
-        self._joining = NewCoordinators()
+        self._arrivals = Arrivals()
 
     @property
     def waiting(self) -> int:
         """Number of requests that wait for a coordinator."""
-        return self._joining.waiting
+        return self._arrivals.waiting
 
-    def look(self) -> None:
-        """Look for coordinators that joined, so that waiting requests go to them at once."""
-        self._joining.update(frozenset(one.id for one in self._pool.members()))
+    def note_members(self) -> None:
+        """Let waiting requests go to coordinators that have joined. Call it when the members may have changed."""
+        self._arrivals.note(frozenset(one.id for one in self._pool.members()))
 
     def drain(self) -> None:
         """Wait for no coordinator any more, because all drain: a request that one refuses ends with its error."""
@@ -71,7 +71,7 @@ class Router:
         """
         progress = StreamProgress(request)
         hashes = prefix_hashes(request, shares_between_keys=self._shares_between_keys)
-        attempts = Attempts(self._patience_seconds, self._joining)
+        attempts = Attempts(self._patience_seconds, self._arrivals)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:

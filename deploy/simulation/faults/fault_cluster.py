@@ -103,6 +103,8 @@ class FaultCluster:
         """Send heartbeats and expire leases."""
         while True:
             self.directory.beat(self.coordinators)
+            for ingress in self.ingresses:
+                ingress.note_members()
             self.check_bounds()
             await asyncio.sleep(HEARTBEAT_SECONDS)
             for drafter in self.drafters:

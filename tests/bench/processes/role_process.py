@@ -24,7 +24,8 @@ from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import CoordinatorServer, fixed_address
+from cluster.wire.connection import fixed_address
+from deploy.coordinator_server import CoordinatorServer
 from workers.serve.configuration import load_configuration
 
 LOOPBACK = "127.0.0.1"

@@ -22,7 +22,7 @@ from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster

@@ -1,9 +1,9 @@
-"""Answers prompts greedily in vLLM, with or without the drafts of a drafter of Pilotfish. Runs in vLLM's environment.
+"""Answers prompts greedily in vLLM: plain, with drafts of a drafter of Pilotfish, or with an EAGLE-3 head in vLLM itself.
 
     vllm_door.py JSON
 
-The argument has `model`, `prompts`, `max_tokens`, `drafted` (tokens a draft, 0 for none) and `door`, the settings of
-pilotfish-vllm. Prints `begun`, then `half` when the first half of the prompts is answered, then one line of JSON.
+Runs in vLLM's environment. The argument has `model`, `prompts`, `max_tokens`, `drafted` (tokens a draft, 0 for none),
+`head` (directory of the head) and `door`, the settings of pilotfish-vllm, which are read without a head. Prints `begun`, then `half` when the first half of the prompts is answered, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def main() -> None:
 
     chosen: dict[str, Any] = json.loads(sys.argv[1])
     drafts: dict[str, Any] = {}
-    if chosen["drafted"]:
+    if chosen.get("head"):
+        head = {"method": "eagle3", "model": chosen["head"], "num_speculative_tokens": chosen["drafted"]}
+        drafts = {"speculative_config": head}
+    elif chosen["drafted"]:
         drafts = {
             "speculative_config": {
                 "method": "custom_class",

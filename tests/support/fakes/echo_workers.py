@@ -31,7 +31,7 @@ from cluster.wire.connection import Resolve
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from workers.serve.draft_servicer import DraftServicer
 from workers.serve.target_servicer import TargetServicer

@@ -22,7 +22,8 @@ from cluster.ingress.router.router import Router
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.coordinator_service import CoordinatorServicer
 from cluster.wire.server import WireServer
-from deploy.coordinator_server import COORDINATOR_SERVICE, fixed_address
+from cluster.wire.connection import fixed_address
+from cluster.wire.server import COORDINATOR_SERVICE
 from pilotfish.v1 import coordinator_pb2_grpc
 from tests.support.fakes.fake_engine import ScriptedEngine, fake_service, listening
 from tests.support.fakes.http_app import HI, LIMITS

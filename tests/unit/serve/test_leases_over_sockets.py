@@ -20,7 +20,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, VerifyRow
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.support.fakes.echo_workers import draft_row, open_row, until, verify_row
 from tests.support.fakes.fake_cluster import configure, request, tokens_of
@@ -164,7 +164,7 @@ HOLDER = """
 import asyncio, sys
 from cluster.core.verification import StepBatch
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from tests.support.fakes.echo_workers import verify_row
 async def hold():
     target = GrpcTarget(fixed_address(sys.argv[1]), lease_seconds=0.1)

@@ -22,7 +22,7 @@ from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.peer_access import OPEN, TOKEN_KEY, PeerAccess
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from deploy.network.cluster_token import draw_token
 from pilotfish.v1 import (
     coordinator_pb2,

@@ -26,7 +26,7 @@ from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from tests.support.clusters.faulty_link import FaultyLink
 from tests.support.fakes.wire_servers import (
     BATCH,

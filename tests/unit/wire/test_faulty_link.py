@@ -11,7 +11,7 @@ import pytest
 from cluster.core.errors import InvalidRequest, TargetUnavailable
 from cluster.core.verification import StepBatch
 from cluster.wire.target_client import GrpcTarget
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from tests.support.clusters.faulty_link import FaultRates, FaultyLink
 from tests.support.fakes.echo_workers import EchoEngine, open_row, verify_row
 from workers.serve.worker_server import host_target

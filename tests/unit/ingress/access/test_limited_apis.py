@@ -23,7 +23,8 @@ from cluster.ingress.http import create_app
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
 from cluster.wire.server import WireServer
-from deploy.coordinator_server import GENERATION_SERVICE, fixed_address
+from cluster.wire.connection import fixed_address
+from cluster.wire.server import GENERATION_SERVICE
 from pilotfish.v1 import generation_pb2_grpc
 from tests.support.fakes.both_apis import HI, LIMITS, OWN_KEY, Request, serving
 

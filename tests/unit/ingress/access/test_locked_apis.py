@@ -21,7 +21,7 @@ from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from pilotfish.v1 import generation_pb2, operations_pb2
 from tests.support.deadline import deadline
 from tests.support.fakes.both_apis import HI, OWN_KEY, BothApis, Request, Sampling, serving

@@ -17,7 +17,7 @@ from cluster.wire import tls as wire_tls
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
 from cluster.wire.tls import CertificateFiles, client_context
-from deploy.coordinator_server import fixed_address
+from cluster.wire.connection import fixed_address
 from tests.support.certificates import Authority
 from tests.support.fakes.both_apis import HI, BothApis, Request, serving
 
