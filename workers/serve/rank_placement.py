@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -122,19 +121,19 @@ class RankPlacement:
         """The rank that waits for a replica of the application, unless there is none or another one has claimed it."""
         if not self._application:
             return None
-        try:
-            rank = await asyncio.to_thread(_newest, self._application)
-            if rank is None:
-                return None
-            claimed = rank.claim.remote(os.getpid()).future()
-            async with asyncio.timeout(_CLAIM_SECONDS):
-                return rank if await asyncio.wrap_future(claimed) else None
-        except RayError as error:
-            logger.warning("the waiting rank has ended: %r", error)
-        except TimeoutError:
+        rank = await asyncio.to_thread(_newest, self._application)
+        if rank is None:
+            return None
+        claimed = asyncio.wrap_future(rank.claim.remote(os.getpid()).future())
+        if not (await asyncio.wait({claimed}, timeout=_CLAIM_SECONDS))[0]:
             logger.warning("the waiting rank does not answer within %g s", _CLAIM_SECONDS)
             claimed.add_done_callback(lambda late: _kill_unused(rank, late))
-        return None
+            return None
+        try:
+            return rank if claimed.result() else None
+        except RayError as error:
+            logger.warning("the waiting rank has ended: %r", error)
+            return None
 
     def prepare(self, *, is_packed: bool) -> None:
         """Start standby actors in the background, if they are wanted and missing.
@@ -227,7 +226,7 @@ class WaitingRank:
                 self._stopping.wait(_SETTLE_SECONDS)
 
     def _until_started(self, rank: Any, *, is_packed: bool) -> bool:
-        """Wait until a replica has claimed and started the rank, or it has ended. Returns whether it read packed weights."""
+        """Wait until the rank was claimed and serves, or has ended. Returns whether it read packed weights."""
         claimed, started = rank.until_claimed.remote(), rank.until_started.remote()
         awaited = [claimed, started]
         while awaited and not self._stopping.is_set():
@@ -284,7 +283,7 @@ def _newest(application: str) -> Any | None:
         return None
 
 
-def _kill_unused(rank: Any, claimed: Future[bool]) -> None:
+def _kill_unused(rank: Any, claimed: asyncio.Future[bool]) -> None:
     """End a rank whose late answer says that it was claimed for a start that did not wait for it."""
     if not claimed.cancelled() and claimed.exception() is None and claimed.result():
         ray.kill(rank)
