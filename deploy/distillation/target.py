@@ -19,8 +19,8 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from deploy.translation.sources import read_sources
 from pilotfish.v1 import common_pb2, generation_pb2

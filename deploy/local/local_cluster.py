@@ -24,11 +24,11 @@ from cluster.ingress.connections.tls import tls_options
 from cluster.ingress.endpoints.page import Page
 from cluster.ingress.http import create_app
 from cluster.wire.address import http_url, join_host_port, socket_family
+from cluster.wire.connection import fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PeerAccess, PublicAccess
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from deploy.coordinator_server import CoordinatorServer
 from deploy.implied_settings import with_implied_settings
 from deploy.local.local_drafter import LocalDrafter

@@ -30,7 +30,7 @@ from deploy.ray.start_ray import check_ray_authentication
 from deploy.ray.target_replica import TargetReplica
 from deploy.settings import settings_from_arguments
 
-_HEALTH_PERIOD_SECONDS = 1.0
+_HEALTH_PERIOD_SECONDS = 0.5
 _HEALTH_TIMEOUT_SECONDS = 10.0
 """Longest time of a health check. Serve kills and replaces a replica after three failed ones, so a frozen one too."""
 _CLOSING_SECONDS = 15.0

@@ -25,9 +25,9 @@ from cluster.ingress.http import create_app
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
+from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.peer_access import PeerAccess
-from cluster.wire.connection import fixed_address
 from deploy.network.exposure import exposure_warning
 from deploy.network.tracing import make_call_tracer, tracer_provider
 from deploy.ray.demo import kill_drafter

@@ -12,8 +12,7 @@ from cluster.ingress.client import FullClient
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.observability.operations import RoutedOperationsServicer
-from cluster.wire.server import PublicOptions, WireServer
-from cluster.wire.server import GENERATION_SERVICE, OPERATIONS_SERVICE
+from cluster.wire.server import GENERATION_SERVICE, OPERATIONS_SERVICE, PublicOptions, WireServer
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 
 _HEALTH_SECONDS = 0.5

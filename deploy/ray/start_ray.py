@@ -48,6 +48,11 @@ _UNUSED = {
 }
 """Variables that turn off or slow down what Ray reports of itself. Nobody reads it on a single machine, and its
 processes share the cores of the target."""
+_PLACEMENT = {
+    "RAY_gcs_create_placement_group_retry_min_interval_ms": "50",
+    "RAY_gcs_create_placement_group_retry_max_interval_ms": "100",
+}
+"""Variables with which Ray soon tries again to place a replica that must wait until those of a killed one are freed."""
 _TOKEN_SOURCES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -59,7 +64,7 @@ def start_local_ray(resources: Resources) -> None:
     environment turns authentication off.
     """
     set_ray_environment()
-    for variable, value in _UNUSED.items():
+    for variable, value in (_UNUSED | _PLACEMENT).items():
         os.environ.setdefault(variable, value)
     os.environ.setdefault("RAY_worker_oom_score_adjustment", str(OOM_SCORE))
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")

@@ -1,4 +1,4 @@
-"""The Serve deployment of a target: the coordinator and the ranks. Ray places and restarts it; gRPC carries every token.
+"""The Serve deployment of a target: a coordinator and its ranks. Ray restarts it; gRPC carries every token.
 
 Each deployment has a module of its own, so that a replica that takes the place of a killed one imports no other's
 libraries. A replica that serves does not import torch.
@@ -16,10 +16,10 @@ from ray import serve
 from cluster.core.config.target_section import answer_version
 from cluster.core.membership import Member, MemberRole, View
 from cluster.wire.address import join_host_port
+from cluster.wire.connection import fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from deploy.coordinator_server import CoordinatorServer
 from deploy.ray.autoscaling import reported
 from deploy.ray.directory import DirectoryClient, member_id

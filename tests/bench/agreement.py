@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from cluster.core.drafting import DraftBudget, DraftRow
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.connection import fixed_address
+from cluster.wire.drafter_client import GrpcDrafter
 
 ONE = DraftBudget(max_nodes=1, max_depth=1)
 TIMEOUT_SECONDS = 60.0

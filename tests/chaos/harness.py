@@ -20,8 +20,8 @@ from cluster.core.config.base import MIB
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
 from cluster.generation.text.tokenizer import Tokenizer
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from tests.chaos.cluster import ChaosCluster, Slot
 from tests.chaos.doors import Door, GrpcDoor, HttpDoor
 from tests.chaos.faults import Disturber

@@ -15,8 +15,8 @@ import httpx
 import psutil
 
 from cluster.core.errors import PilotfishError
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from tests.chaos.doors import GrpcDoor, HttpDoor
 from tests.chaos.faults import Disturber, Victim
 from tests.chaos.harness import ChaosOptions, configure, prepare, report_of, stream_for

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import NotReady
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.implied_settings import with_implied_settings
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.chaos.cluster import ChaosCluster

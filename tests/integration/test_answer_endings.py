@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from cluster.core.request import SamplingParameters
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.codec.common import encode_sampling
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster

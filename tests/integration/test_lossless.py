@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster

@@ -12,8 +12,8 @@ import pytest
 
 from cluster.core.config.base import MIB
 from cluster.core.config.sections import Configuration
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from tests.soak.watch import read_counts
 from tests.support.clusters.live_cluster import RequestCase

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, MarianTokenizer
 
 from cluster.core.config.sections import Configuration
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from deploy.packaged_drafts import packaged_drafts
 from deploy.settings import load_settings

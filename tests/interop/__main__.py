@@ -197,7 +197,9 @@ async def own_answers(model: Path, head: str, options: argparse.Namespace) -> di
     values += [f"draft.max_nodes={options.drafted}", f"draft.max_depth={options.drafted}", "draft.eagle.candidates=1"]
     values += ["draft.controller=off", "server.http_port=0", "server.grpc_port=0"]
     settings = load_settings("cpu", values)
-    configuration = resolve_models(settings.configuration, settings.cache_directory, report=lambda _: None).configuration
+    configuration = resolve_models(
+        settings.configuration, settings.cache_directory, report=lambda _: None
+    ).configuration
     found: dict[str, Any] = {"tokens": [], "accepted": 0, "steps": 0}
     async with (
         LocalCluster(configuration, http=True) as cluster,

@@ -23,8 +23,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from cluster.core.request import SamplingParameters
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from tests.chaos.doors import GrpcDoor, HttpDoor
 from tests.chaos.harness import ChaosOptions, workload_of
 from tests.chaos.streams import Streams

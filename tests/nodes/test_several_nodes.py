@@ -16,8 +16,8 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from cluster.wire.address import http_url, join_host_port
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from tests.chaos.doors import GrpcDoor, HttpDoor
 from tests.chaos.harness import ChaosOptions, workload_of

@@ -34,7 +34,7 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.fixture
-def waiting(local_ray: None) -> Iterator[WaitingRank]:  # noqa: ARG001 - it runs
+def waiting(local_ray: None) -> Iterator[WaitingRank]:
     rank = WaitingRank(FirstRank, APPLICATION, VARIABLES)
     yield rank
     rank.stop()
@@ -77,7 +77,7 @@ async def test_another_rank_waits_once_a_claimed_one_has_ended(
 
     ray.kill(first)
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while (second := await placement().claim()) is None:
+        while (second := await placement().claim()) is None:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.1)
 
     assert await process_of(second) != process

@@ -21,8 +21,8 @@ from transformers import AutoConfig
 from cluster.core.config.base import MIB
 from cluster.core.config.sections import Configuration
 from cluster.generation.text.tokenizer import Tokenizer
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import load_settings, parse_assignments
 from tests.bench.report import write

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.core.config.sections import Configuration
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import generation_pb2
 from tests.chaos.cluster import ChaosCluster

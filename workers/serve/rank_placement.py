@@ -194,7 +194,7 @@ class WaitingRank:
         self._thread: threading.Thread | None = None
 
     def start(self, *, again: bool) -> None:
-        """Start one for the application that is about to be deployed. With `again`, one follows each that is claimed."""
+        """Start one for the application that is about to be deployed; with `again`, one after each that is claimed."""
         waiting = self._begin(is_packed=True, is_early=True)
         self._thread = threading.Thread(target=self._watch, args=(waiting, again), name="waiting-rank", daemon=True)
         self._thread.start()
@@ -213,7 +213,7 @@ class WaitingRank:
                 ray.kill(rank)
         self._ranks = []
 
-    def _watch(self, waiting: Any, again: bool) -> None:  # noqa: FBT001 - an argument of a thread
+    def _watch(self, waiting: Any, again: bool) -> None:
         is_packed = True
         while not self._stopping.is_set():
             try:

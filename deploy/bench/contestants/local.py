@@ -12,10 +12,10 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.core.config.sections import Configuration
+from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.origin_counts import origins_as_json
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest, RequestOptions
-from cluster.wire.connection import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 

@@ -22,9 +22,9 @@ from typing import Any, Literal
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
+from cluster.wire.connection import fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from deploy.coordinator_server import CoordinatorServer
 from workers.serve.configuration import load_configuration
 

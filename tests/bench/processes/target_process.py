@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from cluster.core.config.sections import Configuration
-from cluster.wire.target_client import GrpcTarget
 from cluster.wire.connection import fixed_address
+from cluster.wire.target_client import GrpcTarget
 from deploy.local.local_cluster import LOOPBACK
 from tests.bench.decoding import Decoding
 from tests.bench.machine import peak_resident_bytes, resident_bytes

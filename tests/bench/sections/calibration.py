@@ -18,9 +18,9 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
+from cluster.wire.connection import fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.simulation.capacity.capacity_run import CapacityRun, simulate_capacity
 from deploy.simulation.capacity.options import CapacityOptions

@@ -15,8 +15,8 @@ from itertools import pairwise
 from cluster.core.config.target_section import TargetSection
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.bench.options import Options
 from tests.bench.report import heading, spread, table, write

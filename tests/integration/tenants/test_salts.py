@@ -12,9 +12,9 @@ from cluster.generation.validate import validate
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.router.choice import prefix_hashes
+from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.connection import fixed_address
 from pilotfish.v1 import generation_pb2
 from tests.support.fakes.both_apis import LIMITS, OWN_KEY, BothApis, Request, serving
 from tests.support.fakes.both_apis import apis as apis

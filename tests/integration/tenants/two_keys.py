@@ -20,9 +20,9 @@ from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.http import create_app
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
+from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.connection import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster

@@ -1,9 +1,10 @@
-"""Answers prompts greedily in vLLM: plain, with drafts of a drafter of Pilotfish, or with an EAGLE-3 head in vLLM itself.
+"""Answers prompts greedily in vLLM: plain, with a drafter of Pilotfish, or with an EAGLE-3 head in vLLM itself.
 
     vllm_door.py JSON
 
 Runs in vLLM's environment. The argument has `model`, `prompts`, `max_tokens`, `drafted` (tokens a draft, 0 for none),
-`head` (directory of the head) and `door`, the settings of pilotfish-vllm, which are read without a head. Prints `begun`, then `half` when the first half of the prompts is answered, then one line of JSON.
+`head` (directory of the head) and `door`, the settings of pilotfish-vllm, which are read without a head. Prints
+`begun`, then `half` when the first half of the prompts is answered, then one line of JSON.
 """
 
 from __future__ import annotations

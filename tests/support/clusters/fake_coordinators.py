@@ -13,8 +13,8 @@ from typing import Any
 from cluster.core.config.sections import Configuration
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
-from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.coordinator_client import CoordinatorClient
 from deploy.coordinator_server import CoordinatorServer
 from tests.support.fakes.fake_cluster import configure
 from tests.support.fakes.fake_drafters import FakeDrafter, RandomDrafter

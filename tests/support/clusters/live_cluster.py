@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.core.request import SamplingParameters
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.models.plain_generation import write_alone
 

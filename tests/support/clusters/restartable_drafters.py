@@ -18,10 +18,10 @@ from cluster.core.kv import KvOccupancy
 from cluster.core.request import SamplingParameters
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 from cluster.wire.codec.common import encode_sampling
+from cluster.wire.connection import fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from deploy.coordinator_server import CoordinatorServer
 from deploy.implied_settings import with_implied_settings
 from pilotfish.v1 import common_pb2, generation_pb2

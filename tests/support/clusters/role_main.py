@@ -31,12 +31,11 @@ from cluster.ingress.http import create_app
 from cluster.ingress.observability.operations import RoutedOperationsServicer
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
+from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
-from cluster.wire.server import WireServer
+from cluster.wire.server import GENERATION_SERVICE, OPERATIONS_SERVICE, WireServer
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
-from cluster.wire.server import GENERATION_SERVICE, OPERATIONS_SERVICE
 from deploy.coordinator_server import CoordinatorServer
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 from workers.draft.registry import create, create_for_worker_rank

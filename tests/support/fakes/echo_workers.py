@@ -27,11 +27,10 @@ from cluster.core.verification import (
 )
 from cluster.wire.codec.draft import decode_proposals, encode_draft_rows
 from cluster.wire.codec.step import decode_step_result, encode_step_batch
-from cluster.wire.connection import Resolve
+from cluster.wire.connection import Resolve, fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 from workers.serve.draft_servicer import DraftServicer
 from workers.serve.target_servicer import TargetServicer

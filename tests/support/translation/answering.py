@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from cluster.core.config.sections import Configuration
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.translation.tiny_marian import FRENCH

@@ -19,11 +19,10 @@ from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.http import create_app
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
+from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.coordinator_service import CoordinatorServicer
-from cluster.wire.server import WireServer
-from cluster.wire.connection import fixed_address
-from cluster.wire.server import COORDINATOR_SERVICE
+from cluster.wire.server import COORDINATOR_SERVICE, WireServer
 from pilotfish.v1 import coordinator_pb2_grpc
 from tests.support.fakes.fake_engine import ScriptedEngine, fake_service, listening
 from tests.support.fakes.http_app import HI, LIMITS

@@ -12,9 +12,9 @@ import pytest
 
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.api_keys import parse_keys
+from cluster.wire.connection import fixed_address
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.server import WireServer
-from cluster.wire.connection import fixed_address
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import generation_pb2_grpc
 from pilotfish_client import (

@@ -18,9 +18,9 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, VerifyRow
+from cluster.wire.connection import fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from pilotfish.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.support.fakes.echo_workers import draft_row, open_row, until, verify_row
 from tests.support.fakes.fake_cluster import configure, request, tokens_of

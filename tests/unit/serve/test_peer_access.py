@@ -17,12 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from cluster.core.errors import DrafterUnavailable, TargetUnavailable
+from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_service import CoordinatorServicer
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.peer_access import OPEN, TOKEN_KEY, PeerAccess
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from deploy.network.cluster_token import draw_token
 from pilotfish.v1 import (
     coordinator_pb2,

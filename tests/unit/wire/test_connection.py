@@ -20,13 +20,12 @@ from cluster.core.errors import (
     TargetUnavailable,
 )
 from cluster.wire.channel import open_channel
-from cluster.wire.connection import Connection, Resolve
+from cluster.wire.connection import Connection, Resolve, fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.server import WireServer
 from cluster.wire.target_client import GrpcTarget
-from cluster.wire.connection import fixed_address
 from tests.support.clusters.faulty_link import FaultyLink
 from tests.support.fakes.wire_servers import (
     BATCH,

@@ -13,11 +13,10 @@ import pytest
 
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
 from cluster.wire import coordinator_client
+from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.coordinator_service import WINDOW, CoordinatorServicer
-from cluster.wire.server import WireServer
-from cluster.wire.connection import fixed_address
-from cluster.wire.server import COORDINATOR_SERVICE
+from cluster.wire.server import COORDINATOR_SERVICE, WireServer
 from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 from tests.support.deadline import deadline
 

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.core.errors import InvalidRequest, TargetUnavailable
 from cluster.core.verification import StepBatch
-from cluster.wire.target_client import GrpcTarget
 from cluster.wire.connection import fixed_address
+from cluster.wire.target_client import GrpcTarget
 from tests.support.clusters.faulty_link import FaultRates, FaultyLink
 from tests.support.fakes.echo_workers import EchoEngine, open_row, verify_row
 from workers.serve.worker_server import host_target

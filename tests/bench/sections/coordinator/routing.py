@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.bench.options import Options

@@ -16,8 +16,8 @@ from transformers import AutoModelForSeq2SeqLM
 from cluster.core.config.sections import Configuration
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.ingress.router.progress import StreamProgress
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.core.config.sections import Configuration
-from cluster.wire.generation_client import GenerationClient
 from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
 from deploy.implied_settings import with_implied_settings
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import load_settings

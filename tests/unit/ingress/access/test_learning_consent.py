@@ -11,9 +11,9 @@ import pytest
 from cluster.core.config.draft_section import LearnsFrom
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
+from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.connection import fixed_address
 from tests.support.fakes.both_apis import HI, OWN_KEY, BothApis, Request, serving
 from tests.support.fakes.fake_engine import MODEL
 

@@ -20,11 +20,10 @@ from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.http import create_app
+from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.server import WireServer
-from cluster.wire.connection import fixed_address
-from cluster.wire.server import GENERATION_SERVICE
+from cluster.wire.server import GENERATION_SERVICE, WireServer
 from pilotfish.v1 import generation_pb2_grpc
 from tests.support.fakes.both_apis import HI, LIMITS, OWN_KEY, Request, serving
 

@@ -19,9 +19,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cluster.core.errors import PermissionDenied, Unauthenticated
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
+from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.connection import fixed_address
 from pilotfish.v1 import generation_pb2, operations_pb2
 from tests.support.deadline import deadline
 from tests.support.fakes.both_apis import HI, OWN_KEY, BothApis, Request, Sampling, serving

@@ -14,10 +14,10 @@ from cluster.core.config.load import load
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError, PilotfishError
 from cluster.wire import tls as wire_tls
+from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
 from cluster.wire.tls import CertificateFiles, client_context
-from cluster.wire.connection import fixed_address
 from tests.support.certificates import Authority
 from tests.support.fakes.both_apis import HI, BothApis, Request, serving
 

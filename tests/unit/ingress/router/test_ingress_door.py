@@ -12,10 +12,9 @@ import pytest
 from cluster.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.observability.operations import RoutedOperationsServicer
-from cluster.wire.generation_client import GenerationClient
-from cluster.wire.server import WireServer
 from cluster.wire.connection import fixed_address
-from cluster.wire.server import GENERATION_SERVICE, OPERATIONS_SERVICE
+from cluster.wire.generation_client import GenerationClient
+from cluster.wire.server import GENERATION_SERVICE, OPERATIONS_SERVICE, WireServer
 from pilotfish.v1 import generation_pb2, generation_pb2_grpc, operations_pb2_grpc
 from tests.support.clusters.fake_coordinators import FakeReplicas, fake_replicas
 from tests.support.clusters.routed_requests import KINDS, answers_of, request_of
