@@ -257,7 +257,7 @@ class WaitingRank:
         """Start one and let it load its libraries."""
         name = f"{_prefix(self._application)}{next(_numbers)}"
         options = {"name": name, "namespace": _NAMESPACE, **_options({}, self._environment)}
-        rank = ray.remote(self._kind).options(**options).remote()
+        rank: Any = ray.remote(self._kind).options(**options).remote()
         rank.prepare.remote(is_packed=is_packed, is_early=is_early)
         self._ranks.append(rank)
         return rank
