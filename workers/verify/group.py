@@ -1,6 +1,6 @@
-"""The process group of a tensor-parallel target, and the commands that its driver rank broadcasts.
+"""The process group of a tensor-parallel target, and the commands that its driver rank gives.
 
-Rank 0 is the driver rank: it serves gRPC. The other ranks are worker ranks. For every call the driver broadcasts one
+Rank 0 is the driver rank: it serves gRPC. The other ranks are worker ranks. For every call the driver sends one
 command, as bytes (a step is its own protobuf message, never a pickle), and all ranks run the same call on their own
 engine. After any failure the ranks may hold different states, so the owner of the group restarts all of them.
 """
@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import IntEnum
 from typing import Any
 
-import torch
 from torch import distributed
 
 from cluster.core.config.target_section import TargetSection
@@ -30,6 +28,7 @@ from cluster.wire.codec.opening import open_rows_from_bytes, open_rows_to_bytes
 from cluster.wire.codec.step import step_batch_from_bytes, step_batch_to_bytes
 from workers.model.devices import choose_device
 from workers.ranks import UNBOUNDED, begin_group
+from workers.verify.commands import connect_commands
 from workers.verify.engine import TargetEngine
 
 logger = logging.getLogger(__name__)
@@ -83,13 +82,6 @@ def leave_group() -> None:
         distributed.destroy_process_group()
 
 
-_FIRST_BYTES = 8192
-"""Size of the broadcast of each command: a header, then the beginning of the payload. Only what does not fit into it
-takes another broadcast; a row of a step has about 60 bytes."""
-_HEADER = struct.Struct("<QQ")
-"""Command, and length of the payload in bytes."""
-
-
 class _Command(IntEnum):
     STEP = 1
     RELEASE = 2
@@ -99,10 +91,15 @@ class _Command(IntEnum):
 
 
 class DriverRank:
-    """The engine of rank 0, which broadcasts every call to the worker ranks before it runs it itself."""
+    """The engine of rank 0, which sends every call to the worker ranks before it runs it itself."""
 
     def __init__(self, engine: TargetEngine, step_timeout_seconds: float) -> None:
-        """`step_timeout_seconds` is what bounds each collective; see `bound_collectives`."""
+        """Connect with the worker ranks, which call `run_worker_rank` meanwhile.
+
+        `step_timeout_seconds` bounds each command, and is what bounds each collective; see `bound_collectives`. Raises
+        `AnotherRankFailed`.
+        """
+        self._commands = connect_commands(step_timeout_seconds)
         self._engine = engine
         self._step_timeout_seconds = step_timeout_seconds
         self._failure: str | None = None
@@ -118,23 +115,23 @@ class DriverRank:
 
     def step(self, batch: StepBatch) -> StepResult:
         """Compute one step on all ranks. Raises `TargetUnavailable` once the group has failed."""
-        self._broadcast(_Command.STEP, step_batch_to_bytes(batch))
+        self._send(_Command.STEP, step_batch_to_bytes(batch))
         with self._failing_together():
             return self._engine.step(batch)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         """Free sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
-        self._broadcast(_Command.RELEASE, json.dumps(list(sequence_ids)).encode())
+        self._send(_Command.RELEASE, json.dumps(list(sequence_ids)).encode())
         return self._engine.release(sequence_ids)
 
     def release_all(self) -> KvOccupancy:
         """Free all sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
-        self._broadcast(_Command.RELEASE_ALL, b"")
+        self._send(_Command.RELEASE_ALL, b"")
         return self._engine.release_all()
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
         """Begin sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
-        self._broadcast(_Command.OPEN, open_rows_to_bytes(rows))
+        self._send(_Command.OPEN, open_rows_to_bytes(rows))
         with self._failing_together():
             return self._engine.open(rows)
 
@@ -142,23 +139,19 @@ class DriverRank:
         """Stop the worker ranks and close this rank's engine; no call can follow. Closing twice is harmless."""
         try:
             if self._failure is None:
-                self._broadcast(_Command.STOP, b"")
+                self._send(_Command.STOP, b"")
                 self._failure = "it is closed"
         except TargetUnavailable:
             pass  # already logged; worker ranks end when their connection closes
         finally:
+            self._commands.close()
             self._engine.close()
 
-    def _broadcast(self, command: _Command, payload: bytes) -> None:
+    def _send(self, command: _Command, payload: bytes) -> None:
         if self._failure is not None:
             raise TargetUnavailable(f"the tensor-parallel group is broken: {self._failure}")
         with self._failing_together():
-            message = bytearray(_HEADER.pack(command, len(payload)) + payload)
-            message.extend(bytes(max(0, _FIRST_BYTES - len(message))))
-            whole = torch.frombuffer(message, dtype=torch.uint8)
-            distributed.broadcast(whole[:_FIRST_BYTES], src=0)
-            if len(message) > _FIRST_BYTES:
-                distributed.broadcast(whole[_FIRST_BYTES:], src=0)
+            self._commands.send(command, payload)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -177,24 +170,24 @@ class DriverRank:
 def run_worker_rank(engine: TargetEngine, step_timeout_seconds: float) -> None:
     """Run the driver rank's commands on this rank's engine until the stop command, then close the engine.
 
-    It waits for each command without a bound. `step_timeout_seconds` is what bounds the collectives of a command; see
-    `bound_collectives`. Raises any error that ends the group, after closing the engine.
+    It connects with the driver rank, then waits for each command without a bound. `step_timeout_seconds` bounds what
+    is left of a command that has begun to come, and is what bounds its collectives; see `bound_collectives`. Raises
+    any error that ends the group, after closing the engine.
     """
-    try:
+    with closing(engine), closing(connect_commands(step_timeout_seconds)) as commands:
         while True:
-            first = _receive_first()
+            beginning = commands.wait()
             with _answered_within(step_timeout_seconds):
-                command, payload = _receive_rest(first)
+                number, payload = commands.receive(beginning)
+                command = _Command(number)
                 if command is _Command.STOP:
                     return
                 _execute(engine, command, payload)
-    finally:
-        engine.close()
 
 
 @contextmanager
 def _answered_within(seconds: float) -> Iterator[None]:
-    """Raise `TargetUnavailable`, which names the setting, for an error of a collective that waited for `seconds`."""
+    """Raise `TargetUnavailable`, which names the setting, for an error of a wait for other ranks of `seconds`."""
     begun = time.monotonic()
     try:
         yield
@@ -204,26 +197,6 @@ def _answered_within(seconds: float) -> Iterator[None]:
         raise TargetUnavailable(
             f"a rank has not answered within target.step_timeout_seconds: {seconds:g}; it hangs or is lost ({error})"
         ) from error
-
-
-def _receive_first() -> torch.Tensor:
-    """The beginning of the next command, however long it takes to come; uint8 `[_FIRST_BYTES]`."""
-    first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
-    options = distributed.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, UNBOUNDED
-    distributed.distributed_c10d._get_default_group().broadcast([first], options).wait()
-    return first
-
-
-def _receive_rest(first: torch.Tensor) -> tuple[_Command, bytes]:
-    message = first.numpy().tobytes()
-    command, length = _HEADER.unpack_from(message)
-    missing = _HEADER.size + length - _FIRST_BYTES
-    if missing > 0:
-        rest = torch.zeros(missing, dtype=torch.uint8)
-        distributed.broadcast(rest, src=0)
-        message += rest.numpy().tobytes()
-    return _Command(command), message[_HEADER.size : _HEADER.size + length]
 
 
 def _execute(engine: TargetEngine, command: _Command, payload: bytes) -> None:

@@ -1,4 +1,7 @@
-"""A rank that hangs ends a step of its group after `target.step_timeout_seconds`; waiting for a step has no bound."""
+"""A rank that hangs ends a step of its group after `target.step_timeout_seconds`; waiting for a step has no bound.
+
+This holds where rank 0's commands go over sockets, and where they are broadcast, as between hosts.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,17 @@ def section(directory: Path) -> TargetSection:
     )
 
 
-def serve_rank(rank: int, directory: Path, port: int, pipe: Connection) -> None:
+def serve_rank(rank: int, directory: Path, port: int, is_apart: bool, pipe: Connection) -> None:
     """Run one rank. Rank 0 executes the calls that the test sends; another one sends the error that ends it."""
     import torch
 
+    from workers.verify import commands
     from workers.verify.build import build_engine
     from workers.verify.group import DriverRank, join_group, run_worker_rank
 
     torch.set_num_threads(1)
+    if is_apart and rank == 1:
+        pytest.MonkeyPatch().setattr(commands, "connect", lambda *_: None)
     target = section(directory)
     join_group(target, rank, "127.0.0.1", port)
     time.sleep(2 * STEP_SECONDS if rank == 1 else 0)  # a rank loads for longer than a step may take
@@ -79,10 +85,12 @@ def pipes() -> list[tuple[Connection, Connection]]:
     return [Pipe() for _ in range(RANKS)]
 
 
-@pytest.fixture
-def group(tmp_path: Path, pipes: list[tuple[Connection, Connection]]) -> Iterator[Group]:
-    directory, port = tiny.save(tmp_path, tiny.llama()), free_port()
-    processes = start_ranks(serve_rank, [(directory, port, theirs) for _, theirs in pipes])
+@pytest.fixture(params=["one host", "several hosts"])
+def group(
+    request: pytest.FixtureRequest, tmp_path: Path, pipes: list[tuple[Connection, Connection]]
+) -> Iterator[Group]:
+    directory, port, is_apart = tiny.save(tmp_path, tiny.llama()), free_port(), request.param == "several hosts"
+    processes = start_ranks(serve_rank, [(directory, port, is_apart, theirs) for _, theirs in pipes])
     assert pipes[0][0].recv() == "ready"
     yield Group(pipes[0][0], processes)
     for process in processes:
