@@ -16,9 +16,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from tests.support.models import drafting_modules, mtp_targets, public_drafts, tiny, tiny_tokenizer
-from tests.support.models.public_drafts import DSPARK, LLAMA, speculators_config
+from tests.support.models.public_drafts import DFLASH, DSPARK, LLAMA, speculators_config
 from workers.draft.registry import METHODS
+from workers.model.draft_shapes import TableShape
+from workers.model.drafting.files import save_drafter
+from workers.model.drafting.table import SuccessorTable
 
 VOCABULARY = 320
 HIDDEN = 48
@@ -80,40 +85,68 @@ def _module(kind: str, *taps: int) -> Callable[[Directories], Mapping[str, Any]]
     return settings
 
 
-def _public_block(directories: Directories) -> Mapping[str, Any]:
-    """Settings of a public checkpoint of DSpark, which reads the embedding and the layers of a small target."""
-    config = DSPARK | {"vocab_size": VOCABULARY, "num_target_layers": None, "target_layer_ids": [-1, 0, 1]}
+_SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_target_layers": None, "target_layer_ids": [-1, 0, 1]}
+"""Keys of a public block drafter that reads the embedding and the layers of a small target."""
+
+
+def _dspark(directories: Directories) -> Mapping[str, Any]:
+    """Settings of a public checkpoint of DSpark."""
+    config = DSPARK | _SMALL | {"markov_head_type": "gated"}
     tensors = public_drafts.spark("gated", size=VOCABULARY)
-    directory = directories.others / "dspark"
-    return {"path": str(public_drafts.write(directory, config | {"markov_head_type": "gated"}, tensors))}
+    return {"path": str(public_drafts.write(directories.others / "dspark", config, tensors))}
 
 
-def _parallel_head(directories: Directories) -> Mapping[str, Any]:
-    """Settings of a P-EAGLE head that reads the embedding and the layers of a small target."""
-    body = LLAMA | {"vocab_size": VOCABULARY}
-    config = speculators_config(
-        speculators_model_type="peagle",
-        mask_token_id=VOCABULARY - 1,
-        transformer_layer_config=body,
-        draft_vocab_size=VOCABULARY,
-        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
-    )
-    own = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
-    tensors = {name: value for name, value in public_drafts.peagle(layers=1).items() if name not in own}
-    return {"path": str(public_drafts.write(directories.others / "peagle", config, tensors))}
+def _dflash(directories: Directories) -> Mapping[str, Any]:
+    """Settings of a public checkpoint of DFlash."""
+    config = DFLASH | _SMALL | {"dflash_config": {"mask_token_id": VOCABULARY - 1}}
+    return {"path": str(public_drafts.write(directories.others / "dflash", config, public_drafts.block()))}
+
+
+def _public_head(kind: str, **keys: Any) -> Callable[[Directories], Mapping[str, Any]]:
+    """Settings of a head of the library `speculators` that reads the embedding and the layers of a small target."""
+
+    def settings(directories: Directories) -> Mapping[str, Any]:
+        config = speculators_config(
+            speculators_model_type=kind,
+            transformer_layer_config=LLAMA | {"vocab_size": VOCABULARY},
+            draft_vocab_size=VOCABULARY,
+            eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+            **keys,
+        )
+        own = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
+        drawn = public_drafts.peagle(layers=1) if kind == "peagle" else public_drafts.eagle3("layers.0.")
+        tensors = {name: value for name, value in drawn.items() if name not in own}
+        return {"path": str(public_drafts.write(directories.others / kind, config, tensors))}
+
+    return settings
+
+
+def _table(directories: Directories) -> Mapping[str, Any]:
+    """Settings of a table in which a token is followed by itself or by one of the next three."""
+    directory = directories.others / "table"
+    if not directory.exists():
+        directory.mkdir()
+        table = SuccessorTable(TableShape(4), VOCABULARY)
+        table.successors.copy_((torch.arange(VOCABULARY).unsqueeze(1) + torch.arange(4)) % VOCABULARY)
+        card = drafting_modules.card_for(directories.target, "table", (), shape=table.shape)
+        save_drafter(directory, card, table, None, target_directory=directories.target)
+    return {"path": str(directory)}
 
 
 CASES = {
     "block": MethodCase(_module("block", 1, 2)),
-    "block:dspark": MethodCase(_public_block),
+    "block:dflash": MethodCase(_dflash),
+    "block:dspark": MethodCase(_dspark),
     "blockwise": MethodCase(_module("heads", 2)),
     "eagle": MethodCase(_module("eagle", 1, 2)),
-    "eagle:peagle": MethodCase(_parallel_head),
+    "eagle:eagle3": MethodCase(_public_head("eagle3")),
+    "eagle:peagle": MethodCase(_public_head("peagle", mask_token_id=VOCABULARY - 1)),
     "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
     "heads": MethodCase(_module("heads", 2)),
     "model": MethodCase(_draft_model, knows_target=True),
     "model:pard": MethodCase(_parallel_model),
     "none": MethodCase(drafts=False, keeps_sequences=False),
+    "recycling:table": MethodCase(_table),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
 }
 
@@ -140,6 +173,8 @@ def example_method() -> Iterator[None]:
             del METHODS._plugins[name]
 
 
+CHECKPOINTS = ("block:dflash", "eagle:eagle3", "recycling:table")
+"""Methods with weights of other kinds, which tests of public drafts and of recycling run on one rank."""
 COMBINATIONS = (
     "ngram+prediction",
     "model+suffix+prediction",

@@ -1,6 +1,7 @@
-"""The contract of every drafting method under two tensor-parallel ranks: answers and evidence are those of one rank.
+"""The contract of every drafting method under three tensor-parallel ranks: answers and evidence are those of one rank.
 
-Each rank has half of the vocabulary. A method in a process of its own sees the ranks only through evidence.
+Three ranks divide neither the vocabulary nor the columns of a layer evenly. They have a KV head each, or all the same
+one. A method in a process of its own sees the ranks only through evidence.
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ from tests.support.clusters.restartable_drafters import restartable_cluster
 from tests.support.deadline import deadline
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_group import RankGroup, rank_group
-from tests.support.models import tiny
-from tests.unit.draft.contract.methods import NAMES_AND_PLACES, Directories, cases_of, make_directories, values
+from tests.support.models import mtp_targets, tiny, tiny_tokenizer
+from tests.unit.draft.contract.methods import (
+    CHECKPOINTS,
+    NAMES_AND_PLACES,
+    VOCABULARY,
+    Directories,
+    cases_of,
+    make_directories,
+    places_of,
+    values,
+)
 from tests.unit.draft.contract.test_streams import NEVER_RIGHT, RIGHT, TIMEOUT_SECONDS, USUAL, answer
 from workers.draft.registry import needs_of
 from workers.serve.configuration import load_configuration
@@ -31,19 +41,20 @@ from workers.verify.build import build_engine
 
 pytestmark = pytest.mark.slow
 
-RANKS = 2
+RANKS = 3
 REQUESTS = [*RIGHT, NEVER_RIGHT[0], *USUAL[:2]]
+DRAFTED = [*NAMES_AND_PLACES, *((name, place) for name in CHECKPOINTS for place in places_of(name))]
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    """A target with a KV head for each of two ranks."""
-    return make_directories(tmp_path_factory.mktemp("ranks"), num_key_value_heads=2)
+    """A target with a KV head for each rank."""
+    return make_directories(tmp_path_factory.mktemp("ranks"), num_key_value_heads=RANKS)
 
 
 @pytest.fixture(scope="module")
 def directories_with_one_head(tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    """A target with a single KV head, which both ranks hold."""
+    """A target with a single KV head, which all ranks hold."""
     return make_directories(tmp_path_factory.mktemp("one-head"), num_key_value_heads=1)
 
 
@@ -75,8 +86,8 @@ def plain(directories: Directories) -> list[tuple[int, ...]]:
     return asyncio.run(answer_all(configure("none", "drafter", directories, ranks=1), None))[0]
 
 
-@pytest.mark.parametrize(("name", "place"), NAMES_AND_PLACES)
-async def test_two_ranks_draft_and_answer_as_one_does(
+@pytest.mark.parametrize(("name", "place"), DRAFTED)
+async def test_three_ranks_draft_and_answer_as_one_does(
     name: str, place: str, directories: Directories, group: RankGroup, plain: list[tuple[int, ...]]
 ) -> None:
     cases = cases_of(name)
@@ -89,6 +100,8 @@ async def test_two_ranks_draft_and_answer_as_one_does(
     assert answers == plain
     if any(case.drafts and case.finds_repetitions for case in cases):
         assert all(accepted[: len(RIGHT)])
+    if any(case.knows_target for case in cases):
+        assert all(accepted[-2:])  # greedy and sampled, of texts that repeat nothing
 
 
 @pytest.mark.parametrize("name", ["eagle", "heads", "mtp", "early_exit"])
@@ -97,6 +110,21 @@ async def test_ranks_that_share_a_kv_head_draft_and_answer_as_one_does(
 ) -> None:
     plain, _ = await answer_all(configure("none", "drafter", directories_with_one_head, ranks=1), None)
     answers, accepted = await answer_all(configure(name, "target", directories_with_one_head), group)
+    assert answers == plain
+    assert all(accepted[: len(RIGHT)])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+async def test_ranks_draft_with_the_layer_of_a_family_as_one_does(
+    family: str, group: RankGroup, tmp_path: Path
+) -> None:
+    """Latent attention or grouped queries, and experts: the layer for multi-token prediction of public checkpoints."""
+    target = tiny_tokenizer.byte_level(tmp_path / "target")
+    tiny.save(target, mtp_targets.config(family, VOCABULARY))
+    mtp_targets.add_layer(target)
+    directories = Directories(target, target, tmp_path)
+    plain, _ = await answer_all(configure("none", "drafter", directories, ranks=1), None)
+    answers, accepted = await answer_all(configure("mtp", "target", directories), group)
     assert answers == plain
     assert all(accepted[: len(RIGHT)])
 
@@ -125,13 +153,13 @@ def evidence_of(engine: StepEngine) -> list[Evidence]:
 
 
 @pytest.mark.parametrize("top", [8, 60])
-def test_two_ranks_show_drafters_what_one_shows(top: int, tmp_path: Path, group: RankGroup) -> None:
-    """The most probable tokens of both halves are merged, also where more are wanted than a half has."""
-    directory = tiny.save(tmp_path, tiny.llama(num_key_value_heads=2, vocab_size=95))
+def test_three_ranks_show_drafters_what_one_shows(top: int, tmp_path: Path, group: RankGroup) -> None:
+    """The most probable tokens of all parts are merged, also where more are wanted than a part has."""
+    directory = tiny.save(tmp_path, tiny.llama(num_key_value_heads=RANKS, vocab_size=95))
     target = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
     target |= {"evidence": {"top": top, "decisions": True, "is_sent": True}, "kv": {"pool_bytes": 1 << 20}}
-    one, two = (load_configuration({"target": target | {"tensor_parallel": ranks}}) for ranks in (1, RANKS))
+    one, three = (load_configuration({"target": target | {"tensor_parallel": ranks}}) for ranks in (1, RANKS))
     expected = evidence_of(build_engine(one.target))
     assert {len(best) for evidence in expected for best in evidence.top} == {top}
     assert any(len(evidence.top) > 1 for evidence in expected)  # some tokens of the trees were accepted
-    assert evidence_of(group.form(two)) == expected
+    assert evidence_of(group.form(three)) == expected
