@@ -48,6 +48,11 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return checked(parser.parse_args(arguments), {"depths": (1, 64), "batch_tokens": (1, 1 << 24)})
 
 
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The hidden states that a head reads unless others are chosen, for a target of so many layers."""
+    return tuple(sorted({2, layers // 2, layers - 3}))
+
+
 def shape_of(config: Any, taps: Sequence[int], *, is_normed: bool) -> FeatureShape:
     """A head with one layer of the target's sizes. `config` is a Llama-like configuration of `transformers`."""
     return FeatureShape(
@@ -73,8 +78,7 @@ class Run(SingleProcess):
         vocabulary = frequent_tokens(
             (one.answer for one in texts.train), min(chosen.vocabulary_size, size), stops, size
         )
-        count = int(self.config.num_hidden_layers)
-        taps = self.taps((2, count // 2, count - 3))
+        taps = self.taps(default_taps(int(self.config.num_hidden_layers)))
         states = self._states(self.lengthened(texts.train), taps, (self.peers.rank, self.peers.count))
         measured = {name: self._states(answers, taps) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)

@@ -69,6 +69,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--report-seconds", type=float, default=20.0, help="Seconds between two measures; the best state is kept.")
     add("--file-bytes", type=int, default=15_000_000, help="Most bytes of one file of weights.")
     add("--workers", type=int, default=1, help="Processes that train, each with a GPU or a core; they need --steps.")
+    add("--recompute", action="store_true", help="Compute activations again for the backward pass, to save memory.")
     add("--parts", type=int, default=0, help="Parts of each batch. Unset: one for each process.")
     add("--seed", type=int, default=0)
     add("--notes", type=Path, help="A Markdown file to append to the model card.")
@@ -227,6 +228,7 @@ class SingleProcess(ABC):
             "decay": chosen.decay,
             "learning_rate": chosen.learning_rate,
             "is_bfloat16": self.device.type == "cuda",
+            "recomputes": chosen.recompute,
             "seed": chosen.seed,
             "report_steps": max(1, chosen.steps // _REPORTS) if chosen.steps and self.peers.count > 1 else None,
         }
@@ -272,7 +274,8 @@ class SingleProcess(ABC):
     def card(self, introduction: str, method: str) -> str:
         """The model card: what the draft is, how it was made, the command, and what was told."""
         chosen = self.options
-        words = [f"--{name.replace('_', '-')} {_word(value)}" for name, value in sorted(vars(chosen).items()) if value]
+        given = {f"--{name.replace('_', '-')}": value for name, value in sorted(vars(chosen).items()) if value}
+        words = [name if value is True else f"{name} {_word(value)}" for name, value in given.items()]
         notes = "" if chosen.notes is None else f"\n{chosen.notes.read_text(encoding='utf-8').strip()}\n"
         lines = "\n".join(f"    {line}" for line in self._lines)
         return f"""\

@@ -30,7 +30,7 @@ def distill_in_one_process(job: DistillJob) -> None:
     for name in (*_OF_OTHER_KINDS, *(("vocabulary_size",) if is_block else ())):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
-    words = [*_common(job), *(block_words(given) if is_block else _head_words(job))]
+    words = [*_common(job), *(block_words(given) if is_block else head_words(given))]
     told = job.notices.print
     make = dspark if is_block else eagle3
     texts = execute(make.Run, make.options(words), told)
@@ -55,14 +55,14 @@ def _common(job: DistillJob) -> list[str]:
         seconds = min(seconds, given.minutes * 60 * _WRITING)
         words += ["--minutes", str(given.minutes * _TRAINING)]
     words += ["--write-seconds", str(seconds)] + ([] if given.steps is None else ["--steps", str(given.steps)])
-    words += ["--workers", str(given.workers)]
+    words += ["--workers", str(given.workers)] + (["--recompute"] if given.recompute else [])
     for name, path in (("--evaluate", given.evaluate), ("--notes", given.notes)):
         words += [] if path is None else [name, str(path)]
     return words + ([] if given.device == "auto" else ["--device", given.device])
 
 
-def _head_words(job: DistillJob) -> list[str]:
-    given = job.options
+def head_words(given: DistillOptions) -> list[str]:
+    """The options of an EAGLE-3 head."""
     words = ["--batch-tokens", str(given.batch_tokens), "--depths", str(given.depths or _DEPTHS)]
     return [*words, "--vocabulary-size", str(given.vocabulary_size or _VOCABULARY)]
 

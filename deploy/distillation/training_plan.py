@@ -1,10 +1,10 @@
-"""`pilotfish distill --plan`: what the training of a DSpark drafter takes on 1, 2, 4 and 8 devices."""
+"""`pilotfish distill --plan`: what a training takes on 1, 2, 4 and 8 devices, or on the only one that it can use."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,19 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.core.errors import ConfigurationError
-from deploy.distillation import dspark
-from deploy.distillation.single_process_job import block_words
+from deploy.distillation import dspark, eagle3
+from deploy.distillation.single_process_job import block_words, head_words
 from deploy.terminal import output
-from workers.distill.memory import (
-    BlockBatch,
-    TargetSize,
-    TrainingMemory,
-    block_flops,
-    block_memory,
-    block_size,
-    text_bytes,
-)
-from workers.distill.options import DistillOptions
-from workers.model.public_shapes import MaskedBlockShape
+from workers.distill.dspark.memory import BlockBatch, block_flops, block_memory, block_size
+from workers.distill.dspark.memory import text_bytes as block_text_bytes
+from workers.distill.eagle3.memory import RollOutBatch, head_size, roll_out_flops, roll_out_memory, text_bytes
+from workers.distill.eagle3.training import MULTIPLE
+from workers.distill.memory import HALF, ModuleSize, TargetSize, TrainingMemory
+from workers.distill.modules.memory import ModuleBatch, module_flops, module_memory, module_size
+from workers.distill.modules.module_plan import module_training_plan, wanted_shape, with_defaults
+from workers.distill.options import DSPARK, SINGLE_PROCESS, DistillOptions
+from workers.model.draft_shapes import EagleShape, HeadsShape
+from workers.model.public_shapes import FeatureShape, MaskedBlockShape
 
 RANKS = (1, 2, 4, 8)
 """Numbers of devices that are planned for."""
@@ -35,6 +34,32 @@ _FLOPS_PER_SECOND = 989e12  # NVIDIA's data sheet, H100 SXM, bfloat16 without sp
 _UTILIZATION = 0.4  # an assumption: the share of that peak which a training reaches
 _LINK_BYTES_PER_SECOND = 450e9  # NVIDIA's data sheet: 900 GB/s NVLink in both directions together
 _USABLE = 0.95  # an assumption: the rest is lost to fragments of the allocator and to libraries
+_DIVIDED = (
+    "The target's layers are counted as divided among the devices. `divided`: it fits only\n"
+    "so, and not with --workers, which keeps the whole target on each device."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training whose memory and operations are known."""
+
+    name: str
+    """What is trained, in words."""
+    step: str
+    """What one device computes in a step, in words."""
+    target: TargetSize
+    size: ModuleSize
+    batch: BlockBatch | RollOutBatch | ModuleBatch
+    text_bytes: int
+    """Bytes of a token of the texts on a device; 0: they are on the disk."""
+    memory: Callable[[int, int, bool], TrainingMemory]
+    """Memory for tokens of texts, ranks, and whether activations are computed again."""
+    flops: Callable[[bool], int]
+    """Operations of a step of one device."""
+    note: str = _DIVIDED
+    ranks: tuple[int, ...] = RANKS
+    recomputes: tuple[bool, ...] = (False, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +69,96 @@ class PlannedTraining:
     ranks: int
     recomputes: bool
     memory: TrainingMemory
-    most_text_tokens: int
-    """Tokens of texts that fit one device's memory; below 0, not even the training fits."""
+    free: int
+    """Bytes that are left of a device; below 0, the training does not fit."""
+    undivided: int
+    """Bytes that the whole target takes more than the part of it that is planned for."""
+    most_text_tokens: int | None
+    """Tokens of texts that fit one device's memory; below 0, not even the training fits. `None`: on the disk."""
     tokens_per_second: float
     """Predicted tokens of texts, padding included, that all devices train on in a second."""
 
-    text_tokens: int
-    """Tokens of the texts that one device holds."""
-
     @property
     def fits(self) -> bool:
-        """Whether all texts fit."""
-        return self.most_text_tokens >= self.text_tokens
+        """Whether all fits, with the target's layers divided among the devices."""
+        return self.free >= 0
+
+    @property
+    def fits_whole_target(self) -> bool:
+        """Whether all fits with the whole target on each device, as the command has it."""
+        return self.free >= self.undivided
 
 
-def plan_block(
-    target: TargetSize, shape: MaskedBlockShape, batch: BlockBatch, text_tokens: int, device_bytes: float
-) -> list[PlannedTraining]:
-    """Plan a training on 1, 2, 4 and 8 devices with and without activations that are computed again.
+def plan_block(target: TargetSize, shape: MaskedBlockShape, batch: BlockBatch) -> Training:
+    """The training of a DSpark drafter. `batch` is what one device computes in a step."""
+    return Training(
+        name="A DSpark drafter",
+        step=f"{batch.rows} rows of {batch.length} tokens, {batch.blocks} blocks of {shape.slots} in a row",
+        target=target,
+        size=block_size(shape),
+        batch=batch,
+        text_bytes=block_text_bytes(shape.taps, shape.body.hidden_size),
+        memory=lambda tokens, ranks, again: block_memory(target, shape, batch, tokens, ranks=ranks, recomputes=again),
+        flops=lambda again: block_flops(target, shape, batch, recomputes=again),
+    )
 
-    `batch` is what one device computes in a step; `text_tokens` are those of all devices together.
+
+def plan_roll_outs(target: TargetSize, shape: FeatureShape, batch: RollOutBatch) -> Training:
+    """The training of an EAGLE-3 head. `batch` is what one device computes in a step."""
+    return Training(
+        name="An EAGLE-3 head",
+        step=f"{batch.rows} rows of {batch.length} tokens, roll-outs of {batch.depths} steps",
+        target=target,
+        size=head_size(shape, batch.vocabulary),
+        batch=batch,
+        text_bytes=text_bytes(shape),
+        memory=lambda tokens, ranks, again: roll_out_memory(
+            target, shape, batch, tokens, ranks=ranks, recomputes=again
+        ),
+        flops=lambda again: roll_out_flops(target, shape, batch, recomputes=again),
+    )
+
+
+def plan_module(target: TargetSize, shape: HeadsShape | EagleShape, batch: ModuleBatch, text_tokens: int) -> Training:
+    """The training of heads or of an EAGLE head, on as many tokens of texts. One process trains it on one device."""
+    stored = HALF * batch.taps * target.hidden_size * text_tokens
+    return Training(
+        name="Heads" if isinstance(shape, HeadsShape) else "An EAGLE head",
+        step=f"{batch.rows} rows of {batch.length} tokens, {batch.paths} drafts of {batch.depths} tokens",
+        target=target,
+        size=module_size(target, shape, batch.taps),
+        batch=batch,
+        text_bytes=0,
+        memory=lambda *_: module_memory(target, shape, batch),
+        flops=lambda _: module_flops(target, shape, batch),
+        note=(
+            f"One process trains it. Hidden states of the texts take {stored / 1e9:.1f} GB of the disk.\n"
+            "The whole target is beside the module to compute them, and to measure the module,\n"
+            "then with KV memory that is not counted."
+        ),
+        ranks=(1,),
+        recomputes=(False,),
+    )
+
+
+def plans_of(training: Training, text_tokens: int, device_bytes: float) -> list[PlannedTraining]:
+    """Plan a training on all numbers of devices, with and without activations that are computed again.
+
+    `text_tokens` are those of all devices together.
     """
     found = []
-    each_token = text_bytes(shape.taps, shape.body.hidden_size)
-    for ranks in RANKS:
-        for recomputes in (False, True):
-            own = -(-text_tokens // ranks)
-            memory = block_memory(target, shape, batch, own, ranks=ranks, recomputes=recomputes)
-            free = int(_USABLE * device_bytes) - (memory.peak - memory.texts)
-            seconds = block_flops(target, shape, batch, recomputes=recomputes) / (_UTILIZATION * _FLOPS_PER_SECOND)
+    for ranks in training.ranks:
+        for recomputes in training.recomputes:
+            memory = training.memory(-(-text_tokens // ranks), ranks, recomputes)
+            free = int(_USABLE * device_bytes) - memory.most
+            most = (free + memory.texts) // training.text_bytes if training.text_bytes else None
+            seconds = training.flops(recomputes) / (_UTILIZATION * _FLOPS_PER_SECOND)
             # Parameters are gathered for both passes, and gradients are scattered, all in float32.
-            moved = 3 * 4 * block_size(shape).parameters * (ranks - 1) / ranks
+            moved = 3 * 4 * training.size.parameters * (ranks - 1) / ranks
             seconds += moved / _LINK_BYTES_PER_SECOND
-            rate = ranks * batch.rows * batch.length / seconds
-            found.append(PlannedTraining(ranks, recomputes, memory, free // each_token, rate, own))
+            rate = ranks * training.batch.rows * training.batch.length / seconds
+            undivided = training.target.share(1) - training.target.share(ranks)
+            found.append(PlannedTraining(ranks, recomputes, memory, free, undivided, most, rate))
     return found
 
 
@@ -86,67 +167,101 @@ def print_plan(options: DistillOptions, target: Path) -> None:
     if not (target / "config.json").is_file():
         raise ConfigurationError(f"target.path: {target} is refused; --plan needed a directory with a config.json")
     config = AutoConfig.from_pretrained(target, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise ConfigurationError(f"target.path: {target} is refused; --plan is for decoder-only targets")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    size = TargetSize(sum(one.numel() for one in model.parameters()), config.hidden_size, config.vocab_size)
-    needed = ["--target", str(target), "--prompts", "unused", "--out", "unused"]
-    chosen = dspark.options([*needed, "--max-length", str(options.max_length), *block_words(options)])
-    taps = options.taps or dspark.default_taps(int(config.num_hidden_layers))
-    shape = dspark.block_shape(config, chosen, len(taps))
-    batch = BlockBatch(chosen.batch_rows, options.max_length, chosen.blocks)
-    planned = plan_block(size, shape, batch, options.answer_tokens, options.device_gb * 1e9)
+    text = config.get_text_config()
+    size = TargetSize(sum(one.numel() for one in model.parameters()), text.hidden_size, text.vocab_size)
+    training = _training(options, text, size, target)
+    if options.workers > 1:
+        training = replace(training, ranks=(options.workers,))
+    if options.recompute:
+        training = replace(training, recomputes=(True,))
+    planned = plans_of(training, options.answer_tokens, options.device_gb * 1e9)
     if options.json:
-        output.print_json(json.dumps(description(size, shape, batch, planned)))
+        output.print_json(json.dumps(description(training, planned)))
     else:
-        output.print(plan_table(size, shape, batch, planned, options.device_gb))
+        output.print(plan_table(training, planned, options.device_gb))
 
 
-def description(
-    target: TargetSize, shape: MaskedBlockShape, batch: BlockBatch, planned: Sequence[PlannedTraining]
-) -> dict[str, Any]:
+def _training(options: DistillOptions, config: Any, size: TargetSize, target: Path) -> Training:
+    """The training that the options of the command ask for. Raises `ConfigurationError`."""
+    if options.kind not in SINGLE_PROCESS:
+        return _module_training(options, config, size, target)
+    needed = ["--target", str(target), "--prompts", "unused", "--out", "unused"]
+    needed += ["--max-length", str(options.max_length)]
+    count = int(config.num_hidden_layers)
+    if options.kind == DSPARK:
+        chosen = dspark.options([*needed, *block_words(options)])
+        taps = options.taps or dspark.default_taps(count)
+        blocks = BlockBatch(chosen.batch_rows, options.max_length, chosen.blocks)
+        return plan_block(size, dspark.block_shape(config, chosen, len(taps)), blocks)
+    chosen = eagle3.options([*needed, *head_words(options)])
+    taps = options.taps or eagle3.default_taps(count)
+    shape = eagle3.shape_of(config, taps, is_normed=chosen.tap_norm == "each")
+    rows, length = max(1, chosen.batch_tokens // options.max_length), -(-options.max_length // MULTIPLE) * MULTIPLE
+    vocabulary = min(chosen.vocabulary_size, size.vocabulary)
+    return plan_roll_outs(size, shape, RollOutBatch(rows, length, chosen.depths, vocabulary))
+
+
+def _module_training(options: DistillOptions, config: Any, size: TargetSize, target: Path) -> Training:
+    """The training of a module that one process trains. Raises `ConfigurationError`."""
+    options = with_defaults(replace(options, minutes=None, steps=1), config, target)
+    shape, plan = wanted_shape(options, config, target), module_training_plan(options)
+    if not isinstance(shape, HeadsShape | EagleShape):
+        raise ConfigurationError(f"--plan: refused for kind {options.kind}")
+    rows = max(1, options.batch_tokens // options.max_length)
+    tokens, vocabulary = rows * options.max_length, options.vocabulary_size or size.vocabulary
+    paths, depths = (min(plan.paths, tokens), shape.depths) if isinstance(shape, HeadsShape) else (tokens, plan.depths)
+    batch = ModuleBatch(rows, options.max_length, len(options.taps), paths, depths, vocabulary)
+    return plan_module(size, shape, batch, options.answer_tokens)
+
+
+def description(training: Training, planned: Sequence[PlannedTraining]) -> dict[str, Any]:
     """The plan as JSON values, in bytes."""
     return {
-        "target": asdict(target),
-        "module_parameters": block_size(shape).parameters,
-        "batch": asdict(batch) | {"slots": shape.slots},
+        "target": asdict(training.target),
+        "module_parameters": training.size.parameters,
+        "batch": asdict(training.batch),
         "plans": [
-            asdict(one) | {"held": one.memory.held, "peak": one.memory.peak, "fits": one.fits} for one in planned
+            asdict(one)
+            | {"held": one.memory.held, "peak": one.memory.peak, "most": one.memory.most, "fits": one.fits}
+            | {"fits_whole_target": one.fits_whole_target}
+            for one in planned
         ],
     }
 
 
-def plan_table(
-    target: TargetSize,
-    shape: MaskedBlockShape,
-    batch: BlockBatch,
-    planned: Sequence[PlannedTraining],
-    device_gb: float,
-) -> Table:
+def plan_table(training: Training, planned: Sequence[PlannedTraining], device_gb: float) -> Table:
     """One row per number of devices, with and without activations that are computed again."""
     table = Table(
         title=(
-            f"A DSpark drafter of {block_size(shape).parameters / 1e6:,.0f} M parameters for a target of "
-            f"{target.parameters / 1e9:.1f} B: GB of each device.\nA step of one device: {batch.rows} rows of "
-            f"{batch.length} tokens, {batch.blocks} blocks of {shape.slots} in a row. Tokens/s are predicted for H100."
+            f"{training.name} of {training.size.parameters / 1e6:,.0f} M parameters for a target of "
+            f"{training.target.parameters / 1e9:.1f} B: GB of each device.\nA step of one device: {training.step}.\n"
+            "Tokens/s are predicted for H100."
         ),
+        caption=training.note,
         title_justify="left",
+        caption_justify="left",
         box=SIMPLE,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    headings = ("devices", "re-\ncompute", "target", "module", "texts", "step", "peak", f"fits\n{device_gb:g} GB")
-    for heading in (*headings, "most text\ntokens", "tokens/s"):
+    is_on_disk = not training.text_bytes
+    headings = ("devices", "re-\ncompute", "target", "module", "beside" if is_on_disk else "texts", "step", "most")
+    for heading in (*headings, f"fits\n{device_gb:g} GB", "text\ntokens", "tokens\nper s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in planned:
         memory = one.memory
-        step = memory.peak - memory.held
-        parts = (memory.target, memory.weights + memory.optimizer, memory.texts, step, memory.peak)
+        others = memory.beside if is_on_disk else memory.texts
+        parts = (memory.target, memory.weights + memory.optimizer, others, memory.peak - memory.held, memory.most)
         table.add_row(
             str(one.ranks),
             "yes" if one.recomputes else "no",
             *(f"{part / 1e9:.1f}" for part in parts),
-            "yes" if one.fits else "no",
-            f"{max(0, one.most_text_tokens):,}",
+            "yes" if one.fits_whole_target else "divided" if one.fits else "no",
+            "disk" if one.most_text_tokens is None else f"{max(0, one.most_text_tokens):,}",
             f"{one.tokens_per_second:,.0f}",
         )
     return table

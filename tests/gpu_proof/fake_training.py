@@ -1,6 +1,7 @@
 """A step of a training on the fake device: the trainings' own code, and the most memory that its tensors take.
 
 A rank of several is one too: parameters are sharded by FSDP2, and collectives of a group that is not there do nothing.
+Where a training asks which positions there are, the answer is all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed._tools.fake_collectives  # collectives on fake tensors
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,13 +29,26 @@ from transformers import AutoModelForCausalLM
 
 from deploy.simulation.device.fake_device import DEVICE, fake_device
 from deploy.simulation.device.models import MODELS
+from workers.distill.descent import descend
 from workers.distill.device_training import DeviceTraining
+from workers.distill.dspark.memory import BlockBatch
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import Anchors, BlockPlan, BlockTraining
-from workers.distill.memory import BlockBatch, TargetSize
+from workers.distill.eagle3.head import Eagle3Head
+from workers.distill.eagle3.memory import RollOutBatch, text_bytes
+from workers.distill.eagle3.states import TextBatch
+from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
+from workers.distill.loop import TrainingPlan
+from workers.distill.memory import TargetSize
+from workers.distill.modules.batches import TapBatch
+from workers.distill.modules.learner import ModuleLearner, ModulePlan, TappedModule
+from workers.distill.modules.memory import ALTERNATIVES, ModuleBatch
 from workers.distill.peers import ALONE, Peers
-from workers.model.public_shapes import MaskedBlockShape
+from workers.model.draft_shapes import EagleShape, HeadsShape
+from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.files import make_module
+from workers.model.public_shapes import FeatureShape, MaskedBlockShape
 
 _BACKEND = "pilotfish_nobody"
 """The backend of `torch.distributed` whose collectives do nothing."""
@@ -176,11 +191,49 @@ class _Autocast:
         self._inner.__exit__(*error)
 
 
-class _FakeBlockTraining(BlockTraining):
+class _EveryPosition(TorchFunctionMode):
+    """Inside, every mask is true everywhere, every condition holds, a number is one, and nothing draws.
+
+    Tensors on the device are such only if the host may wait for them; else what asks for their values raises.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        others = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        first, name = (args or (None,))[0], getattr(function, "__name__", "")
+        if not isinstance(first, Tensor) or not (self._waits or first.device.type == "cpu"):
+            return function(*args, **others)
+        if name in ("__bool__", "__float__", "item"):
+            return {"__bool__": True}.get(name, 1.0)
+        if name == "nonzero":
+            places = torch.zeros((first.numel(), first.dim()), dtype=torch.int64, device=first.device)
+            return places.unbind(dim=1) if others.get("as_tuple") else places
+        if name == "__getitem__" and isinstance(mask := args[1], Tensor) and mask.dtype == torch.bool:
+            places = torch.zeros(mask.numel(), dtype=torch.int64, device=mask.device)
+            return first.flatten(0, mask.dim() - 1)[places]
+        return function(*args, **others)
+
+
+class _DropsCasts:
+    """A training whose autocast drops the casts of parameters where it ends."""
+
     casts: _Casts
 
     def _autocast(self) -> Any:
-        return _Autocast(super()._autocast(), self.casts)
+        return _Autocast(super()._autocast(), self.casts)  # type: ignore[misc]
+
+
+class _FakeBlockTraining(_DropsCasts, BlockTraining):
+    pass
+
+
+class _FakeRollOutTraining(_DropsCasts, RollOutTraining):
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,27 +283,111 @@ def run_block_training(
         training.casts = casts
         places = torch.zeros((batch.rows, batch.blocks), dtype=torch.int64, device=device)
         anchors = Anchors(places[:, 0].clone(), places, torch.ones_like(places, dtype=torch.bool))
-        found = _two_steps(training, texts, anchors, counter)
+        found = _two_steps(_stepping(training, texts, lambda: anchors), counter, counts_flops=ranks == 1)
         del rest
         return FakeRun(parameters=parameters, **found)
 
 
-def _two_steps(
-    training: DeviceTraining[Any, Any, Any], texts: Any, batch: Any, counter: MemoryCounter
-) -> dict[str, int]:
-    """What steps after the first one take, which have the optimizers' states; see `FakeRun`."""
+def run_roll_out_training(
+    target: TargetSize,
+    shape: FeatureShape,
+    batch: RollOutBatch,
+    text_tokens: int,
+    *,
+    ranks: int = 1,
+    recomputes: bool = False,
+) -> FakeRun:
+    """Two steps of an EAGLE-3 head's training on one rank, with so many tokens of texts."""
+    casts, waits_not = _Casts(), _EveryPosition(waits=False)
+    with _group(ranks) as peers, fake_device() as device, _gpu_kernels(casts), MemoryCounter() as counter, waits_not:
+        rest, model = _target(target, ranks, device)
+        with torch.device(device):
+            head = Eagle3Head(shape, batch.vocabulary)
+            rows = torch.arange(batch.vocabulary)
+            texts = torch.empty(text_tokens * text_bytes(shape), dtype=torch.uint8)
+        parameters = sum(one.numel() for one in head.parameters())
+        peers.shard(head)
+        plan = RollOutPlan(
+            depths=batch.depths, batch_tokens=batch.rows * batch.length, recomputes=recomputes, steps=2, report_steps=2
+        )
+        training = _FakeRollOutTraining(model, head, rows, plan, peers)
+        training.casts = casts
+
+        def drawn() -> TextBatch:
+            size = (batch.rows, batch.length)
+            lengths = torch.full((batch.rows,), batch.length)
+            with torch.device(device):
+                tokens = torch.zeros(size, dtype=torch.int64)
+                taps, final = (
+                    torch.empty((*size, count * shape.target_hidden_size), dtype=torch.bfloat16)
+                    for count in (shape.taps, 1)
+                )
+            return TextBatch(tokens, lengths, torch.zeros_like(lengths), taps, final)
+
+        found = _two_steps(_stepping(training, texts, drawn), counter, counts_flops=ranks == 1)
+        del rest
+        return FakeRun(parameters=parameters, **found)
+
+
+def run_module_training(target: TargetSize, shape: HeadsShape | EagleShape, batch: ModuleBatch) -> FakeRun:
+    """Two steps of the training of heads or of an EAGLE head, in one process."""
+    casts, waits = _Casts(), _EveryPosition(waits=True)
+    with fake_device() as device, _gpu_kernels(casts), MemoryCounter() as counter, waits:
+        embedding, head = (
+            torch.empty((rows, target.hidden_size), dtype=torch.bfloat16, device=device)
+            for rows in (target.vocabulary, batch.vocabulary)
+        )
+        norm = torch.empty(target.hidden_size, dtype=torch.bfloat16, device=device)
+        ends = TargetEnds(embedding, head, norm, 1e-5, torch.arange(batch.vocabulary)).to(device)
+        with torch.device(device):
+            module = make_module(ends, shape, tuple(range(batch.taps)))
+        plan = ModulePlan(TrainingPlan(steps=2, batch_tokens=batch.rows * batch.length), paths=batch.paths)
+        nothing_stored: Any = None  # batches are made here
+        learner = ModuleLearner(TappedModule(module, ends, nothing_stored), (), plan)
+
+        def drawn() -> TapBatch:
+            size = (batch.rows, batch.length)
+            with torch.device(device):
+                tokens, lengths, first = (torch.zeros(one, dtype=torch.int64) for one in (size, batch.rows, batch.rows))
+                taps = torch.empty((*size, batch.taps * target.hidden_size), dtype=torch.bfloat16)
+                leading = torch.zeros((*size, ALTERNATIVES), dtype=torch.int64)
+                return TapBatch(tokens, lengths, taps, first, leading, torch.zeros(leading.shape))
+
+        def step() -> None:
+            loss, _ = learner.loss_of(drawn(), 0)
+            casts.clear()
+            descend(loss, learner.parameters.values(), learner.optimizers, plan.training.gradient_norm)
+
+        found = _two_steps(step, counter, counts_flops=True)
+        return FakeRun(parameters=sum(one.numel() for one in module.parameters()), **found)
+
+
+def _stepping(training: DeviceTraining[Any, Any, Any], texts: Any, drawn: Callable[[], Any]) -> Callable[[], object]:
+    """A step of a training on a batch that is drawn for it."""
     optimizers = training._optimizers()
-    training._step(texts, batch, optimizers)
+    return lambda: training._step(texts, drawn(), optimizers)
+
+
+def _two_steps(step: Callable[[], object], counter: MemoryCounter, *, counts_flops: bool) -> dict[str, int]:
+    """What steps after the first one take, which have the optimizers' states; see `FakeRun`."""
+    step()
     gc.collect()
     held = counter.peak = counter.bytes
-    training._step(texts, batch, optimizers)
+    step()
     peak = counter.peak
     flops = 0
-    if training._peers.count == 1:
+    if counts_flops:
         with FlopCounterMode(display=False) as counted:
-            training._step(texts, batch, optimizers)
+            step()
         flops = counted.get_total_flops()
     return {"held": held, "peak": peak, "flops": flops}
+
+
+class _Head(SimpleNamespace):
+    """An output head, which multiplies with its `weight`."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden, self.weight)
 
 
 def _target(size: TargetSize, ranks: int, device: torch.device) -> tuple[Tensor, Any]:
@@ -261,7 +398,7 @@ def _target(size: TargetSize, ranks: int, device: torch.device) -> tuple[Tensor,
     rest = torch.empty(size.share(ranks) - 2 * 2 * embedding.numel(), dtype=torch.uint8, device=device)
     found = SimpleNamespace(
         get_input_embeddings=lambda: SimpleNamespace(weight=embedding),
-        get_output_embeddings=lambda: SimpleNamespace(weight=head),
+        get_output_embeddings=lambda: _Head(weight=head),
     )
     return rest, found
 

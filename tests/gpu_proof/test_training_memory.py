@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
-from deploy.distillation import dspark
+from deploy.distillation import dspark, eagle3
 from deploy.simulation.device.models import MODELS
-from tests.gpu_proof.fake_training import run_block_training, target_size
-from workers.distill.memory import BlockBatch, block_flops, block_memory, block_size
+from tests.gpu_proof.fake_training import (
+    FakeRun,
+    run_block_training,
+    run_module_training,
+    run_roll_out_training,
+    target_size,
+)
+from workers.distill.dspark.memory import BlockBatch, block_flops, block_memory, block_size
+from workers.distill.eagle3.memory import RollOutBatch, head_size, roll_out_flops, roll_out_memory
+from workers.distill.memory import TrainingMemory
+from workers.distill.modules.memory import ModuleBatch, module_flops, module_memory, module_size
+from workers.model.draft_shapes import EagleShape, HeadsShape, LayerShape
 from workers.model.public_shapes import MaskedBlockShape
 
 pytestmark = pytest.mark.slow
@@ -27,11 +38,21 @@ def shape_for(name: str) -> MaskedBlockShape:
     return dspark.block_shape(MODELS[name], chosen, 3)
 
 
-@pytest.mark.parametrize(
+def check(planned: TrainingMemory, ran: FakeRun) -> None:
+    """Check that a step took what is planned for it, and fits a GPU."""
+    assert planned.held == pytest.approx(ran.held, rel=1e-3)
+    assert BELOW < planned.peak / ran.peak < ABOVE
+    assert ran.peak < GPU_BYTES
+
+
+CONFIGURATIONS = pytest.mark.parametrize(
     ("name", "ranks", "recomputes"),
     [("Llama-3.1-8B", 1, False), ("Llama-3.1-8B", 1, True), ("Llama-3.3-70B", 8, False)],
     ids=["8B", "8B, recomputed", "70B, one of eight"],
 )
+
+
+@CONFIGURATIONS
 def test_the_predicted_memory_is_what_a_step_takes(name: str, ranks: int, recomputes: bool) -> None:
     """The module, its optimizers, the target's share and 150,000 tokens of texts fit one GPU of 80 GB each."""
     target, shape, batch = target_size(name), shape_for(name), BlockBatch(12, 1536, 224)
@@ -39,9 +60,46 @@ def test_the_predicted_memory_is_what_a_step_takes(name: str, ranks: int, recomp
     ran = run_block_training(target, shape, batch, ROWS, ranks=ranks, recomputes=recomputes)
 
     planned = block_memory(target, shape, batch, ROWS * batch.length, ranks=ranks, recomputes=recomputes)
-    assert planned.held == pytest.approx(ran.held, rel=1e-3)
-    assert BELOW < planned.peak / ran.peak < ABOVE
-    assert ran.peak < GPU_BYTES
+    check(planned, ran)
     assert ran.parameters == block_size(shape).parameters
     if ranks == 1:
         assert block_flops(target, shape, batch, recomputes=recomputes) == pytest.approx(ran.flops, rel=0.03)
+
+
+@CONFIGURATIONS
+def test_an_eagle3_head_takes_what_is_planned(name: str, ranks: int, recomputes: bool) -> None:
+    """The head, its optimizers, the target's share and 150,000 tokens of texts fit one GPU of 80 GB each."""
+    target, tokens = target_size(name), 150_000
+    shape = eagle3.shape_of(MODELS[name], (2, 16, 29), is_normed=True)
+    batch = RollOutBatch(rows=8, length=1024, depths=5, vocabulary=8192)
+
+    ran = run_roll_out_training(target, shape, batch, tokens, ranks=ranks, recomputes=recomputes)
+
+    check(roll_out_memory(target, shape, batch, tokens, ranks=ranks, recomputes=recomputes), ran)
+    assert ran.parameters == head_size(shape, batch.vocabulary).parameters
+    if ranks == 1:
+        assert roll_out_flops(target, shape, batch, recomputes=recomputes) == pytest.approx(ran.flops, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["heads", "plain heads", "eagle"])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.3-70B"])
+def test_a_module_that_one_process_trains_takes_what_is_planned(name: str, kind: str) -> None:
+    """Beside the whole target, which is there between steps, only the one of 8 B fits a GPU of 80 GB."""
+    config, target = MODELS[name], target_size(name)
+    layer = LayerShape(
+        target.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+        config.intermediate_size,
+    )  # fmt: skip
+    shapes = {"heads": HeadsShape(), "plain heads": HeadsShape(4, 0, 0)}
+    shape = shapes.get(kind) or EagleShape(layer)
+    batch = ModuleBatch(rows=8, length=512, taps=1, paths=1024, depths=4, vocabulary=8192)
+    if isinstance(shape, EagleShape):
+        batch = replace(batch, taps=3, paths=8 * 512, depths=3)
+
+    ran = run_module_training(target, shape, batch)
+
+    planned = module_memory(target, shape, batch)
+    check(planned, ran)
+    assert ran.parameters == module_size(target, shape, batch.taps).parameters
+    assert module_flops(target, shape, batch) == pytest.approx(ran.flops, rel=0.03)
+    assert (planned.most < GPU_BYTES) == (name == "Llama-3.1-8B")

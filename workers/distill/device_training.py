@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.learning_rate import learning_rate
+from workers.distill.descent import descend, learning_rate
 from workers.distill.peers import ALONE, Peers
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -182,11 +182,7 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
 
     def _step(self, texts: Texts, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
         loss, reported = self._losses(texts, batch)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._plan.gradient_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        descend(loss, self._module.parameters(), optimizers, self._plan.gradient_norm)
         return reported.detach()
 
     def _state(self, step: int, seconds: float, found: Sequence[Tensor], epoch: int) -> State:

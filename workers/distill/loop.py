@@ -22,9 +22,9 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.budget import StepTimes
 from workers.distill.checkpoints import Progress, load_checkpoint, save_checkpoint
+from workers.distill.descent import descend, learning_rate
 from workers.distill.divergence import divergence_named
 from workers.distill.examples import batches_of_epoch
-from workers.distill.learning_rate import learning_rate
 from workers.distill.options import DistillOptions
 
 Clock = Callable[[], float]
@@ -300,11 +300,7 @@ class TrainingLoop:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(plan.learning_rate, plan.warm_up, done) * group.get("scale", 1.0)
         loss, positions = learner.loss([self._answers[index] for index in indices], number)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(learner.parameters.values(), plan.gradient_norm)
-        for optimizer in learner.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        descend(loss, learner.parameters.values(), learner.optimizers, plan.gradient_norm)
         return loss.detach(), positions
 
     def _done(self, progress: Progress) -> float:

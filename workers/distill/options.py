@@ -16,6 +16,8 @@ SINGLE_PROCESS = ("eagle3", DSPARK)
 
 Their modules are of the kinds `eagle` and `block`.
 """
+PLANNED = (*SINGLE_PROCESS, "eagle", "heads")
+"""The kinds whose memory is known before they are trained."""
 
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
@@ -38,8 +40,8 @@ class DistillOptions:
     out: Annotated[Path, "Directory to write the draft to."] = Path()
     plan: Annotated[
         bool,
-        "Print the memory and the predicted speed of the training of a dspark drafter instead, per number of devices. "
-        "The target's config.json suffices; nothing is started.",
+        "For dspark, eagle3, eagle and heads: print the memory and the predicted speed of the training instead, per "
+        "number of devices. The target's config.json suffices; nothing is started.",
     ] = False
     device_gb: Annotated[float, "For --plan: memory of a device in GB."] = 80.0
     json: Annotated[bool, "For --plan: print JSON."] = False
@@ -129,6 +131,10 @@ class DistillOptions:
         "For dspark and eagle3: processes that train together, each with a GPU or a core, by Ray Train. They need "
         "--steps.",
     ] = 1
+    recompute: Annotated[
+        bool,
+        "For dspark and eagle3: compute activations again for the backward pass. This saves memory and takes time.",
+    ] = False
     seed: Annotated[int, "Seed of all random draws."] = 0
     notes: Annotated[Path | None, "A Markdown file to append to the model card."] = None
 
@@ -151,18 +157,33 @@ class DistillOptions:
             raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigurationError(f"--device: {self.device!r} is refused; it must be auto, cpu or cuda")
+        if self.kind not in SINGLE_PROCESS:
+            self._check_without_peers()
         if self.plan:
-            if self.kind != DSPARK:
-                raise ConfigurationError(f"--plan: refused for kind {self.kind}; it is for kind {DSPARK}")
-            return
-        self._check_run()
+            self._check_plan()
+        else:
+            self._check_run()
+
+    def _check_without_peers(self) -> None:
+        kinds = " or ".join(SINGLE_PROCESS)
+        if self.workers > 1:
+            raise ConfigurationError(f"--workers: {self.workers} is refused for kind {self.kind}; several need {kinds}")
+        if self.recompute:
+            raise ConfigurationError(f"--recompute: refused for kind {self.kind}; it is for kinds {kinds}")
+
+    def _check_plan(self) -> None:
+        if self.kind not in PLANNED:
+            kinds = ", ".join(PLANNED)
+            raise ConfigurationError(f"--plan: refused for kind {self.kind}; it is for the kinds {kinds}")
+        for name, known in (("precision", "bfloat16"), ("optimizer", "muon")):
+            if (value := getattr(self, name)) != known:
+                raise ConfigurationError(f"{_option(name)}: {value} is refused with --plan, which counts {known}")
 
     def _check_run(self) -> None:
         if self.json:
             raise ConfigurationError("--json: refused without --plan")
-        if self.workers > 1 and (self.kind not in SINGLE_PROCESS or self.steps is None):
-            kinds = " or ".join(SINGLE_PROCESS)
-            raise ConfigurationError(f"--workers: {self.workers} is refused; several need --kind {kinds}, and --steps")
+        if self.workers > 1 and self.steps is None:
+            raise ConfigurationError(f"--workers: {self.workers} is refused; several need --steps")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigurationError("--minutes and --steps: needed one of them")
         if self.start is not None and (self.layers or self.student_config is not None):

@@ -222,7 +222,7 @@ def test_what_one_process_trains_is_a_public_checkpoint_that_is_served(
     refused: tuple[str, ...],
 ) -> None:
     module_run.work = tmp_path / "work"
-    more = ("--taps", "0,1,2", "--max-length", "200", "--batch-tokens", "400", "--answer-minutes", "0.5")
+    more = ("--taps", "0,1,2", "--max-length", "200", "--batch-tokens", "400", "--answer-minutes", "0.5", "--recompute")
 
     assert module_run.run(kind, "--steps", "2", "--depths", "3", *more) == 0
 
@@ -234,7 +234,8 @@ def test_what_one_process_trains_is_a_public_checkpoint_that_is_served(
     assert json.loads((directory / "config.json").read_text())["speculators_model_type"] == kind
     assert not (directory / CARD).exists()
     assert "tokens per step on held out, as it is served" in capsys.readouterr().err
-    assert str(module_run.directory) not in (directory / "README.md").read_text()
+    text = (directory / "README.md").read_text()
+    assert str(module_run.directory) not in text and " --recompute --" in text
     monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
     assert module_run.run(kind, "--steps", "1", *refused) == 2
     assert f"{refused[0]}: refused for kind {kind}" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from workers.distill.agreement import agreement, share
 from workers.distill.answers import Answer, Leading
 from workers.distill.chart import loss_curve
 from workers.distill.checkpoints import Progress
+from workers.distill.descent import learning_rate
 from workers.distill.examples import batches_of_epoch, make_batch
-from workers.distill.learning_rate import learning_rate
 from workers.distill.loop import TrainingPlan
 from workers.distill.student import Student, StudentPlan, make_student
 from workers.distill.target_model import load_target

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config
 
 from cluster.core.errors import ConfigurationError
 from deploy.distillation import dspark
-from deploy.distillation.training_plan import description, plan_block, print_plan
+from deploy.distillation.training_plan import description, plan_block, plans_of, print_plan
+from workers.distill.dspark.memory import BlockBatch, block_memory, block_size, text_bytes
 from workers.distill.dspark.module import SparkModule
-from workers.distill.memory import BlockBatch, TargetSize, block_memory, block_size, text_bytes
+from workers.distill.memory import TargetSize
 from workers.distill.options import DistillOptions
 from workers.model.public_shapes import MaskedBlockShape
 
@@ -49,15 +50,16 @@ def test_ranks_share_parameters_and_states_and_recomputing_saves_activations() -
 
 
 def test_a_plan_says_what_fits() -> None:
-    roomy = plan_block(TARGET, shape(), BATCH, 1000, 1e9)
-    tight = plan_block(TARGET, shape(), BATCH, 1000, 1e6)
+    training = plan_block(TARGET, shape(), BATCH)
+    roomy, tight = (plans_of(training, 1000, device_bytes) for device_bytes in (1e9, 1e6))
 
     assert [(one.ranks, one.recomputes) for one in roomy] == [
         (n, again) for n in (1, 2, 4, 8) for again in (False, True)
     ]
     assert all(one.fits for one in roomy) and not any(one.fits for one in tight)
-    first = roomy[0]
-    full = block_memory(TARGET, shape(), BATCH, first.most_text_tokens)
+    most = roomy[0].most_text_tokens
+    assert most is not None
+    full = block_memory(TARGET, shape(), BATCH, most)
     assert full.peak <= 0.95e9 < full.peak + text_bytes(3, 48)
     rates = [one.tokens_per_second for one in roomy[2::2]]
     assert rates == sorted(rates)
@@ -76,15 +78,69 @@ def test_it_is_printed_for_a_directory_with_a_configuration(tmp_path: Path, caps
     assert "GB of each device" in capsys.readouterr().out
 
 
+def test_the_whole_target_on_each_device_is_counted_as_well() -> None:
+    """`--workers` keeps it there: what fits with a part of its layers on each device may not fit so."""
+    large = TargetSize(1_000_000_000, 48, 96)
+
+    found = plans_of(plan_block(large, shape(), BATCH), 1000, 1e9)
+
+    assert [(one.ranks, one.fits, one.fits_whole_target) for one in found[::2]] == [
+        (1, False, False), (2, False, False), (4, True, False), (8, True, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("eagle3", "An EAGLE-3 head"), ("eagle", "An EAGLE head"), ("heads", "Heads")]
+)
+def test_all_kinds_are_planned_for_the_devices_that_they_can_use(
+    kind: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    options = DistillOptions(kind=kind, plan=True, json=True, max_length=64)
+
+    print_plan(options, tmp_path)
+
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [one["ranks"] for one in plans] == ([1, 1, 2, 2, 4, 4, 8, 8] if kind == "eagle3" else [1])
+    assert all(one["most"] >= one["peak"] > one["held"] for one in plans)
+    assert all((one["most_text_tokens"] is None) == (kind != "eagle3") for one in plans)
+    print_plan(replace(options, json=False), tmp_path)
+    table = capsys.readouterr().out
+    assert named in table and ("One process trains it" in table) == (kind != "eagle3")
+
+
+def test_a_number_of_workers_and_recomputing_choose_what_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CONFIG.save_pretrained(tmp_path)
+
+    print_plan(DistillOptions(kind="eagle3", plan=True, json=True, workers=3, recompute=True), tmp_path)
+
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [(one["ranks"], one["recomputes"]) for one in plans] == [(3, True)]
+
+
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--plan: refused for kind layers"):
         DistillOptions(plan=True)
+    for kind in ("eagle", "heads"):
+        with pytest.raises(ConfigurationError, match=f"--workers: 8 is refused for kind {kind}; several need eagle3"):
+            DistillOptions(kind=kind, plan=True, workers=8)
+        with pytest.raises(ConfigurationError, match=f"--recompute: refused for kind {kind}"):
+            DistillOptions(kind=kind, plan=True, recompute=True)
+    with pytest.raises(ConfigurationError, match="--precision: float32 is refused with --plan, which counts bfloat16"):
+        DistillOptions(kind="eagle", plan=True, precision="float32")
+    with pytest.raises(ConfigurationError, match="--optimizer: adamw is refused with --plan, which counts muon"):
+        DistillOptions(kind="heads", plan=True, optimizer="adamw")
     with pytest.raises(ConfigurationError, match="--json: refused without --plan"):
         DistillOptions(prompts=(Path(__file__),), out=tmp_path, steps=1, json=True)
     with pytest.raises(ConfigurationError, match="--out: needed a directory"):
         DistillOptions(prompts=(Path(__file__),), steps=1)
     with pytest.raises(ConfigurationError, match="needed a directory with a config"):
         print_plan(DistillOptions(kind="dspark", plan=True), tmp_path)
-    assert description(TARGET, shape(), BATCH, [])["plans"] == []
+    T5Config(vocab_size=96, d_model=48).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="--plan is for decoder-only targets"):
+        print_plan(DistillOptions(kind="heads", plan=True), tmp_path)
+    assert description(plan_block(TARGET, shape(), BATCH), [])["plans"] == []
     with pytest.raises(ValueError, match="Markov head"):
         block_size(replace(shape(), markov=None))

@@ -16,7 +16,7 @@ from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.states import TextBatch, TextStates, target_probabilities
 from workers.distill.peers import ALONE, Peers
 
-_MULTIPLE = 64
+MULTIPLE = 64
 """Batches on a GPU have lengths that are multiples of this: few shapes, and none that a kernel copies to align it."""
 _NEIGHBOURS = 32
 """Shuffled texts are sorted by length within this many batches. This saves padding and keeps the order random."""
@@ -127,7 +127,7 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
             raise ConfigurationError(
                 f"texts: needed an answer of two tokens within the longest length in each of {parts} parts, found none"
             )
-        multiple = _MULTIPLE if self._device.type == "cuda" else 1
+        multiple = MULTIPLE if self._device.type == "cuda" else 1
         epoch = 0
         while True:
             draw = random.Random(f"{self._plan.seed}:{epoch}")  # noqa: S311 - an order, not a secret

@@ -75,7 +75,7 @@ class ModuleTraining:
         early_stopping: EarlyStopping | None = None,
     ) -> None:
         self._module = tapped.module
-        learner = _ModuleLearner(tapped, held_out, plan)
+        learner = ModuleLearner(tapped, held_out, plan)
         self._loop = TrainingLoop(learner, answers, plan.training, checkpoint, early_stopping=early_stopping)
 
     def run(self, report: Report) -> Progress:
@@ -139,7 +139,9 @@ def over_paths(
     return found
 
 
-class _ModuleLearner:
+class ModuleLearner:
+    """Computes the losses of a module. It is a `Learner`."""
+
     def __init__(self, tapped: TappedModule, held_out: Sequence[Answer], plan: ModulePlan) -> None:
         self._tapped = tapped
         self._held_out = held_out
@@ -149,8 +151,12 @@ class _ModuleLearner:
         self.optimizers: Sequence[torch.optim.Optimizer] = _optimizers(self.parameters, plan)
 
     def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:
+        tapped, longest = self._tapped, self._plan.training.max_length
+        return self.loss_of(tap_batch(answers, tapped.cache, tapped.ends, longest), number)
+
+    def loss_of(self, batch: TapBatch, number: int) -> tuple[Tensor, int]:
+        """The loss of a batch at step `number`, and the number of positions that it covers."""
         plan, training, ends = self._plan, self._plan.training, self._tapped.ends
-        batch = tap_batch(answers, self._tapped.cache, ends, training.max_length)
         generator = torch.Generator().manual_seed(training.seed * 1_000_003 + number)
         with torch.autocast(ends.head.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
             paths = predict(self._tapped.module, ends, batch, plan.paths, generator, plan.depths)

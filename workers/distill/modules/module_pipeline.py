@@ -102,10 +102,12 @@ def _data(job: DistillJob, options: DistillOptions, *, has_encoder: bool) -> tup
     return decoder_rows(data, decoder_start(target)), budget
 
 
-def _load_target(stage: ModuleRun) -> Any:
-    """The target as a module of `transformers`."""
-    load = load_seq2seq_target if is_encoder_decoder(stage.job.target) else load_target
-    return load(stage.job.target, stage.device)
+def _load_target(stage: ModuleRun, dtype: torch.dtype) -> Any:
+    """The target as a module of `transformers`, in the type of the matrix products."""
+    if not is_encoder_decoder(stage.job.target):
+        return load_target(stage.job.target, stage.device, dtype)
+    found: Any = load_seq2seq_target(stage.job.target, stage.device)
+    return found.to(dtype)
 
 
 def _serving(job: DistillJob) -> str:
@@ -129,8 +131,7 @@ def _make(stage: ModuleRun, card: DraftCard) -> _Made:
         stage.job.notices.print(f"{count_successors(table, data.train):,} tokens have successors")
         return _Made(table, None, Trained(card))
     vocabulary = torch.tensor(draft_vocabulary(stage.job, options, data, card.target_vocabulary_size))
-    model = _load_target(stage)
-    model.to(dtype)
+    model = _load_target(stage, dtype)
     notes = ""
     if options.search:
         found = _search(stage, model)

@@ -44,12 +44,14 @@ class DrafterLayer(nn.Module):
         [rows, context, KV heads, head width]; `mask`, bool and broadcast to [rows, tokens, context], is true where a
         token attends to a context position; each token must attend to something.
         """
+        groups = self.shape.heads // self.shape.kv_heads
+        keys, values = (part.transpose(1, 2).to(queries.dtype) for part in (keys, values))
+        if queries.device.type != "cpu":
+            # Each head with keys of its own: with a mask, no fused kernel of CUDA groups queries.
+            keys, values = (part.repeat_interleave(groups, dim=1) for part in (keys, values))
+            groups = 1
         found = nn.functional.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2).to(queries.dtype),
-            values.transpose(1, 2).to(queries.dtype),
-            attn_mask=mask.unsqueeze(1),
-            enable_gqa=self.shape.heads != self.shape.kv_heads,
+            queries.transpose(1, 2), keys, values, attn_mask=mask.unsqueeze(1), enable_gqa=groups > 1
         )
         residual = residual + self.o_proj(found.transpose(1, 2).flatten(-2))
         inner = rms_norm(residual, self.mlp_norm, self.shape.norm_epsilon)

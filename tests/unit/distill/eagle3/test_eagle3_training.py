@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from tests.unit.distill.conftest import LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
+from workers.distill.eagle3.memory import text_bytes
 from workers.distill.eagle3.states import TextStates, lengthened
 from workers.distill.eagle3.texts import WritingPlan, continuations
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
+from workers.distill.memory import HALF
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
@@ -160,6 +162,8 @@ def test_stored_states_are_those_of_the_target(target: PreTrainedModel, answers:
     wanted = torch.cat([found.hidden_states[tap][0] for tap in TAPS], dim=-1)
     torch.testing.assert_close(batch.taps[1], wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(batch.final[1], found.last_hidden_state[0], rtol=1e-4, atol=1e-4)
+    states = texts._taps.numel() + texts._final.numel()
+    assert HALF * states + texts._tokens.nbytes == texts.tokens * text_bytes(shape())
 
 
 def test_a_share_of_texts_gets_others_before_it(answers: tuple[Answer, ...]) -> None:
