@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from cluster.core.ids import SequenceId
 from workers.distill.modules.online import OnlinePlan, ServedText, train_online
 from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
 from workers.draft.registry import create
+from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.heads import MedusaHeads
 from workers.sampling.acceptance import DecidedTree
@@ -30,34 +31,39 @@ from workers.serve.learning.messages import Candidate, Task
 
 _SIGNAL_AFTER_PARENT = 1
 """`PR_SET_PDEATHSIG` of prctl(2)."""
+_STEPS = {"heads": 200, "eagle": 100}
+"""Steps of a training by the kind of the draft. Those of an EAGLE head, with layers and roll-outs, take longer."""
 
 
 def learn(task: Task) -> Candidate:
-    """Train and measure; see `Candidate`. Raises `FloatingPointError` for a training that diverges."""
+    """Train and measure; see `Candidate`."""
     configuration = load_configuration(task.configuration)
     weights = _trained(configuration, task)
+    before, after = (_rounds(configuration, found, task.held_back) for found in (task.weights, weights))
+    tokens = tuple(max(0, len(text.tokens) - text.base_len) for text in task.held_back)
+    return Candidate(weights, before, after, tokens)
+
+
+def _rounds(
+    configuration: Configuration, weights: Mapping[str, Tensor], texts: Sequence[CollectedText]
+) -> tuple[int, ...]:
+    """The steps of each text with these weights, drafted by a method that has drafted nothing before."""
     method = create(configuration.draft, configuration.target)
     if not isinstance(method, LearnsOnline) or method.weights is None:
         raise ConfigurationError(f"draft.learn: the method {configuration.draft.name} does not learn")
-    rounds = []
-    for found in (task.weights, weights):
-        for key in {salt_key(text.start.cache_salt) for text in task.held_back}:
-            method.weights.replace(key, found)
-        rounds.append([rounds_of(method, configuration, text) for text in task.held_back])
-    before, after = rounds
-    tokens = tuple(max(0, len(text.tokens) - text.first - 2) for text in task.held_back)
-    return Candidate(weights, tuple(before), tuple(after), tokens)
+    for key in {salt_key(text.start.cache_salt) for text in texts}:
+        method.weights.replace(key, weights)
+    return tuple(rounds_of(method, configuration, text) for text in texts)
 
 
 def rounds_of(method: LearnsOnline, configuration: Configuration, text: CollectedText) -> int:
     """The steps that the target needs for a text if the method drafts: the verifier's walk, from draft to draft.
 
     The target decides a token by its position alone, so its decisions along a right path are the tokens of the text.
-    The first draft follows the first position whose hidden state is known.
     """
     tokens = text.tokens
     name, draft = SequenceId("text"), configuration.draft
-    synced, length, rounds = 0, text.first + 2, 0
+    synced, length, rounds = 0, text.base_len, 0
     while length < len(tokens):
         shown = max(0, synced - 1 - text.first)
         rows = text.hidden[shown : length - 1 - text.first]
@@ -88,14 +94,14 @@ def _trained(configuration: Configuration, task: Task) -> Mapping[str, Tensor]:
     """The weights after training, rounded to the type that they are stored in."""
     (settings,) = configuration.draft.modules.values()
     target = configuration.target.path
-    loaded = load_drafter(Path(settings.path), Path(target), torch.float32, torch.device("cpu"), "heads")
-    if not isinstance(loaded.module, MedusaHeads):
-        raise ConfigurationError(f"draft.learn: {type(loaded.module).__name__} does not learn")
+    loaded = load_drafter(Path(settings.path), Path(target), torch.float32, torch.device("cpu"), settings.draft_kind)
     module = loaded.module
+    if not isinstance(module, MedusaHeads | EagleHead):
+        raise ConfigurationError(f"draft.learn: {type(module).__name__} does not learn")
     module.load_state_dict(dict(task.weights))
-    texts = [ServedText(text.tokens, text.first, text.hidden) for text in task.training]
+    texts = [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in task.training]
     with torch.enable_grad():
-        train_online(module, loaded.ends, texts, OnlinePlan(seed=task.seed))
+        train_online(module, loaded.ends, texts, OnlinePlan(_STEPS[settings.draft_kind], seed=task.seed))
     return {name: value.bfloat16().float() for name, value in module.state_dict().items()}
 
 

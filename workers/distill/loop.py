@@ -195,7 +195,8 @@ class _Measures:
         self._spent += took
         self._reserve = max(self._reserve, min(took, _MOST_RESERVED * seconds))
         self._longest = took if self._spent == took else max(self._longest, took)
-        self._next = done + max(self._rules.interval, took / max(1e-9, self._rules.cost * seconds))
+        share = self._rules.cost * seconds
+        self._next = done + max(self._rules.interval, took / share if share > 0 else 0.0)
         if found is None:
             return
         self._stale += 1
@@ -213,9 +214,10 @@ class TrainingLoop:
         learner: Learner,
         answers: Sequence[Answer],
         plan: TrainingPlan,
-        checkpoint: Path,
+        checkpoint: Path | None,
         early_stopping: EarlyStopping | None = None,
     ) -> None:
+        """`checkpoint` is the file that keeps the state of the training; `None`: it cannot be continued."""
         # A prompt that fills the whole length leaves no position to train on.
         learnable = [answer for answer in answers if len(answer.prompt) < plan.max_length and answer.answer]
         if not learnable:
@@ -238,9 +240,7 @@ class TrainingLoop:
 
     def _run(self, report: Report, clock: Clock, was_signalled: Callable[[], bool]) -> Progress:
         plan, learner = self._plan, self._learner
-        progress = (
-            load_checkpoint(self._checkpoint, learner.parameters, learner.optimizers, self._fingerprint) or Progress()
-        )
+        progress = self._load() or Progress()
         if progress.served_as != self._early_stopping.identity:
             progress.served, progress.best, progress.served_as = [], {}, self._early_stopping.identity
         begun = clock() - progress.seconds
@@ -316,10 +316,16 @@ class TrainingLoop:
         if found is not None:
             progress.agreements.append((progress.step, progress.seconds, found))
 
+    def _load(self) -> Progress | None:
+        path, learner = self._checkpoint, self._learner
+        if path is None:
+            return None
+        return load_checkpoint(path, learner.parameters, learner.optimizers, self._fingerprint)
+
     def _save(self, progress: Progress) -> None:
-        save_checkpoint(
-            self._checkpoint, self._learner.parameters, self._learner.optimizers, progress, self._fingerprint
-        )
+        path, learner = self._checkpoint, self._learner
+        if path is not None:
+            save_checkpoint(path, learner.parameters, learner.optimizers, progress, self._fingerprint)
 
 
 @contextmanager

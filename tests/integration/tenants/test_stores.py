@@ -25,7 +25,7 @@ from tests.support.translation.tiny_marian import FRENCH, save_translator
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase, make_directories
 from workers.draft.common.learning import salt_key
 from workers.draft.common.modules.context_store import SegmentKeys
-from workers.draft.heads.learned_heads import LearnedHeads
+from workers.draft.common.modules.learned_modules import LearnedModules
 from workers.draft.registry import METHODS
 from workers.kv.sources import source_salt
 from workers.serve.configuration import load_configuration
@@ -138,12 +138,13 @@ async def is_routed_by_the_prompt(clients: TwoKeys) -> bool:
 async def learns_from_the_text(_: TwoKeys) -> bool:
     """Whether weights that one client's texts have taught draft for another client, as they do for the first one."""
     alice, bob = (scoped_salt(name, "", shares_between_keys=False) for name in ("alice", "bob"))
+    all_modules = [one for one in gc.get_objects() if isinstance(one, LearnedModules)]
+    assert all_modules
     found = False
-    for heads in [one for one in gc.get_objects() if isinstance(one, LearnedHeads)]:
-        files = heads.of_salt(alice)
-        heads.replace(salt_key(alice), heads.of(""))
-        assert heads.of_salt(alice) is not files
-        found = found or heads.of_salt(bob) is not files
+    for modules in all_modules:
+        modules.replace(salt_key(alice), modules.of(""))
+        assert modules.of_salt(alice) is not modules.own
+        found = found or modules.of_salt(bob) is not modules.own
     return found
 
 
@@ -192,7 +193,7 @@ STORES: dict[str, Trial] = {
     "Learner._learned": learns_from_the_text,
     "Learner._trained": learns_from_the_text,
     "Learner.candidate": learns_from_the_text,
-    "LearnedHeads._learned": learns_from_the_text,
+    "LearnedModules._learned": learns_from_the_text,
     "Reservoir._texts": learns_from_the_text,
     "Versions._served": learns_from_the_text,
     "_Texts._texts": learns_from_the_text,
@@ -327,8 +328,9 @@ async def test_everything_that_outlives_a_request_is_named_here(
     assert not unnamed, f"{method}: name them, with a trial of two keys or a reason: {sorted(unnamed)}"
 
 
-async def test_everything_that_a_draft_that_learns_keeps_is_named_here(directories: Directories) -> None:
-    values = configuration(directories, "heads").model_dump(mode="json")
+@pytest.mark.parametrize("method", ["heads", "eagle"])
+async def test_everything_that_a_draft_that_learns_keeps_is_named_here(directories: Directories, method: str) -> None:
+    values = configuration(directories, method).model_dump(mode="json")
     async with two_keys(load_configuration(values, {"draft.learn": "on"})) as clients:
         await use(clients, 0, constrains=True)
         await settled()
@@ -349,7 +351,9 @@ def test_every_route_is_used() -> None:
 async def test_two_keys_see_nothing_of_each_other(directories: Directories, tmp_path: Path) -> None:
     kv = {"host_bytes": 1 << 19, "disk_directory": str(tmp_path / "disk")}
     for method, trials in TRIALS.items():
-        async with two_keys(configuration(directories, method, **kv)) as clients:
+        values = configuration(directories, method, **kv).model_dump(mode="json")
+        learn = "on" if learns_from_the_text in trials else "off"
+        async with two_keys(load_configuration(values, {"draft.learn": learn})) as clients:
             for trial in trials:
                 assert not await trial(clients), (method, trial.__name__)
 
@@ -367,6 +371,7 @@ TRIALS: dict[str, list[Trial]] = {
     "suffix": [drafts_the_text],
     "recycling": [drafts_the_text],
     "heads": [learns_from_the_text],
+    "eagle": [learns_from_the_text],
 }
 
 

@@ -140,7 +140,10 @@ def test_a_malformed_selection_is_refused_with_its_key() -> None:
 @pytest.mark.parametrize(
     ("draft", "reason"),
     [
-        ({"method": "ngram"}, "draft.learn: on is refused with ngram; draft.method must be one of blockwise, heads"),
+        (
+            {"method": "ngram"},
+            "draft.learn: on is refused with ngram; draft.method must be one of blockwise, eagle, heads",
+        ),
         ({"methods": ["heads", "suffix"]}, "draft.learn: on is refused with heads\\+suffix"),
         ({"method": "none"}, "draft.learn: on is refused with none"),
         ({"method": "heads", "placement": "drafter"}, "draft.placement: drafter; it must be target"),

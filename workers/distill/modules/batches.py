@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workers.distill.answers import Answer
-from workers.distill.modules.tap_cache import TapCache
 from workers.model.drafting.ends import TargetEnds
+
+
+class TapSource(Protocol):
+    """Where the hidden states of answers come from; `TapCache` says what they are."""
+
+    @property
+    def width(self) -> int:
+        """Values of the hidden states of one token, taps x hidden size."""
+
+    def has(self, answer: Answer) -> bool:
+        """Whether the hidden states of exactly these tokens are known."""
+
+    def of(self, answer: Answer) -> Tensor:
+        """The hidden states [tokens, width] of prompt and answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +53,7 @@ class TapBatch:
         return (places >= self.first.unsqueeze(1)) & (places < self.lengths.unsqueeze(1))
 
 
-def tap_batch(answers: Sequence[Answer], cache: TapCache, ends: TargetEnds, max_length: int) -> TapBatch:
+def tap_batch(answers: Sequence[Answer], cache: TapSource, ends: TargetEnds, max_length: int) -> TapBatch:
     """A batch of answers, each cut to `max_length` tokens from its beginning."""
     device = ends.head.device
     rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
 from workers.distill.loop import EarlyStopping, Report, TrainingLoop, TrainingPlan
-from workers.distill.modules.batches import TapBatch, tap_batch
+from workers.distill.modules.batches import TapBatch, TapSource, tap_batch
 from workers.distill.modules.path_loss import accepted, path_loss
 from workers.distill.modules.paths import Paths, predict
-from workers.distill.modules.tap_cache import TapCache
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule
 from workers.model.drafting.selector import Selector
@@ -24,15 +23,17 @@ from workers.model.drafting.selector import Selector
 _MEASURED_PATHS = 4096
 """Paths of held-out answers that one measurement covers, at most."""
 _MEASURED_ROWS = 4
+_COUNTED_PATHS = 256
+"""Paths whose logits are in memory at once in a measurement, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class TappedModule:
-    """A drafting module, the target's ends, and the stored hidden states that it reads."""
+    """A drafting module, the target's ends, and the hidden states that it reads."""
 
     module: DraftingModule
     ends: TargetEnds
-    cache: TapCache
+    cache: TapSource
 
     @property
     def selector(self) -> Selector | None:
@@ -62,7 +63,7 @@ class ModulePlan:
 
 
 class ModuleTraining:
-    """Trains one module. After an interruption, `run()` continues from the last checkpoint."""
+    """Trains the parameters of a module that need gradients; see `TrainingLoop` for `checkpoint`."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class ModuleTraining:
         answers: Sequence[Answer],
         held_out: Sequence[Answer],
         plan: ModulePlan,
-        checkpoint: Path,
+        checkpoint: Path | None,
         *,
         early_stopping: EarlyStopping | None = None,
     ) -> None:
@@ -121,7 +122,7 @@ def over_paths(
     *,
     autocast: bool,
 ) -> list[Tensor]:
-    """What `count` finds, batch by batch, in the predictions from at most 4,096 positions drawn from the answers."""
+    """What `count` finds in the predictions from at most 4,096 positions drawn from the answers, some at a time."""
     module, ends, cache = tapped.module, tapped.ends, tapped.cache
     was_training = module.training
     module.eval()
@@ -134,7 +135,8 @@ def over_paths(
     for rows in batches:
         batch = tap_batch(rows, cache, ends, max_length)
         with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            found.append(count(predict(module, ends, batch, limit, generator, depths), batch))
+            paths = predict(module, ends, batch, limit, generator, depths)
+            found += [count(part, batch) for part in paths.parts(_COUNTED_PATHS)]
     module.train(was_training)
     return found
 
@@ -147,7 +149,9 @@ class ModuleLearner:
         self._held_out = held_out
         self._plan = plan
         self.vocabulary = tapped.ends.row_of
-        self.parameters: Mapping[str, nn.Parameter] = dict(tapped.module.named_parameters())
+        self.parameters: Mapping[str, nn.Parameter] = {
+            name: value for name, value in tapped.module.named_parameters() if value.requires_grad
+        }
         self.optimizers: Sequence[torch.optim.Optimizer] = _optimizers(self.parameters, plan)
 
     def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:

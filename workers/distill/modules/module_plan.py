@@ -139,7 +139,7 @@ def start_module(tapped: TappedModule, options: DistillOptions, target: Path, an
 def module_training_plan(options: DistillOptions) -> ModulePlan:
     """The settings of the training of a module."""
     training = training_plan(options)
-    paths = max(1, options.batch_tokens // 4 if options.kind in ("heads", "block") else 0)
+    paths = max(1, options.batch_tokens // 4) if options.kind in ("heads", "block") else 0
     scale = _TRAINED_LAYER_SCALE if options.start is not None or options.layers else 1.0
     return ModulePlan(training, paths=paths, layer_scale=scale, optimizer=options.optimizer)
 

@@ -1,87 +1,135 @@
-"""A short training of heads on texts that were just served, whose hidden states are in memory."""
+"""A short training of a module on texts that were just served, whose hidden states are in memory.
+
+It is the training of `pilotfish distill` without files: the answers are the served texts, and the state of the module
+that predicts texts best that were left out is kept. On few texts, that is often not the last one.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import pad
 
+from workers.distill.answers import Answer
+from workers.distill.loop import EarlyStopping, TrainingPlan
+from workers.distill.modules.learner import ModulePlan, ModuleTraining, TappedModule, measure
+from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.heads import MedusaHeads
+
+LearningModule = MedusaHeads | EagleHead
+"""The modules that learn from what is served."""
+
+_SHARED = ("selector.", "output_norm")
+"""Begins the names of parameters that all weights of a served draft have in common. They are not trained."""
+_LEAST_TEXTS, _LEFT_OUT, _MOST_LEFT_OUT = 8, 4, 64
+"""From so many texts on, one of so many is left out of the training, so many at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedText:
-    """Committed tokens, and the target's hidden states at consecutive positions of them."""
+    """Committed tokens, and what a module reads of the target at consecutive positions of them."""
 
     tokens: Sequence[int]
+    base_len: int
+    """Tokens before the first draft. The token after them is the first one that a draft can predict."""
     first: int
-    """Position of the first row of `hidden`."""
+    """Position of the first row of `hidden`, at most `base_len - 2`."""
     hidden: Tensor
-    """[positions, hidden size] The residual stream after the last layer."""
+    """[positions, taps x hidden size] Residual streams of the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnlinePlan:
     """Settings of one short training."""
 
-    steps: int = 200
-    positions: int = 256
-    """Positions of a batch, drawn at random."""
+    steps: int
+    measures: int = 5
+    """States of the module that are measured, besides the first one."""
+    batch_tokens: int = 512
+    """Most tokens of a batch, padding included."""
+    paths: int = 256
+    """Paths of a batch that the loss covers, drawn at random."""
     learning_rate: float = 1e-3
-    decay: float = 0.8
-    """Weight of a depth relative to the depth before."""
     seed: int = 0
 
 
-def train_online(module: MedusaHeads, ends: TargetEnds, texts: Sequence[ServedText], plan: OnlinePlan) -> None:
-    """Train the heads in place by the cross entropy of the committed tokens. The selector stays as it is.
+def train_online(module: LearningModule, ends: TargetEnds, texts: Sequence[ServedText], plan: OnlinePlan) -> None:
+    """Train a module in place, by the cross entropy of the committed tokens along paths of drafted ones.
 
-    Raises `ValueError` without a position to learn from, and `FloatingPointError` if the loss is not finite.
+    Raises `ValueError` without a position to learn from.
     """
-    depths = module.shape.depths
-    hidden, last, following = (
-        torch.cat(parts) for parts in zip(*(_windows(text, depths) for text in texts), strict=True)
-    )
-    if not len(hidden):
+    served = _ServedTaps()
+    answers = [answer for text in texts if (answer := served.add(text)) is not None]
+    if not answers:
         raise ValueError("texts: none has a position to learn from")
-    targets = torch.where(following < 0, -1, ends.row_of[following.clamp(min=0)])  # [positions, depths]
-    parameters = [value for name, value in module.named_parameters() if not name.startswith("selector.")]
-    for value in parameters:
-        value.requires_grad_(True)
-    optimizer = torch.optim.AdamW(parameters, lr=plan.learning_rate, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(plan.seed)
-    weights = plan.decay ** torch.arange(depths, dtype=torch.float32)
-    for step in range(plan.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = plan.learning_rate * (1 - step / plan.steps)
-        chosen = torch.randint(len(hidden), (min(plan.positions, len(hidden)),), generator=generator)
-        found = module(ends.normalised(hidden[chosen]).float(), ends.embed(last[chosen]).float())
-        known = targets[chosen] >= 0
-        if not bool(known.any()):
-            continue
-        losses = cross_entropy(ends.logits(found[known]), targets[chosen][known], reduction="none")
-        shares = weights.expand_as(known)[known]
-        loss = (losses * shares).sum() / shares.sum()
-        if not bool(loss.isfinite()):
-            raise FloatingPointError(f"the loss of step {step} is {float(loss)}")
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-    module.requires_grad_(False)
+    for name, value in module.named_parameters():
+        value.requires_grad_(not name.startswith(_SHARED))
+    numbers = left_out(len(answers), plan.seed)
+    measured = [answers[number] for number in numbers]
+    trained = [answer for number, answer in enumerate(answers) if number not in numbers]
+    longest = max(len(answer.prompt) + len(answer.answer) for answer in answers)
+    training = TrainingPlan(
+        learning_rate=plan.learning_rate,
+        weight_decay=0.0,
+        batch_tokens=plan.batch_tokens,
+        max_length=longest,
+        seed=plan.seed,
+        precision="float32",
+        steps=plan.steps,
+    )
+    module_plan = ModulePlan(training, paths=plan.paths, optimizer="adamw")
+    tapped = TappedModule(module, ends, served)
+
+    def tokens_per_step() -> float | None:
+        if not measured:
+            return None
+        return measure(tapped, measured, longest, module_plan.measured_depths, autocast=False).tokens_per_step
+
+    stopping = EarlyStopping(tokens_per_step, interval=1 / plan.measures, cost=1.0, first_seconds=0.0, patience=2)
+    ModuleTraining(tapped, trained, (), module_plan, None, early_stopping=stopping).run(lambda *_: None)
+    module.eval().requires_grad_(False)
 
 
-def _windows(text: ServedText, depths: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [positions, hidden size], the tokens after them, and those after these [positions, depths].
+def left_out(count: int, seed: int) -> tuple[int, ...]:
+    """Numbers of the texts among `count` that a training leaves out. No period of the traffic decides them."""
+    if count < _LEAST_TEXTS:
+        return ()
+    most = min(_MOST_LEFT_OUT, count // _LEFT_OUT)
+    return tuple(random.Random(seed).sample(range(count), most))  # noqa: S311 - a choice, not a secret
 
-    The tokens after the end are -1.
-    """
-    tokens = torch.tensor([*text.tokens, *([-1] * depths)])
-    most = min(len(text.hidden), len(text.tokens) - 2 - text.first)
-    positions = text.first + torch.arange(max(0, most))
-    places = positions.unsqueeze(1) + 2 + torch.arange(depths)
-    return text.hidden[: len(positions)], tokens[positions + 1], tokens[places]
+
+class _ServedTaps:
+    """The hidden states of texts; see `TapSource`."""
+
+    def __init__(self) -> None:
+        self.width = 0
+        self._rows: dict[str, Tensor] = {}
+
+    def add(self, text: ServedText) -> Answer | None:
+        """The text as an answer, whose hidden states are kept; `None` if it has no token that a draft can predict."""
+        end = min(len(text.tokens), text.first + len(text.hidden) + 2)
+        if text.base_len >= end:
+            return None
+        count = end - text.first
+        # A path needs no hidden states of the last two positions.
+        rows = pad(text.hidden[:count], (0, 0, 0, max(0, count - len(text.hidden))))
+        answer = Answer(
+            str(len(self._rows)),
+            "",
+            0.0,
+            False,
+            tuple(text.tokens[text.first : text.base_len - 1]),
+            tuple(text.tokens[text.base_len - 1 : end]),
+        )
+        self._rows[answer.key], self.width = rows, rows.shape[1]
+        return answer
+
+    def has(self, answer: Answer) -> bool:
+        return answer.key in self._rows
+
+    def of(self, answer: Answer) -> Tensor:
+        return self._rows[answer.key]

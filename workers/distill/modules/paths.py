@@ -32,6 +32,11 @@ class Paths:
     starts: Tensor
     """[paths] The position n of the first predicted token."""
 
+    def parts(self, size: int) -> list[Paths]:
+        """The paths in parts of at most this size."""
+        split = (torch.split(part, size) for part in (self.hidden, self.rows, self.starts))
+        return [Paths(*part) for part in zip(*split, strict=True)]
+
 
 def predict(
     module: DraftingModule,
@@ -48,12 +53,12 @@ def predict(
     match module:
         case MedusaHeads():
             rows, starts = _starts(batch, limit, generator)
-            hidden = _last_tap(ends, batch)[rows, starts - 2]
+            hidden = ends.normalised(batch.taps[..., -ends.hidden_size :][rows, starts - 2])
             return Paths(module(hidden, _embedded(ends, batch, rows, starts - 1)), rows, starts)
         case BlockDrafter():
             return _by_block(module, ends, batch, limit, generator)
         case EagleHead():
-            return _by_eagle(module, ends, batch, depths)
+            return _by_eagle(module, ends, batch, depths, _starts(batch, limit, generator))
         case ExitNorm():
             # The exit runs on the token at n - 1 itself.
             rows, starts = _starts(batch, limit, generator)
@@ -69,10 +74,6 @@ def _starts(batch: TapBatch, limit: int, generator: torch.Generator | None) -> t
         chosen = torch.randperm(len(rows), generator=generator)[:limit].sort().values.to(rows.device)
         rows, starts = rows[chosen], starts[chosen]
     return rows, starts
-
-
-def _last_tap(ends: TargetEnds, batch: TapBatch) -> Tensor:
-    return ends.normalised(batch.taps[..., -ends.hidden_size :])
 
 
 def _embedded(ends: TargetEnds, batch: TapBatch, rows: Tensor, positions: Tensor) -> Tensor:
@@ -98,7 +99,9 @@ def _by_block(
     return Paths(hidden[is_place], row.expand_as(starts)[is_place], starts[is_place])
 
 
-def _by_eagle(module: EagleHead, ends: TargetEnds, batch: TapBatch, depths: int) -> Paths:
+def _by_eagle(
+    module: EagleHead, ends: TargetEnds, batch: TapBatch, depths: int, wanted: tuple[Tensor, Tensor]
+) -> Paths:
     """Unrolled as in EAGLE-3's training-time test: from depth 1 on, own outputs take the place of the fused taps.
 
     The prediction at depth s of the input at position i attends to the fused taps up to i - s, and after them to one
@@ -120,7 +123,7 @@ def _by_eagle(module: EagleHead, ends: TargetEnds, batch: TapBatch, depths: int)
         past = (torch.cat([past[0], keys], dim=1), torch.cat([past[1], values], dim=1))
         outputs.append(output)
         features = torch.cat([output[:, :1], output[:, :-1]], dim=1)  # the output at i - 1 is the feature at i
-    rows, starts = batch.drafted.nonzero(as_tuple=True)
+    rows, starts = wanted
     # The path from n begins with the input at n - 2; its depth s is the prediction of the input at n - 2 + s.
     hidden = [
         module.normalised(output)[rows, (starts - 2 + depth).clamp(max=length - 1)]

@@ -29,7 +29,10 @@ _MOST_SALTS = 64
 
 @dataclass(frozen=True, slots=True)
 class CollectedText:
-    """The committed tokens of one sequence, and the target's hidden states at consecutive positions of them."""
+    """The committed tokens of one sequence, and what its method reads of the target at consecutive positions.
+
+    These positions begin where the method wants it, at the latest at the end of the prompt if the target showed it.
+    """
 
     start: SequenceStart
     tokens: tuple[int, ...]
@@ -37,7 +40,12 @@ class CollectedText:
     first: int
     """Position of the first row of `hidden`."""
     hidden: Tensor
-    """[positions, hidden size], bfloat16, in memory of the CPU."""
+    """[positions, taps x hidden size], bfloat16, in memory of the CPU: the taps that the method reads, in its order."""
+
+    @property
+    def base_len(self) -> int:
+        """Tokens before the first draft, which follows the first known hidden state from the end of the prompt on."""
+        return 1 + max(self.start.prompt_len, self.first + 1)
 
     @property
     def size(self) -> int:

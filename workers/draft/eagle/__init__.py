@@ -25,6 +25,7 @@ class EagleSettings(ContextModuleSettings):
     """The EAGLE head, and the form of its trees."""
 
     draft_kind: ClassVar[str] = "eagle"
+    learns: ClassVar[bool] = True
     candidates: Annotated[int, Field(ge=1, le=16)] = 4
     """Most candidates below one node."""
     width: Annotated[int, Field(ge=1, le=32)] = 4

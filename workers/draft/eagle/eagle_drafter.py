@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,13 +13,16 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
+from workers.draft.common.learning import LearnedWeights, Reservoir
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
+from workers.draft.common.modules.learned_modules import LearnedModules, PassOfSalt
 from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.common.modules.served_module import computed_type, load_served_module
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.modules.text_collector import TextCollector
 from workers.draft.common.sessions import Sessions
 from workers.draft.common.trees.calibration import KINDS, Calibration
 from workers.draft.common.trees.pass_cost import PassCost
@@ -34,6 +38,8 @@ from workers.model.fused_taps import fused_width
 
 LEAST_SCRATCH = 64
 """Least number of committed tokens of one sequence that go through the head in one pass."""
+_CONTEXT = 64
+"""Positions before the last one of a prompt that texts to learn from begin with, for the head's keys and values."""
 
 
 class EagleTreeDrafter:
@@ -41,30 +47,45 @@ class EagleTreeDrafter:
 
     A sequence whose hidden states at the last position but one are unknown gets no draft. Other unknown positions are
     not attended to.
+
+    Weights that replace others draft from the next call on. The keys and values that a running sequence has of the
+    former weights stay: no draft can change a text. Sequences that begin later look for none of them in the store.
     """
 
     def __init__(
         self,
-        head: HeadPass,
+        heads: PassOfSalt[HeadPass],
         shortlist: Shortlist,
         taps: TapReader,
         draft: DraftSection,
         memory: ContextMemory,
         limits: GrowthLimits,
     ) -> None:
-        self._head = head
+        self._heads = heads
         self._draft = draft
         self._limits = limits
         self._shortlist = shortlist
-        self._calibration = Calibration()
+        self._calibrations: WeakKeyDictionary[HeadPass, Calibration] = WeakKeyDictionary()
+        """How often the target takes what the weights of a pass draft."""
         self._cost = PassCost()
-        shape, store = head.context_shape, memory.store
+        self._collector = TextCollector(taps, _CONTEXT)
+        own, store = heads.own, memory.store
         sessions = Sessions(
-            lambda start: EagleSession(start, shape, store, head.device),
-            vocabulary_size=head.vocabulary_size,
+            lambda start: EagleSession(start, own.context_shape, store, own.device, heads.version(start.cache_salt)),
+            self._collector.finish,
+            vocabulary_size=own.vocabulary_size,
             most=memory.sequences,
         )
-        self._context = HeadContext(head, taps, sessions)
+        self._context = HeadContext(heads, self._collector, sessions)
+
+    def collect_into(self, reservoir: Reservoir) -> None:
+        """Add the texts of finished sequences to `reservoir` from now on."""
+        self._collector.collect_into(reservoir)
+
+    @property
+    def weights(self) -> LearnedWeights | None:
+        """The weights, where they can be replaced."""
+        return self._heads if isinstance(self._heads, LearnedModules) else None
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
@@ -73,15 +94,15 @@ class EagleTreeDrafter:
         proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
         growths: list[tuple[DraftRow, EagleGrowth]] = []
         for row, session in self._context.update(rows, proposals):
-            session.observe(self._calibration)
+            session.observe(self._calibration(session))
             session.commit_times.record(len(session.tokens), now, self._cost)
             budget, last = row.budget.within(self._draft.max_nodes, self._draft.max_depth), session.grown
             if last is not None and last.budget == budget and last.start == session.start:
                 proposals[row.sequence_id] = last.proposal
             elif budget.max_depth and session.output is not None and session.output[0] == session.anchor - 1:
                 growths.append((row, self._growth(session, session.output[1], budget)))
-        if growths:
-            self._grow([growth for _, growth in growths])
+        for head, group in self._heads.groups(growths, lambda one: one[1].session.start.cache_salt):
+            self._grow(head, [growth for _, growth in group], len(growths))
         for row, growth in growths:
             tree, probabilities, origins = growth.tree()
             proposal = Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities, origins=origins)
@@ -94,42 +115,50 @@ class EagleTreeDrafter:
         self._context.release(sequence_ids)
 
     def _growth(self, session: EagleSession, output: Tensor, budget: DraftBudget) -> EagleGrowth:
-        shape = self._head.context_shape
+        shape = self._heads.own.context_shape
         return EagleGrowth(session, output, budget, shape.window, shape.scratch)
 
-    def _grow(self, growths: Sequence[EagleGrowth]) -> None:
-        """Expand all trees, depth by depth."""
+    def _grow(self, head: HeadPass, growths: Sequence[EagleGrowth], rows: int) -> None:
+        """Expand trees with one head, depth by depth. `rows` is the number of rows that wait for it."""
         outputs = torch.stack([growth.root_output for growth in growths])
         active, depth, begun = list(growths), 0, 0.0
         while True:
-            self._add_candidates(active, outputs)
+            self._add_candidates(active, head.logits(outputs))
             if depth:
                 self._cost.record_pass(time.perf_counter() - begun)
             depth += 1
             active = [growth for growth in active if growth.choose(depth, self._limits.width, self._first_rate(growth))]
             gain = sum(growth.gain for growth in active)
-            if not any(growth.is_short for growth in active) and not self._cost.is_worthwhile(gain, len(growths)):
+            if not any(growth.is_short for growth in active) and not self._cost.is_worthwhile(gain, rows):
                 return
             begun = time.perf_counter()
             features = torch.stack([feature for growth in active for feature in growth.features()])
-            outputs = self._head.run(features, [growth.piece() for growth in active])
+            outputs = head.run(features, [growth.piece() for growth in active])
             parts = torch.split(outputs, [len(growth.frontier) for growth in active])
             for growth, part in zip(active, parts, strict=True):
                 growth.keep_outputs(part)
 
     def _first_rate(self, growth: EagleGrowth) -> float:
         """The rate at which the target takes a first candidate below another."""
-        return self._calibration.first_rate(KINDS[growth.session.is_greedy, True])
+        return self._calibration(growth.session).first_rate(KINDS[growth.session.is_greedy, True])
 
-    def _add_candidates(self, growths: Sequence[EagleGrowth], outputs: Tensor) -> None:
-        """Add the candidates below all nodes of the frontiers, whose outputs are [nodes, hidden size]."""
+    def _calibration(self, session: EagleSession) -> Calibration:
+        """The calibration of the weights that draft for a sequence."""
+        head = self._heads.of_salt(session.start.cache_salt)
+        found = self._calibrations.get(head)
+        if found is None:
+            found = self._calibrations[head] = Calibration()
+        return found
+
+    def _add_candidates(self, growths: Sequence[EagleGrowth], logits: Tensor) -> None:
+        """Add the candidates below all nodes of the frontiers, whose logits are [nodes, draft vocabulary]."""
         contexts = [context for growth in growths for context in growth.contexts()]
-        leading = self._shortlist.leading(self._head.logits(outputs), contexts, self._limits.siblings)
+        leading = self._shortlist.leading(logits, contexts, self._limits.siblings)
         tokens, confidences = self._shortlist.tokens(leading.columns).tolist(), leading.confidences.tolist()
         first = 0
         for growth in growths:
             part = slice(first, first + len(growth.frontier))
-            growth.add(tokens[part], confidences[part], self._calibration)
+            growth.add(tokens[part], confidences[part], self._calibration(growth.session))
             first = part.stop
 
 
@@ -147,9 +176,12 @@ def load_eagle_drafter(
     memory = ContextMemory(ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.sequences)
     if isinstance(loaded.module, EagleHead):
         own = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
-        return EagleTreeDrafter(own, loaded.shortlist, taps, draft, memory, limits)
+        heads: PassOfSalt[HeadPass] = PassOfSalt(own)
+        if draft.learn == "on":
+            heads = LearnedModules(own, loaded.module, loaded, own.with_weights)
+        return EagleTreeDrafter(heads, loaded.shortlist, taps, draft, memory, limits)
     head = FeaturePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
     if not head.depths:
-        return EagleTreeDrafter(head, loaded.shortlist, taps, draft, memory, limits)
+        return EagleTreeDrafter(PassOfSalt(head), loaded.shortlist, taps, draft, memory, limits)
     ranker = PathRanker(loaded.ends, None, lambda _: head.logits, loaded.shortlist)
     return ParallelTreeDrafter(head, ranker, taps, draft, memory, TreeForm(limits.siblings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -62,22 +63,27 @@ class EaglePass:
         self.vocabulary = ends.vocabulary
         self.device = ends.embedding.device
         self._embedding = ends.embedding
-        size, epsilon = layer.hidden_size, layer.norm_epsilon
-        taps, feature, output = (
-            InputNorm(*of_input)
-            for of_input in (
-                (module.fusion.norm.flatten(), epsilon, size),
-                (module.feature_norm, epsilon, size, size),  # after the embedding
-                (module.output_norm, epsilon, size),
-            )
-        )
-        self._fuse = make_product(module.fusion.proj.weight, weights, directory, taps)
-        self._entry = make_product(module.entry.weight, weights, directory, feature)
-        layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
-        self._layers = LayerStack(layers, module.input_norms, weights, directory)
-        self._head = make_product(ends.head, weights, directory, output)
+        self._stored: tuple[Weights, str | None] = weights, directory
+        self._pack(module)
+        output = InputNorm(module.output_norm, layer.norm_epsilon, layer.hidden_size)
+        self._head = make_product(ends.head, *self._stored, output)
         self.context_shape = ContextShape(shape.layers, layer.kv_heads, layer.head_width, 0, layer.window, scratch)
         """What is kept of each position; there is no feature."""
+
+    def with_weights(self, module: EagleHead) -> EaglePass:
+        """Passes with the weights of `module`, but with this norm before the target's head; they share both."""
+        other = copy(self)
+        other._pack(module)
+        return other
+
+    def _pack(self, module: EagleHead) -> None:
+        size, epsilon = module.shape.layer.hidden_size, module.shape.layer.norm_epsilon
+        taps = InputNorm(module.fusion.norm.flatten(), epsilon, size)
+        feature = InputNorm(module.feature_norm, epsilon, size, size)  # after the embedding
+        self._fuse = make_product(module.fusion.proj.weight, *self._stored, taps)
+        self._entry = make_product(module.entry.weight, *self._stored, feature)
+        layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
+        self._layers = LayerStack(layers, module.input_norms, *self._stored)
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, taps, hidden size]."""

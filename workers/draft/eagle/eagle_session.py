@@ -14,6 +14,7 @@ from workers.draft.common.modules.context_session import ContextSession
 from workers.draft.common.modules.context_store import ContextStore
 from workers.draft.common.modules.context_window import ContextShape
 from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.modules.text_collector import CollectedStates
 from workers.draft.common.trees.calibration import Calibration
 from workers.draft.common.trees.draft_node import DraftNode
 from workers.draft.common.trees.node_probabilities import observe_decision
@@ -37,10 +38,18 @@ class _Grown:
 class EagleSession(ContextSession):
     """Committed tokens and the last draft. A position is computed once the token after it is committed."""
 
-    __slots__ = ("_held", "commit_times", "grown", "is_streak", "output")
+    __slots__ = ("_held", "collected", "commit_times", "grown", "is_streak", "output")
 
-    def __init__(self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device) -> None:
-        super().__init__(start, shape, store, device, lead=1)
+    def __init__(
+        self,
+        start: SequenceStart,
+        shape: ContextShape,
+        store: ContextStore,
+        device: torch.device,
+        version: int = 0,
+    ) -> None:
+        """`version`: see `SegmentKeys`."""
+        super().__init__(start, shape, store, device, lead=1, version=version)
         self._held: Piece | None = None
         """The taps of the last token, whose next token is not committed yet."""
         self.output: tuple[int, Tensor] | None = None
@@ -49,11 +58,13 @@ class EagleSession(ContextSession):
         self.is_streak = True
         """Whether the last committed token was a first candidate."""
         self.commit_times = CommitTimes()
+        self.collected = CollectedStates()
 
     def forget_draft(self) -> None:
         """Drop the last draft, and the hidden states of tokens that were removed."""
         length = len(self.tokens)
         self.grown = None
+        self.collected.pieces.clear()
         if self._held is not None and self._held[0] >= length:
             self._held = None
         if self.output is not None and self.output[0] + 1 >= length:

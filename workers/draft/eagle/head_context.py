@@ -11,12 +11,14 @@ from torch import Tensor
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from workers.draft.common.modules.context_window import ContextShape
-from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.modules.learned_modules import PassOfSalt
+from workers.draft.common.modules.text_collector import TextCollector
 from workers.draft.common.sessions import Sessions
 from workers.draft.eagle.eagle_pass import EaglePiece, committed_piece
 from workers.draft.eagle.eagle_session import EagleSession, Piece
 
 SessionType = TypeVar("SessionType", bound=EagleSession)
+_Part = tuple[EagleSession, Piece]
 
 
 class HeadPass(Protocol):
@@ -42,9 +44,9 @@ class HeadPass(Protocol):
 class HeadContext(Generic[SessionType]):
     """The sequences of a head, and the pass that brings them up to date."""
 
-    def __init__(self, head: HeadPass, taps: TapReader, sessions: Sessions[SessionType]) -> None:
-        self._head = head
-        self._taps = taps
+    def __init__(self, heads: PassOfSalt[HeadPass], collector: TextCollector, sessions: Sessions[SessionType]) -> None:
+        self._heads = heads
+        self._collector = collector
         self._sessions = sessions
 
     def update(
@@ -59,7 +61,8 @@ class HeadContext(Generic[SessionType]):
         def take(session: SessionType, row: DraftRow) -> None:
             if row.start is not None:
                 session.restore()
-            queues[session] = session.take(row.evidence, self._taps)
+            queues[session] = session.take(row.evidence, self._collector.reader)
+            self._collector.take(session, row.evidence)
 
         served = list(self._sessions.update(rows, proposals, take))
         self._catch_up(queues)
@@ -71,9 +74,9 @@ class HeadContext(Generic[SessionType]):
 
     def _catch_up(self, queues: dict[EagleSession, list[Piece]]) -> None:
         """Run committed tokens through the head, in each pass some of each sequence."""
-        most, reach = self._head.context_shape.scratch, self._head.context_shape.window
+        most = self._heads.own.context_shape.scratch
         while queues := {session: queue for session, queue in queues.items() if queue}:
-            parts: list[tuple[EagleSession, Piece]] = []
+            parts: list[_Part] = []
             for session, queue in queues.items():
                 first, taps = queue.pop(0)
                 dropped = max(0, session.window.oldest - first)  # beyond the window
@@ -82,18 +85,21 @@ class HeadContext(Generic[SessionType]):
                     queue.insert(0, (first + most, taps[most:]))
                 if len(taps):
                     parts.append((session, (first, taps[:most])))
-            if not parts:
-                continue
-            pieces = [
-                committed_piece(session.window, first, session.tokens[first + 1 : first + 1 + len(taps)], reach)
-                for session, (first, taps) in parts
-            ]
-            outputs = self._head.run(self._features(torch.cat([taps for _, (_, taps) in parts])), pieces)
-            for (session, (first, taps)), output in zip(parts, outputs, strict=True):
-                end = first + len(taps)
-                session.window.mark(first, end)
-                session.share(first, end)
-                session.output = (end - 1, output)
+            for head, group in self._heads.groups(parts, lambda part: part[0].start.cache_salt):
+                self._run(head, group)
 
-    def _features(self, taps: Tensor) -> Tensor:
-        return taps[:, 0].to(self._head.device).float() if self._taps.is_fused else self._head.features(taps)
+    def _run(self, head: HeadPass, parts: Sequence[_Part]) -> None:
+        """Run committed tokens of different sequences through a head."""
+        reach = head.context_shape.window
+        pieces = [
+            committed_piece(session.window, first, session.tokens[first + 1 : first + 1 + len(taps)], reach)
+            for session, (first, taps) in parts
+        ]
+        taken = torch.cat([taps for _, (_, taps) in parts])
+        is_fused = self._collector.reader.is_fused
+        features = taken[:, 0].to(head.device).float() if is_fused else head.features(taken)
+        for (session, (first, taps)), output in zip(parts, head.run(features, pieces), strict=True):
+            end = first + len(taps)
+            session.window.mark(first, end)
+            session.share(first, end)
+            session.output = (end - 1, output)

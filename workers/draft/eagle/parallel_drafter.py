@@ -18,10 +18,12 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.context_window import ContextShape
+from workers.draft.common.modules.learned_modules import PassOfSalt
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.modules.text_collector import TextCollector
 from workers.draft.common.sessions import Sessions
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.eagle_session import EagleSession
@@ -70,7 +72,7 @@ class ParallelTreeDrafter(PathDrafter[ParallelSession]):
             vocabulary_size=head.vocabulary_size,
             most=memory.sequences,
         )
-        self._context = HeadContext(head, taps, sessions)
+        self._context = HeadContext(PassOfSalt(head), TextCollector(taps), sessions)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is stored for these sequences. Unknown ones are no error."""

@@ -13,24 +13,22 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftRow, Evidence, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from workers.draft.common.learning import CollectedText, Reservoir, consecutive
+from workers.draft.common.learning import LearnedWeights, Reservoir
+from workers.draft.common.modules.learned_modules import LearnedModules, PassOfSalt
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
+from workers.draft.common.modules.text_collector import CollectedStates, TextCollector
 from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.heads_pass import ParallelHeads
 from workers.draft.heads.hydra_heads import HydraHeads
-from workers.draft.heads.learned_heads import LearnedHeads
 from workers.draft.heads.own_heads import OwnHeads
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
-
-_MOST_COLLECTED = 1024
-"""Most positions of one sequence whose hidden states are collected."""
 
 
 class Heads(Protocol):
@@ -50,7 +48,7 @@ class Heads(Protocol):
 class HeadsSession(DraftingSession):
     """Committed tokens, the target's last hidden state, and the last draft."""
 
-    __slots__ = ("collected", "hidden", "hidden_position", "history", "reserved")
+    __slots__ = ("collected", "hidden", "hidden_position", "history")
 
     def __init__(self, start: SequenceStart) -> None:
         super().__init__(start)
@@ -58,15 +56,12 @@ class HeadsSession(DraftingSession):
         """[hidden size] at `hidden_position`."""
         self.hidden_position = -1
         self.history = PathHistory()
-        self.collected: list[tuple[int, Tensor]] = []
-        """First position and rows [positions, hidden size] of what is collected to learn from."""
-        self.reserved = 0
-        """Bytes that the reservoir counts for what was collected."""
+        self.collected = CollectedStates()
 
     def forget_draft(self) -> None:
         """Drop the last draft, and the hidden states of tokens that were removed."""
         self.history.last = None
-        self.collected.clear()
+        self.collected.pieces.clear()
         if self.hidden_position >= len(self.tokens):
             self.hidden = None
 
@@ -80,20 +75,6 @@ class HeadsSession(DraftingSession):
                     self.hidden, self.hidden_position = found[1][position - found[0], -1].clone(), position
                 return
 
-    def collect(self, evidence: Sequence[Evidence], reader: TapReader, reservoir: Reservoir) -> None:
-        """Store the hidden states from the end of the prompt on. Raises `ValueError` for ones of a wrong width."""
-        for one in evidence:
-            found = reader.read(one)
-            if found is None:
-                continue
-            stored = sum(len(rows) for _, rows in self.collected)
-            skipped = max(0, self.start.prompt_len - 1 - found[0])
-            rows = found[1][skipped : skipped + _MOST_COLLECTED - stored, -1]
-            size = rows.numel() * rows.element_size()
-            if size and reservoir.reserve(size):
-                self.collected.append((found[0] + skipped, rows.clone()))
-                self.reserved += size
-
     @property
     def is_ready(self) -> bool:
         """Whether the hidden state that a draft needs is stored. It is not where its KV came from a cache."""
@@ -106,31 +87,21 @@ class HeadsDrafter(PathDrafter[HeadsSession]):
     A sequence without the hidden state before its last token gets no draft.
     """
 
-    def __init__(
-        self,
-        heads: Heads,
-        reader: TapReader,
-        draft: DraftSection,
-        form: TreeForm,
-        learned: LearnedHeads[ParallelHeads] | None = None,
-    ) -> None:
-        """`learned` has heads of other weights for some requests."""
-        super().__init__(PathTrees(draft, heads.depths, form))
+    def __init__(self, heads: PassOfSalt[Heads], reader: TapReader, draft: DraftSection, form: TreeForm) -> None:
+        super().__init__(PathTrees(draft, heads.own.depths, form))
         self._heads = heads
-        self._reader = reader
+        self._collector = TextCollector(reader)
         self._siblings = form.siblings
-        self._sessions = Sessions(HeadsSession, self._collect, vocabulary_size=heads.vocabulary_size)
-        self._reservoir: Reservoir | None = None
-        self._learned = learned
+        self._sessions = Sessions(HeadsSession, self._collector.finish, vocabulary_size=heads.own.vocabulary_size)
 
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
-        self._reservoir = reservoir
+        self._collector.collect_into(reservoir)
 
     @property
-    def weights(self) -> LearnedHeads[ParallelHeads] | None:
+    def weights(self) -> LearnedWeights | None:
         """The weights, where they can be replaced."""
-        return self._learned
+        return self._heads if isinstance(self._heads, LearnedModules) else None
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is stored for these sequences. Unknown ones are no error."""
@@ -142,36 +113,21 @@ class HeadsDrafter(PathDrafter[HeadsSession]):
         return self._sessions.update(rows, proposals, self._take)
 
     def _take(self, session: HeadsSession, row: DraftRow) -> None:
-        session.take(row.evidence, self._reader)
-        if self._reservoir is not None and session.start.allows_learning:
-            session.collect(row.evidence, self._reader, self._reservoir)
+        session.take(row.evidence, self._collector.reader)
+        self._collector.take(session, row.evidence)
 
     def _is_ready(self, session: HeadsSession) -> bool:
         return session.is_ready
 
     def _draft(self, wanted: Sequence[Wanted[HeadsSession]], proposals: dict[SequenceId, Proposal]) -> None:
         """Rank the candidates of the rows, those with the same weights together."""
-        groups: dict[int, tuple[Heads, list[Wanted[HeadsSession]]]] = {}
-        for one in wanted:
-            heads = self._heads if self._learned is None else self._learned.of_salt(one.session.start.cache_salt)
-            groups.setdefault(id(heads), (heads, []))[1].append(one)
-        for heads, rows in groups.values():
+        for heads, rows in self._heads.groups(wanted, lambda one: one.session.start.cache_salt):
             depths = max(one.budget.max_depth for one in rows)
             sessions = [one.session for one in rows]
             taps = [session.hidden for session in sessions if session.hidden is not None]
             last = [session.tokens[-1] for session in sessions]
             contexts = decision_contexts(sessions, depths)
             self._build(rows, heads.rank(taps, last, contexts, self._siblings), proposals)
-
-    def _collect(self, session: HeadsSession) -> None:
-        """Give what was collected of a sequence that ends to the reservoir."""
-        if self._reservoir is None or not session.reserved:
-            return
-        found = consecutive(session.collected)
-        if found is not None:
-            first, hidden = found
-            self._reservoir.add(CollectedText(session.start, tuple(session.tokens), first, hidden))
-        self._reservoir.free(session.reserved)
 
 
 def load_heads_drafter(
@@ -183,17 +139,19 @@ def load_heads_drafter(
     """
     expected: tuple[type[MedusaHeads | PublicModule], ...] = (MedusaHeads, PublicModule)
     loaded = load_served_module(settings, target, "heads", expected)
-    module, learned = loaded.module, None
+    module = loaded.module
     if isinstance(module, MedusaHeads):
-        heads: Heads = (parallel := ParallelHeads(module, loaded))
-        learned = LearnedHeads(parallel, module, loaded.card, loaded.ends.vocabulary)
+        parallel = ParallelHeads(module, loaded)
+        heads: PassOfSalt[Heads] = PassOfSalt(parallel)
+        if draft.learn == "on":
+            heads = LearnedModules(parallel, module, loaded, parallel.with_weights)
     elif isinstance(module.shape, HydraShape):
-        heads = HydraHeads(module, loaded)
+        heads = PassOfSalt(HydraHeads(module, loaded))
     else:
-        heads = OwnHeads(module, loaded)
-    _warm_up(heads, form.siblings)
-    reader = TapReader(loaded.card.taps, target, heads.hidden_size)
-    return HeadsDrafter(heads, reader, draft, form, learned)
+        heads = PassOfSalt(OwnHeads(module, loaded))
+    _warm_up(heads.own, form.siblings)
+    reader = TapReader(loaded.card.taps, target, heads.own.hidden_size)
+    return HeadsDrafter(heads, reader, draft, form)
 
 
 def _warm_up(heads: Heads, siblings: int) -> None:

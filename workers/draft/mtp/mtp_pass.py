@@ -17,6 +17,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextShape
+from workers.draft.common.modules.learned_modules import PassOfSalt
 from workers.draft.common.modules.product import make_product
 from workers.draft.common.modules.served_module import computed_type, make_shortlist
 from workers.draft.common.modules.tap_reader import TapReader
@@ -168,4 +169,5 @@ def load_mtp_drafter(settings: MtpSettings, draft: DraftSection, target: TargetS
     head = load_mtp_pass(settings, target, max(LEAST_SCRATCH, limits.width * draft.max_depth))
     memory = ContextMemory(ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.sequences)
     taps = TapReader((LAST_TAP,), target, head.ends.hidden_size)
-    return EagleTreeDrafter(head, make_shortlist(None, target, head.device), taps, draft, memory, limits)
+    shortlist = make_shortlist(None, target, head.device)
+    return EagleTreeDrafter(PassOfSalt(head), shortlist, taps, draft, memory, limits)

@@ -82,7 +82,7 @@ def start_learner(
         raise ConfigurationError(f"draft.learn_weight_bytes: {most} is too small; one client's weights take {needed}")
     values = {
         "target": target.model_dump(mode="json") | {"device": "cpu", "tensor_parallel": 1},
-        "draft": draft.model_dump(mode="json") | {"learn": "off"},
+        "draft": draft.model_dump(mode="json"),
     }
     directory = None if draft.learn_directory is None else Path(draft.learn_directory).expanduser()
     reservoir = Reservoir(draft.learn_text_bytes)

@@ -6,132 +6,52 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from cluster.core.drafting import DraftBudget
-from cluster.core.ids import CacheSalt, SequenceId
+from cluster.core.errors import ConfigurationError
+from cluster.core.ids import CacheSalt
 from cluster.core.request import SamplingParameters, SequenceStart
-from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, StepResult
-from deploy.distillation.learner_process import learn
-from tests.support.engines.colocated_decoding import Decoded, decode_together
-from tests.support.models import drafting_modules, tiny
-from workers.draft.common.learning import CollectedText, LearnsOnline, Reservoir, salt_key
-from workers.draft.registry import create
+from tests.support.engines.colocated_decoding import decode_together
+from tests.support.models import public_drafts, tiny
+from tests.support.models.drafting_evidence import drafter_of
+from tests.unit.serve.learning.served import BUDGET, PROMPTS, TIMES, TOKENS, Served, accepted, answers, trees
+from workers.draft.common.learning import CollectedText, Reservoir, salt_key
 from workers.model.draft_card import CARD
-from workers.model.draft_shapes import HeadsShape
 from workers.serve.configuration import load_configuration
-from workers.serve.learning.learner import Learner, LearnerOptions
-from workers.serve.learning.messages import Candidate, Task
+from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
+from workers.serve.learning.messages import Candidate
 from workers.serve.learning.versions import Versions, roll_back, stored_versions
-from workers.verify.build import build_engine
-from workers.verify.engine import TargetEngine
 
-TOKENS = 24
-BUDGET = DraftBudget(3, 3)
-TIMES = 10
-"""How often the traffic is repeated before a training."""
-PROMPTS = {
-    str(number): (tuple(range(7 + number, 13 + number)), SamplingParameters(temperature=temperature, seed=number))
-    for number, temperature in enumerate((0.0, 0.0, 0.7, 0.0))
-}
 COMMAND = (sys.executable, "-m", "deploy.distillation.learner_process", "0")
 """The learner's process with the usual priority, so that a loaded machine does not delay the test."""
 
 
-class Served:
-    """A tiny target with heads that know nothing, and the traffic that it has seen."""
-
-    def __init__(self, directory: Path) -> None:
-        target = tiny.save(directory / "target", tiny.llama())
-        drafting_modules.save(
-            target, directory / "heads", "heads", (2,), shape=HeadsShape(3, mix_rank=8, selector_rank=0)
-        )
-        self.values: dict[str, Any] = {
-            "target": {
-                "path": str(target),
-                "device": "cpu",
-                "dtype": "float32",
-                "compile": "off",
-                "kv": {"pool_bytes": 4 << 20},
-                "evidence": {"taps": (2,)},
-            },
-            "draft": {
-                "method": "heads",
-                "max_nodes": 3,
-                "max_depth": 3,
-                "heads": {"path": str(directory / "heads"), "weights": "float32", "candidates": 1},
-            },
-        }
-        configuration = load_configuration(self.values)
-        method = create(configuration.draft, configuration.target)
-        assert isinstance(method, LearnsOnline) and method.weights is not None
-        self.weights = method.weights
-        self.engine: TargetEngine = build_engine(configuration.target, method=method)
-        self.reservoir = Reservoir(1 << 22)
-        method.collect_into(self.reservoir)
-        self.served = 0
-
-    def step(self, salt: str = "a/", *, allows: bool = True) -> Callable[[StepBatch], StepResult]:
-        """Steps of requests with a salt and their consent."""
-
-        def with_start(batch: StepBatch) -> StepResult:
-            rows = tuple(
-                row
-                if row.start is None
-                else replace(row, start=replace(row.start, cache_salt=CacheSalt(salt), allows_learning=allows))
-                for row in batch.rows
-            )
-            return self.engine.step(StepBatch(rows))
-
-        return with_start
-
-    def serve(self, salt: str = "a/", *, allows: bool = True) -> list[Decoded]:
-        """Answer all prompts once and release them."""
-        self.served += 1
-        named = {f"{name}-{self.served}": prompt for name, prompt in PROMPTS.items()}
-        found = decode_together(self.step(salt, allows=allows), named, TOKENS, BUDGET)
-        self.engine.release([SequenceId(name) for name in found])
-        return list(found.values())
-
-    def learner(
-        self,
-        versions: Versions | None = None,
-        command: tuple[str, ...] = COMMAND,
-        is_idle: Callable[[], bool] = lambda: True,
-    ) -> Learner:
-        return Learner(
-            self.weights,
-            self.reservoir,
-            self.values,
-            versions or Versions(None, self.weights),
-            is_idle,
-            LearnerOptions(command, fresh_texts=8, least_held_back=2, idle_seconds=0.05),
-        )
+def learner_of(
+    served: Served,
+    versions: Versions | None = None,
+    command: tuple[str, ...] = COMMAND,
+    is_idle: Callable[[], bool] = lambda: True,
+) -> Learner:
+    """A learner that has not begun."""
+    return Learner(
+        served.weights,
+        served.reservoir,
+        served.values,
+        versions or Versions(None, served.weights),
+        is_idle,
+        LearnerOptions(command, fresh_texts=8, least_held_back=2, idle_seconds=0.05),
+    )
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Served:
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Served:
     torch.set_num_threads(1)
-    return Served(tmp_path)
-
-
-def answers(found: Sequence[Decoded]) -> list[list[int]]:
-    return [one.answer[:TOKENS] for one in found]
-
-
-def accepted(found: Sequence[Decoded]) -> int:
-    return sum(one.accepted for one in found)
-
-
-def trees(found: Sequence[Decoded]) -> list[list[TokenTree]]:
-    return [[proposal.tree for proposal in one.proposals] for one in found]
+    return Served(tmp_path, getattr(request, "param", "heads"))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -141,20 +61,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def learn_here(served: Served, key: str) -> Mapping[str, torch.Tensor]:
-    """Weights that are learned in this process from what is stored of a salt."""
-    (texts,) = (one for one in served.reservoir.salts() if one.key == key)
-    task = Task(served.values, served.weights.of(key), texts.training, texts.held_back)
-    candidate = learn(Task.decode(task.encode()))
-    assert Candidate.decode(candidate.encode()).is_better
-    return candidate.weights
-
-
 @pytest.mark.slow
 def test_repeated_traffic_is_drafted_better_after_a_swap_and_its_texts_stay(served: Served, tmp_path: Path) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
     versions = Versions(tmp_path / "versions", served.weights)
-    learner = served.learner(versions)
+    learner = learner_of(served, versions)
     assert learner.learn_once()
     assert learner.candidate is not None
     assert learner.candidate.tokens_per_step > learner.candidate.tokens_per_step_before
@@ -166,7 +77,7 @@ def test_repeated_traffic_is_drafted_better_after_a_swap_and_its_texts_stay(serv
 
 def test_a_swap_between_two_steps_changes_no_text(served: Served) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
-    weights = learn_here(served, salt_key("a/"))
+    weights = served.learned(salt_key("a/"))
     step, count = served.step(), 0
 
     def swapping(batch: StepBatch) -> StepResult:
@@ -185,7 +96,7 @@ def test_what_one_client_taught_is_not_drafted_for_another(served: Served) -> No
     before_b = served.serve("b/", allows=False)
     for _ in range(TIMES):
         before_a = served.serve("a/")
-    served.weights.replace(salt_key("a/"), learn_here(served, salt_key("a/")))
+    served.weights.replace(salt_key("a/"), served.learned(salt_key("a/")))
     after_a, after_b = served.serve("a/"), served.serve("b/", allows=False)
     assert accepted(after_a) > accepted(before_a)
     assert trees(after_b) != trees(after_a)
@@ -200,7 +111,7 @@ def test_nothing_is_collected_without_consent(served: Served) -> None:
 def test_a_learner_that_fails_changes_nothing(served: Served) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
     for program in ("raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", "print('no weights')"):
-        learner = served.learner(command=(sys.executable, "-c", program))
+        learner = learner_of(served, command=(sys.executable, "-c", program))
         assert not learner.learn_once(), program
         after = served.serve()
         assert trees(after) == trees(before), program
@@ -212,7 +123,7 @@ def test_the_learner_stands_still_while_requests_run_and_ends_with_its_owner(ser
     file, is_idle = tmp_path / "work", threading.Event()
     is_idle.set()
     program = f"import time\nwhile True:\n    open({str(file)!r}, 'a').write('x')\n    time.sleep(0.01)"
-    learner = served.learner(command=(sys.executable, "-c", program), is_idle=is_idle.is_set)
+    learner = learner_of(served, command=(sys.executable, "-c", program), is_idle=is_idle.is_set)
     learner.start()
     wait_until(file.exists)
     is_idle.clear()
@@ -230,17 +141,17 @@ def test_the_learner_stands_still_while_requests_run_and_ends_with_its_owner(ser
 
 def test_a_restart_serves_the_last_version_and_a_rollback_the_one_before(served: Served, tmp_path: Path) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
-    weights = learn_here(served, salt_key("a/"))
+    weights = served.learned(salt_key("a/"))
     versions = Versions(tmp_path / "versions", served.weights)
     learned = (served.weights.of(salt_key("a/")), weights)
     assert [versions.store(salt_key("a/"), one, {}, after=number) for number, one in enumerate(learned)] == [1, 2]
-    learner = served.learner(Versions(tmp_path / "versions", served.weights))
+    learner = learner_of(served, Versions(tmp_path / "versions", served.weights))
     learner.start()
     learner.close()
     better = served.serve()
     assert accepted(better) > accepted(before)
     assert roll_back(tmp_path / "versions") == {salt_key("a/"): 1}
-    learner = served.learner(Versions(tmp_path / "versions", served.weights))
+    learner = learner_of(served, Versions(tmp_path / "versions", served.weights))
     learner.start()
     learner.close()
     assert trees(served.serve()) == trees(before)
@@ -268,7 +179,7 @@ learner_process.main()
 """
     for rate in ("1e30", "nan"):
         versions = Versions(tmp_path / "versions", served.weights)
-        learner = served.learner(versions, (sys.executable, "-c", program, "0", rate))
+        learner = learner_of(served, versions, (sys.executable, "-c", program, "0", rate))
         assert not learner.learn_once()
         assert versions.served(salt_key("a/")) == 0
         counts = learner.status()
@@ -304,7 +215,7 @@ def test_a_rollback_during_a_training_keeps_its_weights_out(served: Served, tmp_
     for _ in range(TIMES):
         served.serve()
     key, directory = salt_key("a/"), tmp_path / "versions"
-    base, better = served.weights.of(key), learn_here(served, key)
+    base, better = served.weights.of(key), served.learned(key)
     versions = Versions(directory, served.weights)
     versions.store(key, base, {}, after=0)
     versions.store(key, base, {}, after=1)
@@ -326,7 +237,7 @@ def test_a_rollback_is_followed_during_a_training(served: Served, tmp_path: Path
     versions = Versions(tmp_path / "versions", served.weights)
     versions.store(key, {name: value + 1 for name, value in base.items()}, {}, after=0)
     program = f"import time\nopen({str(file)!r}, 'w').close()\ntime.sleep(60)"
-    learner = served.learner(Versions(tmp_path / "versions", served.weights), (sys.executable, "-c", program))
+    learner = learner_of(served, Versions(tmp_path / "versions", served.weights), (sys.executable, "-c", program))
     learner.start()
     wait_until(file.exists)
     roll_back(tmp_path / "versions")
@@ -335,20 +246,22 @@ def test_a_rollback_is_followed_during_a_training(served: Served, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("served", ["heads", "eagle"], indirect=True)
 def test_a_stored_version_is_a_draft_that_a_server_can_load(served: Served, tmp_path: Path) -> None:
     for _ in range(TIMES):
         served.serve()
     versions = Versions(tmp_path / "versions", served.weights)
-    learner = served.learner(versions)
+    learner = learner_of(served, versions)
     assert learner.learn_once()
     stored = tmp_path / "versions" / salt_key("a/") / "000001"
     about = json.loads((stored / "learned.json").read_text())
     assert about["tokens_per_step"] > about["tokens_per_step_before"]
+    assert learner.candidate is not None
+    served.restart()
+    served.weights.replace(salt_key("a/"), learner.candidate.weights)
     learned = served.serve()
-    served.values["draft"]["heads"]["path"] = str(stored)
-    configuration = load_configuration(served.values)
-    method = create(configuration.draft, configuration.target)
-    served.engine = build_engine(configuration.target, method=method)
+    served.values["draft"][served.values["draft"]["method"]]["path"] = str(stored)
+    served.restart()
     assert trees(served.serve()) == trees(learned)
 
 
@@ -361,10 +274,21 @@ def test_a_draft_of_other_sizes_in_the_directory_is_left_out(served: Served, tmp
     card = json.loads((stored / CARD).read_text())
     (stored / CARD).write_text(json.dumps(card | {"target": "another"}))
     (stored.parent / "served").write_text("1")
-    learner = served.learner(Versions(tmp_path / "versions", served.weights))
+    learner = learner_of(served, Versions(tmp_path / "versions", served.weights))
     learner.start()
     learner.close()
     assert trees(served.serve()) == trees(before)
+
+
+@pytest.mark.parametrize("method", ["heads", "eagle"])
+def test_a_stored_version_with_a_reduced_vocabulary_is_read_again(tmp_path: Path, method: str) -> None:
+    served = Served(tmp_path, method, vocabulary=range(0, 96, 2))
+    weights = {name: value.bfloat16().float() * 2 for name, value in served.weights.of("").items()}
+    (tmp_path / "version").mkdir()
+    served.weights.save(tmp_path / "version", weights)
+    found = served.weights.read(tmp_path / "version")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_path: Path) -> None:
@@ -372,7 +296,7 @@ def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_pa
     versions = Versions(tmp_path / "versions", served.weights)
     for name in ("a/", "b/", "c/"):
         versions.store(salt_key(name), {n: v + 1 for n, v in served.weights.of(name).items()}, {}, after=0)
-    learner = served.learner(Versions(tmp_path / "versions", served.weights))
+    learner = learner_of(served, Versions(tmp_path / "versions", served.weights))
     learner._most_salts = 2
     learner.start()
     learner.close()
@@ -381,6 +305,16 @@ def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_pa
         found = served.weights.of(salt_key(name))
         assert all(torch.equal(found[one], base[one]) for one in base) is not is_learned
     assert learner.status().clients == 2
+
+
+def test_drafts_of_public_formats_are_refused(tmp_path: Path) -> None:
+    target = tiny.save(tmp_path / "target", tiny.llama(num_hidden_layers=4))
+    config = public_drafts.speculators_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    draft = public_drafts.write(tmp_path / "eagle", config, public_drafts.eagle3("layers.0."))
+    method, _ = drafter_of(target, 4, "eagle", {"path": str(draft)}, learn="on")
+    configuration = load_configuration({"draft": {"method": "eagle", "learn": "on", "eagle": {"path": str(draft)}}})
+    with pytest.raises(ConfigurationError, match="on is refused; drafts of this format of eagle cannot be trained"):
+        start_learner(configuration, method, lambda: True)
 
 
 def collected(salt: str, tokens: int = 8) -> CollectedText:

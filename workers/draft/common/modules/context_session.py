@@ -16,14 +16,20 @@ class ContextSession(DraftingSession):
     __slots__ = ("_keys", "_lead", "_shape", "_store", "window")
 
     def __init__(
-        self, start: SequenceStart, shape: ContextShape, store: ContextStore, device: torch.device, lead: int = 0
+        self,
+        start: SequenceStart,
+        shape: ContextShape,
+        store: ContextStore,
+        device: torch.device,
+        lead: int = 0,
+        version: int = 0,
     ) -> None:
-        """`lead`: see `SegmentKeys`."""
+        """`lead` and `version`: see `SegmentKeys`."""
         super().__init__(start)
         self._lead = lead
         self._shape = shape
         self._store = store
-        self._keys = SegmentKeys(start.cache_salt, lead)
+        self._keys = SegmentKeys(start.cache_salt, lead, version)
         self.window = ContextWindow(shape, device)
 
     @property

@@ -59,11 +59,12 @@ class SegmentKeys:
     """The keys of one sequence's full segments.
 
     With `lead` 1, what is kept of a position depends on the token after it, too: a segment of positions then has the
-    key of all tokens up to the one after its end.
+    key of all tokens up to the one after its end. Segments that were computed with other weights, whose `version` is
+    another one, have other keys.
     """
 
-    def __init__(self, salt: str, lead: int = 0) -> None:
-        self._root = root_key(salt)
+    def __init__(self, salt: str, lead: int = 0, version: int = 0) -> None:
+        self._root = next_key(root_key(salt), (version,)) if version else root_key(salt)
         self._lead = lead
         self._keys: list[bytes] = []
 

@@ -1,0 +1,90 @@
+"""An EAGLE drafter with other weights for the requests of one salt, and weights that are replaced while it drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.core.config.draft_section import DraftSection
+from cluster.core.config.target_section import TargetSection
+from cluster.core.ids import SequenceId
+from tests.unit.draft.rows import TAPS, draft, row, shown
+from workers.draft.common.learning import LearnedWeights, salt_key
+from workers.draft.common.modules.learned_modules import LearnedModules
+from workers.draft.common.modules.module_settings import ContextModuleSettings
+from workers.draft.eagle.eagle_drafter import EagleTreeDrafter, load_eagle_drafter
+from workers.draft.eagle.eagle_growth import GrowthLimits
+
+SALT = "a/"
+KEY = salt_key(SALT)
+Make = Callable[[bool], EagleTreeDrafter]
+
+
+@pytest.fixture
+def make(target: Path, modules: Path) -> Make:
+    """Makes a drafter, with other weights for one salt or with those of its files alone."""
+
+    def create(is_replaced: bool) -> EagleTreeDrafter:
+        section = TargetSection.model_validate({"path": str(target), "device": "cpu", "evidence": {"taps": TAPS}})
+        settings = ContextModuleSettings.model_validate({"path": str(modules / "eagle"), "weights": "float32"})
+        drafter = load_eagle_drafter(settings, DraftSection(learn="on"), section, GrowthLimits(siblings=3, width=2))
+        assert isinstance(drafter, EagleTreeDrafter)
+        if is_replaced:
+            weights_of(drafter).replace(KEY, others(drafter))
+        return drafter
+
+    return create
+
+
+def weights_of(drafter: EagleTreeDrafter) -> LearnedWeights:
+    assert drafter.weights is not None
+    return drafter.weights
+
+
+def others(drafter: EagleTreeDrafter) -> Mapping[str, torch.Tensor]:
+    """Weights that draft otherwise than those of the files."""
+    return {name: value.roll(1, 0) for name, value in weights_of(drafter).of("").items()}
+
+
+def test_rows_with_different_weights_are_drafted_in_one_call_as_each_is_alone(make: Make) -> None:
+    rows = [row(40, 0, [shown(0, 39)], name=name, salt=salt) for name, salt in (("1", SALT), ("2", "b/"), ("3", SALT))]
+    together = make(True).propose(rows)
+    assert [one.tree for one in together] == [make(True).propose([one])[0].tree for one in rows]
+    assert together[0].tree == together[2].tree != together[1].tree
+    assert together[1] == make(False).propose([rows[1]])[0]
+
+
+def test_later_sequences_find_no_keys_of_weights_that_were_replaced(make: Make) -> None:
+    """The target finds the first 32 tokens in its cache and shows only the rest."""
+    drafter = make(False)
+    cached = row(40, 0, [shown(32, 39)], name="cached", salt=SALT)
+    draft(drafter, row(40, 0, [shown(0, 39)], salt=SALT))
+    weights_of(drafter).replace(KEY, others(drafter))
+    found = draft(drafter, cached)
+    assert found.probabilities == pytest.approx(draft(make(True), cached).probabilities)
+    whole = draft(drafter, row(40, 0, [shown(0, 39)], name="again", salt=SALT))
+    drafter.release([SequenceId("cached")])
+    assert draft(drafter, cached).probabilities == pytest.approx(whole.probabilities) != found.probabilities
+
+
+def test_a_running_sequence_is_drafted_for_with_the_new_weights_on_its_old_keys(make: Make) -> None:
+    drafter = make(False)
+    weights = weights_of(drafter)
+    expected = draft(make(False), row(20, 0, [shown(0, 19)], salt=SALT), row(24, 20, [shown(19, 23)]))
+    draft(drafter, row(20, 0, [shown(0, 19)], salt=SALT))
+    weights.replace(KEY, others(drafter))
+    replaced = draft(drafter, row(24, 20, [shown(19, 23)]))
+    assert len(replaced.tree) and replaced.tree != expected.tree
+    weights.replace(KEY, None)
+    assert len(draft(drafter, row(28, 24, [shown(23, 27)])).tree)
+
+
+def test_all_weights_share_what_is_the_targets(make: Make) -> None:
+    weights = weights_of(make(True))
+    assert isinstance(weights, LearnedModules)
+    own, learned = weights.own, weights.of_salt(SALT)
+    assert learned is not own
+    assert (learned._head, learned._embedding) == (own._head, own._embedding)

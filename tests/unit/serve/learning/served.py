@@ -1,0 +1,132 @@
+"""A tiny target with a draft that knows nothing, and the traffic that it has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.core.config.sections import Configuration
+from cluster.core.drafting import DraftBudget
+from cluster.core.ids import CacheSalt, SequenceId
+from cluster.core.request import SamplingParameters
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, StepResult
+from deploy.distillation.learner_process import learn
+from tests.support.engines.colocated_decoding import Decoded, decode_together
+from tests.support.models import drafting_modules, tiny
+from workers.draft.common.learning import LearnsOnline, Reservoir
+from workers.draft.registry import create
+from workers.model.draft_shapes import EagleShape, HeadsShape, LayerShape, Shape
+from workers.serve.configuration import load_configuration
+from workers.serve.learning.messages import Candidate, Task
+from workers.verify.build import build_engine
+from workers.verify.engine import TargetEngine
+
+TOKENS = 24
+BUDGET = DraftBudget(3, 3)
+TIMES = 10
+"""How often the traffic is repeated before a training."""
+PROMPTS = {
+    str(number): (tuple(range(7 + number, 13 + number)), SamplingParameters(temperature=temperature, seed=number))
+    for number, temperature in enumerate((0.0, 0.0, 0.7, 0.0))
+}
+DRAFTS: dict[str, tuple[tuple[int, ...], Shape, dict[str, int]]] = {
+    "heads": ((2,), HeadsShape(3, mix_rank=8, selector_rank=0), {"candidates": 1}),
+    "eagle": ((1, 2), EagleShape(LayerShape(48, 4, 2, 8, 48, window=16)), {"candidates": 1, "width": 1}),
+}
+"""By method: the taps, the shape of the module, and settings with which drafts are chains."""
+
+
+class Served:
+    """A tiny target with a draft that knows nothing, and the traffic that it has seen."""
+
+    def __init__(self, directory: Path, method: str = "heads", vocabulary: Sequence[int] | None = None) -> None:
+        target, draft = directory / "target", directory / method
+        taps, shape, settings = DRAFTS[method]
+        tiny.save(target, tiny.llama())
+        drafting_modules.save(target, draft, method, taps, vocabulary, shape=shape)
+        self.values: dict[str, Any] = {
+            "target": {
+                "path": str(target),
+                "device": "cpu",
+                "dtype": "float32",
+                "compile": "off",
+                "kv": {"pool_bytes": 4 << 20},
+                "evidence": {"taps": taps},
+            },
+            "draft": {
+                "method": method,
+                "learn": "on",
+                "max_nodes": 3,
+                "max_depth": 3,
+                method: {"path": str(draft), "weights": "float32"} | settings,
+            },
+        }
+        self.reservoir = Reservoir(1 << 22)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with the weights of the files, and with a method that has drafted nothing before."""
+        configuration = self.configuration
+        method = create(configuration.draft, configuration.target)
+        assert isinstance(method, LearnsOnline) and method.weights is not None
+        self.method, self.weights = method, method.weights
+        self.engine: TargetEngine = build_engine(configuration.target, method=method)
+        method.collect_into(self.reservoir)
+        self.served = 0
+
+    @property
+    def configuration(self) -> Configuration:
+        return load_configuration(self.values)
+
+    def step(self, salt: str = "a/", *, allows: bool = True) -> Callable[[StepBatch], StepResult]:
+        """Steps of requests with a salt and their consent. Those named `SALT:NAME` have this salt."""
+
+        def salt_of(name: SequenceId) -> CacheSalt:
+            return CacheSalt(name.partition(":")[0] if ":" in name else salt)
+
+        def with_start(batch: StepBatch) -> StepResult:
+            rows = tuple(
+                row
+                if row.start is None
+                else replace(row, start=replace(row.start, cache_salt=salt_of(row.sequence_id), allows_learning=allows))
+                for row in batch.rows
+            )
+            return self.engine.step(StepBatch(rows))
+
+        return with_start
+
+    def serve(self, salt: str = "a/", *, allows: bool = True) -> list[Decoded]:
+        """Answer all prompts once and release them."""
+        self.served += 1
+        named = {f"{name}-{self.served}": prompt for name, prompt in PROMPTS.items()}
+        found = decode_together(self.step(salt, allows=allows), named, TOKENS, BUDGET)
+        self.engine.release([SequenceId(name) for name in found])
+        return list(found.values())
+
+    def learned(self, key: str) -> Mapping[str, torch.Tensor]:
+        """Weights that are learned in this process from what is stored of a salt, better than the served ones."""
+        (texts,) = (one for one in self.reservoir.salts() if one.key == key)
+        task = Task(self.values, self.weights.of(key), texts.training, texts.held_back)
+        candidate = learn(Task.decode(task.encode()))
+        assert Candidate.decode(candidate.encode()).is_better
+        return candidate.weights
+
+
+def answers(found: Sequence[Decoded]) -> list[list[int]]:
+    """The answers, cut to the same length."""
+    return [one.answer[:TOKENS] for one in found]
+
+
+def accepted(found: Sequence[Decoded]) -> int:
+    """Drafted tokens that were accepted."""
+    return sum(one.accepted for one in found)
+
+
+def trees(found: Sequence[Decoded]) -> list[list[TokenTree]]:
+    """The drafts of each sequence."""
+    return [[proposal.tree for proposal in one.proposals] for one in found]

@@ -1,0 +1,78 @@
+"""Collects the hidden states that the target shows of running sequences, to learn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from cluster.core.drafting import Evidence
+from cluster.core.request import SequenceStart
+from workers.draft.common.learning import CollectedText, Reservoir, consecutive
+from workers.draft.common.modules.tap_reader import TapReader
+
+_MOST_COLLECTED = 1024
+"""Most positions of one sequence whose hidden states are collected."""
+
+
+class CollectedStates:
+    """What is collected of one running sequence."""
+
+    __slots__ = ("pieces", "reserved")
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[int, Tensor]] = []
+        """First position and rows [positions, width]."""
+        self.reserved = 0
+        """Bytes that the reservoir counts for what was collected."""
+
+
+class CollectedSession(Protocol):
+    """A sequence that texts are collected of."""
+
+    start: SequenceStart
+    tokens: list[int]
+    collected: CollectedStates
+
+
+class TextCollector:
+    """Collects texts if it was given a reservoir, and only of sequences that allow it."""
+
+    def __init__(self, reader: TapReader, before: int = 0) -> None:
+        """`before` is the number of positions before the last one of the prompt that are collected, too."""
+        self.reader = reader
+        self._before = before
+        self._reservoir: Reservoir | None = None
+
+    def collect_into(self, reservoir: Reservoir) -> None:
+        """Add the texts of finished sequences to `reservoir` from now on."""
+        self._reservoir = reservoir
+
+    def take(self, session: CollectedSession, evidence: Sequence[Evidence]) -> None:
+        """Collect the hidden states of a sequence. Raises `ValueError` for ones of a wrong width."""
+        reservoir, collected = self._reservoir, session.collected
+        if reservoir is None or not session.start.allows_learning:
+            return
+        oldest = session.start.prompt_len - 1 - self._before
+        for one in evidence:
+            found = self.reader.read(one)
+            if found is None:
+                continue
+            first, taps = found
+            skipped = max(0, oldest - first)
+            stored = sum(len(rows) for _, rows in collected.pieces)
+            rows = taps[skipped : skipped + _MOST_COLLECTED - stored].flatten(1)
+            size = rows.numel() * rows.element_size()
+            if size and reservoir.reserve(size):
+                collected.pieces.append((first + skipped, rows.clone()))
+                collected.reserved += size
+
+    def finish(self, session: CollectedSession) -> None:
+        """Give what was collected of a sequence that ends to the reservoir."""
+        if self._reservoir is None or not session.collected.reserved:
+            return
+        found = consecutive(session.collected.pieces)
+        if found is not None:
+            self._reservoir.add(CollectedText(session.start, tuple(session.tokens), *found))
+        self._reservoir.free(session.collected.reserved)
