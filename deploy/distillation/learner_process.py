@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
@@ -23,7 +23,7 @@ from workers.distill.modules.online import OnlinePlan, ServedText, train_online
 from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
 from workers.draft.registry import create
 from workers.model.drafting.eagle import EagleHead
-from workers.model.drafting.files import load_drafter
+from workers.model.drafting.files import Drafter, load_drafter
 from workers.model.drafting.heads import MedusaHeads
 from workers.sampling.acceptance import DecidedTree
 from workers.serve.configuration import load_configuration
@@ -36,12 +36,24 @@ _STEPS = {"heads": 200, "eagle": 100}
 
 
 def learn(task: Task) -> Candidate:
-    """Train and measure; see `Candidate`."""
+    """Train and measure; see `Candidate`.
+
+    Where the traffic has changed, the weights of the draft's files may be better than those that are served. Then the
+    training begins with them, and if it brings nothing, they are the candidate.
+    """
     configuration = load_configuration(task.configuration)
-    weights = _trained(configuration, task)
-    before, after = (_rounds(configuration, found, task.held_back) for found in (task.weights, weights))
+    (settings,) = configuration.draft.modules.values()
+    target, kind = Path(configuration.target.path), settings.draft_kind
+    loaded = load_drafter(Path(settings.path), target, torch.float32, torch.device("cpu"), kind)
+    original = _weights_of(loaded.module)
+    before, first = (_rounds(configuration, weights, task.held_back) for weights in (task.weights, original))
+    best, after = (original, first) if sum(first) < sum(before) else (task.weights, before)
+    trained = _trained(loaded, best, task, _STEPS[kind])
+    rounds = _rounds(configuration, trained, task.held_back)
+    if sum(rounds) <= sum(after):
+        best, after = trained, rounds
     tokens = tuple(max(0, len(text.tokens) - text.base_len) for text in task.held_back)
-    return Candidate(weights, before, after, tokens)
+    return Candidate(best, before, after, tokens)
 
 
 def _rounds(
@@ -90,18 +102,20 @@ def rounds_of(method: LearnsOnline, configuration: Configuration, text: Collecte
     return rounds
 
 
-def _trained(configuration: Configuration, task: Task) -> Mapping[str, Tensor]:
-    """The weights after training, rounded to the type that they are stored in."""
-    (settings,) = configuration.draft.modules.values()
-    target = configuration.target.path
-    loaded = load_drafter(Path(settings.path), Path(target), torch.float32, torch.device("cpu"), settings.draft_kind)
+def _trained(loaded: Drafter, begin: Mapping[str, Tensor], task: Task, steps: int) -> Mapping[str, Tensor]:
+    """The weights after a training that begins with others."""
     module = loaded.module
     if not isinstance(module, MedusaHeads | EagleHead):
         raise ConfigurationError(f"draft.learn: {type(module).__name__} does not learn")
-    module.load_state_dict(dict(task.weights))
+    module.load_state_dict(dict(begin))
     texts = [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in task.training]
     with torch.enable_grad():
-        train_online(module, loaded.ends, texts, OnlinePlan(_STEPS[settings.draft_kind], seed=task.seed))
+        train_online(module, loaded.ends, texts, OnlinePlan(steps, seed=task.seed))
+    return _weights_of(module)
+
+
+def _weights_of(module: nn.Module) -> Mapping[str, Tensor]:
+    """The weights, rounded to the type that they are stored in."""
     return {name: value.bfloat16().float() for name, value in module.state_dict().items()}
 
 

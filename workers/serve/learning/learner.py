@@ -52,6 +52,10 @@ class LearnerOptions:
     """Most memory for learned weights, in bytes."""
     fresh_texts: int = 32
     """Texts of a salt that must be new since its last training."""
+    most_texts: int = 192
+    """Most texts that a training sees: the latest ones, so that drafts follow traffic that changes."""
+    most_held_back: int = 64
+    """Most texts that weights are measured on: the latest ones."""
     least_held_back: int = 8
     """Fewest held-back texts that a candidate is measured on."""
     most_seconds: float = 600.0
@@ -164,6 +168,8 @@ class Learner:
         if texts.key not in self._learned:
             self._serve(texts.key)  # its weights may have been left out for lack of memory
         base = self._versions.served(texts.key)
+        latest = (texts.training[-options.most_texts :], texts.held_back[-options.most_held_back :])
+        texts = replace(texts, training=latest[0], held_back=latest[1])
         task = Task(self._configuration, self._weights.of(texts.key), texts.training, texts.held_back, seed=base)
         candidate = self._candidate(task.encode())
         if candidate is None:

@@ -24,7 +24,7 @@ from workers.draft.common.learning import CollectedText, Reservoir, salt_key
 from workers.model.draft_card import CARD
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
-from workers.serve.learning.messages import Candidate
+from workers.serve.learning.messages import Candidate, Task
 from workers.serve.learning.versions import Versions, roll_back, stored_versions
 
 COMMAND = (sys.executable, "-m", "deploy.distillation.learner_process", "0")
@@ -36,6 +36,7 @@ def learner_of(
     versions: Versions | None = None,
     command: tuple[str, ...] = COMMAND,
     is_idle: Callable[[], bool] = lambda: True,
+    **bounds: int,
 ) -> Learner:
     """A learner that has not begun."""
     return Learner(
@@ -44,7 +45,7 @@ def learner_of(
         served.values,
         versions or Versions(None, served.weights),
         is_idle,
-        LearnerOptions(command, fresh_texts=8, least_held_back=2, idle_seconds=0.05),
+        LearnerOptions(command, fresh_texts=8, least_held_back=2, idle_seconds=0.05, **bounds),
     )
 
 
@@ -89,6 +90,29 @@ def test_a_swap_between_two_steps_changes_no_text(served: Served) -> None:
 
     assert answers(list(decode_together(swapping, PROMPTS, TOKENS, BUDGET).values())) == answers(before)
     assert count > 8
+
+
+def test_a_training_begins_with_the_files_weights_where_they_are_better_than_the_served_ones(served: Served) -> None:
+    for _ in range(TIMES):
+        served.serve()
+    key = salt_key("a/")
+    files = served.weights.of(key)
+    served.weights.replace(key, {name: torch.randn_like(value) * 10 for name, value in files.items()})
+    learned = served.learned(key)
+    assert all(bool(((learned[name] - value).abs() < 1).all()) for name, value in files.items())
+
+
+def test_the_latest_texts_alone_are_learned_from(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(TIMES):
+        served.serve()
+    tasks = []
+    monkeypatch.setattr(Learner, "_candidate", lambda _, task: tasks.append(Task.decode(task)))
+    learner = learner_of(served, most_texts=5, most_held_back=3)
+    assert not learner.learn_once()
+    (texts,) = served.reservoir.salts()
+    assert len(texts.training) > 5 and len(texts.held_back) > 3
+    assert [text.tokens for text in tasks[0].training] == [text.tokens for text in texts.training[-5:]]
+    assert [text.tokens for text in tasks[0].held_back] == [text.tokens for text in texts.held_back[-3:]]
 
 
 def test_what_one_client_taught_is_not_drafted_for_another(served: Served) -> None:
