@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
@@ -23,7 +23,7 @@ from workers.distill.modules.online import OnlinePlan, ServedText, train_online
 from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
 from workers.draft.registry import create
 from workers.model.drafting.eagle import EagleHead
-from workers.model.drafting.files import Drafter, load_drafter
+from workers.model.drafting.files import load_drafter
 from workers.model.drafting.heads import MedusaHeads
 from workers.sampling.acceptance import DecidedTree
 from workers.serve.configuration import load_configuration
@@ -45,10 +45,17 @@ def learn(task: Task) -> Candidate:
     (settings,) = configuration.draft.modules.values()
     target, kind = Path(configuration.target.path), settings.draft_kind
     loaded = load_drafter(Path(settings.path), target, torch.float32, torch.device("cpu"), kind)
-    original = _weights_of(loaded.module)
+    module = loaded.module
+    if not isinstance(module, MedusaHeads | EagleHead):
+        raise ConfigurationError(f"draft.learn: {type(module).__name__} does not learn")
+    original = _weights_of(module)
     before, first = (_rounds(configuration, weights, task.held_back) for weights in (task.weights, original))
     best, after = (original, first) if sum(first) < sum(before) else (task.weights, before)
-    trained = _trained(loaded, best, task, _STEPS[kind])
+    module.load_state_dict(dict(best))
+    texts = [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in task.training]
+    with torch.enable_grad():
+        train_online(module, loaded.ends, texts, OnlinePlan(_STEPS[kind], seed=task.seed))
+    trained = _weights_of(module)
     rounds = _rounds(configuration, trained, task.held_back)
     if sum(rounds) <= sum(after):
         best, after = trained, rounds
@@ -102,19 +109,7 @@ def rounds_of(method: LearnsOnline, configuration: Configuration, text: Collecte
     return rounds
 
 
-def _trained(loaded: Drafter, begin: Mapping[str, Tensor], task: Task, steps: int) -> Mapping[str, Tensor]:
-    """The weights after a training that begins with others."""
-    module = loaded.module
-    if not isinstance(module, MedusaHeads | EagleHead):
-        raise ConfigurationError(f"draft.learn: {type(module).__name__} does not learn")
-    module.load_state_dict(dict(begin))
-    texts = [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in task.training]
-    with torch.enable_grad():
-        train_online(module, loaded.ends, texts, OnlinePlan(steps, seed=task.seed))
-    return _weights_of(module)
-
-
-def _weights_of(module: nn.Module) -> Mapping[str, Tensor]:
+def _weights_of(module: MedusaHeads | EagleHead) -> Mapping[str, Tensor]:
     """The weights, rounded to the type that they are stored in."""
     return {name: value.bfloat16().float() for name, value in module.state_dict().items()}
 
