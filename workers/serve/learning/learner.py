@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 _PROCESS = "deploy.distillation.learner_process"
 """The module that trains. It belongs to another distribution, so it is named as text."""
 _NICENESS = "19"
-_CHECK_SECONDS = 0.02
-"""Pause between two looks at whether requests run, in seconds: while they do, the learner's process is stopped."""
+_CHECK_SECONDS = 0.005
+"""Pause between two looks at whether requests run while the learner's process runs, in seconds: then it is stopped."""
+_STOPPED_CHECK_SECONDS = 0.1
+"""The same while it is stopped: requests that run share the interpreter with whoever looks."""
 _FOLLOW_SECONDS = 0.25
 """Pause between two looks at the versions that somebody else has chosen, in seconds."""
 _COPIES = 2
@@ -257,7 +259,7 @@ class Learner:
                 finally:
                     process.kill()
         while not self._closing.is_set() and not self._may_run():
-            self._closing.wait(_CHECK_SECONDS)
+            self._closing.wait(_STOPPED_CHECK_SECONDS)
         if self._closing.is_set():
             return None
         try:
@@ -272,7 +274,7 @@ class Learner:
         ran, is_stopped, before, followed = 0.0, False, time.monotonic(), time.monotonic()
         while not self._closing.is_set() and ran < self._options.most_seconds:
             try:
-                data, _ = process.communicate(timeout=_CHECK_SECONDS)
+                data, _ = process.communicate(timeout=_STOPPED_CHECK_SECONDS if is_stopped else _CHECK_SECONDS)
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
                 ran, before = ran + (0.0 if is_stopped else now - before), now
