@@ -53,7 +53,7 @@ class OnlinePlan:
     """Most tokens of a batch, padding included."""
     paths: int = 256
     """Paths of a batch that the loss covers, drawn at random."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     seed: int = 0
 
 
