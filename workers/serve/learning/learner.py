@@ -37,7 +37,7 @@ _NICENESS = "19"
 _CHECK_SECONDS = 0.005
 """Pause between two looks at whether requests run while the learner's process runs, in seconds: then it is stopped."""
 _STOPPED_CHECK_SECONDS = 0.1
-"""The same while it is stopped: requests that run share the interpreter with whoever looks."""
+"""Pause between two looks while the learner's process is stopped: running requests share the interpreter with them."""
 _FOLLOW_SECONDS = 0.25
 """Pause between two looks at the versions that somebody else has chosen, in seconds."""
 _COPIES = 2
