@@ -184,13 +184,14 @@ pages: $(INSTALLED)  ## Regenerate deploy/docs/reference from the code: settings
 simulate: $(INSTALLED)  ## 10,000 fault schedules of simulated clusters (ARGS='--schedules 1000 --seed 7', '--replay SEED')
 	$(BIN)/pilotfish simulate faults --schedules 10000 $(ARGS)
 
-check: $(INSTALLED)  ## Check style, format, types, imports and gRPC stubs
+check: $(INSTALLED)  ## Check style, format, types, imports, sizes of files and pages, and gRPC stubs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.pages --check
 	$(BIN)/python -m tests.chart --check
+	$(PYTEST) tests/test_architecture.py
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(MAKE) --no-print-directory stubs OUT="$$fresh" && \
 	for file in $$(cd "$$fresh" && find . -type f); do \
 		cmp "$$fresh/$$file" "protos/$$file" || { echo "make proto, then commit: $$file is out of date"; exit 1; }; \
