@@ -52,9 +52,12 @@ def learn(task: Task) -> Candidate:
     before, first = (_rounds(configuration, weights, task.held_back) for weights in (task.weights, original))
     best, after = (original, first) if sum(first) < sum(before) else (task.weights, before)
     module.load_state_dict(dict(best))
-    texts = [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in task.training]
+    texts, left_out = (
+        [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in part]
+        for part in (task.training, task.left_out)
+    )
     with torch.enable_grad():
-        train_online(module, loaded.ends, texts, OnlinePlan(_STEPS[kind], seed=task.seed))
+        train_online(module, loaded.ends, texts, left_out, OnlinePlan(_STEPS[kind], seed=task.seed))
     trained = _weights_of(module)
     rounds = _rounds(configuration, trained, task.held_back)
     if sum(rounds) <= sum(after):

@@ -6,7 +6,6 @@ that predicts texts best that were left out is kept. On few texts, that is often
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,8 +24,6 @@ LearningModule = MedusaHeads | EagleHead
 
 _SHARED = ("selector.", "output_norm")
 """Begins the names of parameters that all weights of a served draft have in common. They are not trained."""
-_LEAST_TEXTS, _LEFT_OUT, _MOST_LEFT_OUT = 8, 4, 64
-"""From so many texts on, one of so many is left out of the training, so many at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +54,27 @@ class OnlinePlan:
     seed: int = 0
 
 
-def train_online(module: LearningModule, ends: TargetEnds, texts: Sequence[ServedText], plan: OnlinePlan) -> None:
+def train_online(
+    module: LearningModule,
+    ends: TargetEnds,
+    texts: Sequence[ServedText],
+    left_out: Sequence[ServedText],
+    plan: OnlinePlan,
+) -> None:
     """Train a module in place, by the cross entropy of the committed tokens along paths of drafted ones.
 
-    Raises `ValueError` without a position to learn from.
+    Of the states that it passes, the one that predicts `left_out` best is kept; without any, the last one. Raises
+    `ValueError` without a position to learn from.
     """
     served = _ServedTaps()
-    answers = [answer for text in texts if (answer := served.add(text)) is not None]
-    if not answers:
+    trained, measured = (
+        [answer for text in part if (answer := served.add(text)) is not None] for part in (texts, left_out)
+    )
+    if not trained:
         raise ValueError("texts: none has a position to learn from")
     for name, value in module.named_parameters():
         value.requires_grad_(not name.startswith(_SHARED))
-    numbers = left_out(len(answers), plan.seed)
-    measured = [answers[number] for number in numbers]
-    trained = [answer for number, answer in enumerate(answers) if number not in numbers]
-    longest = max(len(answer.prompt) + len(answer.answer) for answer in answers)
+    longest = max(len(answer.prompt) + len(answer.answer) for answer in (*trained, *measured))
     training = TrainingPlan(
         learning_rate=plan.learning_rate,
         weight_decay=0.0,
@@ -92,14 +95,6 @@ def train_online(module: LearningModule, ends: TargetEnds, texts: Sequence[Serve
     stopping = EarlyStopping(tokens_per_step, interval=1 / plan.measures, cost=1.0, first_seconds=0.0, patience=2)
     ModuleTraining(tapped, trained, (), module_plan, None, early_stopping=stopping).run(lambda *_: None)
     module.eval().requires_grad_(False)
-
-
-def left_out(count: int, seed: int) -> tuple[int, ...]:
-    """Numbers of the texts among `count` that a training leaves out. No period of the traffic decides them."""
-    if count < _LEAST_TEXTS:
-        return ()
-    most = min(_MOST_LEFT_OUT, count // _LEFT_OUT)
-    return tuple(random.Random(seed).sample(range(count), most))  # noqa: S311 - a choice, not a secret
 
 
 class _ServedTaps:

@@ -1,7 +1,8 @@
 """What a drafter learns from: texts of finished requests, kept in memory within a bound and apart by salt.
 
 Only texts whose request allows it are kept. A quarter of the texts of a salt is held back: no training sees them, and
-candidates are measured on them.
+candidates are measured on them. A fifth is left out of the steps of every training, and chooses its best state: weights
+that an earlier training has learned from a text would seem better on it than any that follow.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -20,8 +22,8 @@ from cluster.core.request import SequenceStart
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HELD_BACK = 0.25
-"""Share of the texts that is held back."""
+_HELD_BACK, _LEFT_OUT = 0.25, 0.2
+"""Shares of the texts that are held back, and left out of trainings."""
 _TOKEN_BYTES = 8
 _MOST_SALTS = 64
 """Most salts whose texts are kept."""
@@ -62,6 +64,7 @@ class TextsOfSalt:
     seen: int
     """Texts collected since the start, those included that are kept no longer."""
     training: tuple[CollectedText, ...]
+    left_out: tuple[CollectedText, ...]
     held_back: tuple[CollectedText, ...]
 
 
@@ -111,7 +114,7 @@ class Reservoir:
         with self._lock:
             texts = self._texts.pop(key, None) or _Texts(salt.partition("/")[0])
             self._texts[key] = texts  # the last one of these is the latest
-            texts.add(text, is_held_back=_share(key, texts.seen) < _HELD_BACK)
+            texts.add(text, _share(key, texts.seen))
             self._seen += 1
             while self.stored_bytes > self._most_bytes:
                 self._of_largest_client(lambda one: one.size).drop_oldest()
@@ -146,21 +149,22 @@ class _Texts:
         """The name of the API key."""
         self.seen = 0
         self.size = 0
-        self._texts: deque[tuple[bool, CollectedText]] = deque()
+        self._texts: deque[tuple[float, CollectedText]] = deque()
 
-    def add(self, text: CollectedText, *, is_held_back: bool) -> None:
+    def add(self, text: CollectedText, share: float) -> None:
         self.seen += 1
         self.size += text.size
-        self._texts.append((is_held_back, text))
+        self._texts.append((share, text))
 
     def drop_oldest(self) -> None:
         self.size -= self._texts.popleft()[1].size
 
     def of(self, key: str) -> TextsOfSalt:
-        held_back, training = (
-            tuple(text for is_held_back, text in self._texts if is_held_back is wanted) for wanted in (True, False)
+        ends = (0.0, _HELD_BACK, _HELD_BACK + _LEFT_OUT, 1.0)
+        held_back, left_out, training = (
+            tuple(text for share, text in self._texts if begin <= share < end) for begin, end in pairwise(ends)
         )
-        return TextsOfSalt(key, self.seen, training, held_back)
+        return TextsOfSalt(key, self.seen, training, left_out, held_back)
 
 
 class LearnedWeights(Protocol):

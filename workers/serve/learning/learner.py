@@ -57,7 +57,7 @@ class LearnerOptions:
     most_texts: int = 192
     """Most texts that a training sees: the latest ones, so that drafts follow traffic that changes."""
     most_held_back: int = 64
-    """Most texts that weights are measured on: the latest ones."""
+    """Most texts that weights are measured on, and most that are left out of a training: the latest ones."""
     least_held_back: int = 8
     """Fewest held-back texts that a candidate is measured on."""
     most_seconds: float = 600.0
@@ -170,34 +170,34 @@ class Learner:
         if texts.key not in self._learned:
             self._serve(texts.key)  # its weights may have been left out for lack of memory
         base = self._versions.served(texts.key)
-        latest = (texts.training[-options.most_texts :], texts.held_back[-options.most_held_back :])
-        texts = replace(texts, training=latest[0], held_back=latest[1])
-        task = Task(self._configuration, self._weights.of(texts.key), texts.training, texts.held_back, seed=base)
+        most = options.most_held_back
+        latest = (texts.training[-options.most_texts :], texts.left_out[-most:], texts.held_back[-most:])
+        task = Task(self._configuration, self._weights.of(texts.key), *latest, seed=base)
         candidate = self._candidate(task.encode())
         if candidate is None:
             self._counts["failed"] += 1
             return False
         self.candidate = candidate
-        is_taken = candidate.is_better and self._take(texts, candidate, base)
+        is_taken = candidate.is_better and self._take(texts.key, task, candidate)
         self._counts["taken" if is_taken else "dropped"] += 1
         tau = (candidate.tokens_per_step_before, candidate.tokens_per_step)
         result = f"version {self._versions.served(texts.key)} drafts from now on" if is_taken else "dropped"
         logger.info("new draft weights: %.2f tokens per step before, %.2f after: %s", *tau, result)
         return is_taken
 
-    def _take(self, texts: TextsOfSalt, candidate: Candidate, base: int) -> bool:
+    def _take(self, key: str, task: Task, candidate: Candidate) -> bool:
         """Store the weights, then draft with them. Returns whether that worked."""
         about = {
-            "before": base,
-            "texts": len(texts.training),
-            "held_back_texts": len(texts.held_back),
+            "before": task.seed,
+            "texts": len(task.training),
+            "held_back_texts": len(task.held_back),
             "tokens_per_step_before": candidate.tokens_per_step_before,
             "tokens_per_step": candidate.tokens_per_step,
         }
         try:
             self._weights.check(candidate.weights)
-            self._versions.store(texts.key, candidate.weights, about, after=base)
-            self._replace(texts.key, candidate.weights)
+            self._versions.store(key, candidate.weights, about, after=task.seed)
+            self._replace(key, candidate.weights)
         except (OSError, ValueError) as error:
             logger.warning("new draft weights are dropped: %s", error)
             return False

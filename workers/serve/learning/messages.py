@@ -19,6 +19,8 @@ from workers.draft.common.learning import CollectedText
 
 _ABOUT = "about"
 """Name of the tensor with a JSON object."""
+_PARTS = ("training", "left_out", "held_back")
+"""Begins the names of the tensors of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +31,19 @@ class Task:
     """The sections `draft` and `target`."""
     weights: Mapping[str, Tensor]
     training: Sequence[CollectedText]
+    left_out: Sequence[CollectedText]
     held_back: Sequence[CollectedText]
     seed: int = 0
 
     def encode(self) -> bytes:
         """The task as bytes."""
         tensors = {f"weights.{name}": value.contiguous() for name, value in self.weights.items()}
-        for kind, texts in (("training", self.training), ("held_back", self.held_back)):
+        parts = (self.training, self.left_out, self.held_back)
+        for kind, texts in zip(_PARTS, parts, strict=True):
             for index, text in enumerate(texts):
                 tensors |= _encode_text(f"{kind}.{index}", text)
         about = {"configuration": self.configuration, "seed": self.seed}
-        sizes = {"training": len(self.training), "held_back": len(self.held_back)}
+        sizes = {kind: len(texts) for kind, texts in zip(_PARTS, parts, strict=True)}
         return save(tensors | {_ABOUT: _encode_json(about | sizes)})
 
     @staticmethod
@@ -47,11 +51,10 @@ class Task:
         """The task of `encode`."""
         tensors = load(data)
         about = _decode_json(tensors[_ABOUT])
-        training, held_back = (
-            [_decode_text(f"{kind}.{index}", tensors) for index in range(about[kind])]
-            for kind in ("training", "held_back")
+        training, left_out, held_back = (
+            [_decode_text(f"{kind}.{index}", tensors) for index in range(about[kind])] for kind in _PARTS
         )
-        return Task(about["configuration"], _weights_in(tensors), training, held_back, about["seed"])
+        return Task(about["configuration"], _weights_in(tensors), training, left_out, held_back, about["seed"])
 
 
 @dataclass(frozen=True, slots=True)

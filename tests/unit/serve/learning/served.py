@@ -111,7 +111,7 @@ class Served:
     def learned(self, key: str) -> Mapping[str, torch.Tensor]:
         """Weights that are learned in this process from what is stored of a salt, better than the served ones."""
         (texts,) = (one for one in self.reservoir.salts() if one.key == key)
-        task = Task(self.values, self.weights.of(key), texts.training, texts.held_back)
+        task = Task(self.values, self.weights.of(key), texts.training, texts.left_out, texts.held_back)
         candidate = learn(Task.decode(task.encode()))
         assert Candidate.decode(candidate.encode()).is_better
         return candidate.weights

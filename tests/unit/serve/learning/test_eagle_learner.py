@@ -83,6 +83,6 @@ def test_weights_that_are_replaced_in_the_middle_of_a_sequence_change_no_text(ta
 def test_a_text_has_all_taps_from_the_prompt_on(taught: tuple[Served, Weights]) -> None:
     served, _ = taught
     (texts,) = served.reservoir.salts()
-    for text in (*texts.training, *texts.held_back):
+    for text in (*texts.training, *texts.left_out, *texts.held_back):
         assert (text.first, text.base_len) == (0, 7)
         assert text.hidden.shape == (len(text.tokens) - 1, 2 * 48)

@@ -112,6 +112,7 @@ def test_the_latest_texts_alone_are_learned_from(served: Served, monkeypatch: py
     (texts,) = served.reservoir.salts()
     assert len(texts.training) > 5 and len(texts.held_back) > 3
     assert [text.tokens for text in tasks[0].training] == [text.tokens for text in texts.training[-5:]]
+    assert [text.tokens for text in tasks[0].left_out] == [text.tokens for text in texts.left_out[-3:]]
     assert [text.tokens for text in tasks[0].held_back] == [text.tokens for text in texts.held_back[-3:]]
 
 
@@ -353,12 +354,26 @@ def test_texts_take_no_more_memory_than_allowed_and_a_client_drops_its_own() -> 
     for number in range(200):
         reservoir.add(collected(f"large/{number}"))
         assert reservoir.stored_bytes <= most
-    kept = {one.key: len(one.training) + len(one.held_back) for one in reservoir.salts()}
+    kept = {one.key: len(one.training) + len(one.left_out) + len(one.held_back) for one in reservoir.salts()}
     assert kept[salt_key("small/")] == 1
     assert len(kept) <= 64
     reservoir.add(collected("huge/", 8 * 41))
     assert salt_key("huge/") not in {one.key for one in reservoir.salts()}
     assert reservoir.seen == 201
+
+
+def test_a_text_stays_in_its_part_so_that_no_later_training_learns_from_it() -> None:
+    """Weights that have learned from a text would seem better on it than any that follow, and learning would end."""
+    reservoir = Reservoir(1 << 20)
+    parts: list[set[int]] = [set(), set(), set()]
+    for number in range(200):
+        reservoir.add(collected("a/", 8 + number))
+        (texts,) = reservoir.salts()
+        for part, now in zip(parts, (texts.training, texts.left_out, texts.held_back), strict=True):
+            part.update(len(text.tokens) for text in now)
+    training, left_out, held_back = parts
+    assert len(training) + len(left_out) + len(held_back) == 200
+    assert 20 < len(left_out) < 60 and 30 < len(held_back) < 70
 
 
 def test_what_is_still_collected_has_a_bound_too() -> None:

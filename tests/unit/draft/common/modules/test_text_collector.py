@@ -36,7 +36,7 @@ def collected(before: int = 0, most_bytes: int = 1 << 20, *, allows: bool = True
         collector.take(sequence, [shown(first, end)])
     collector.finish(sequence)
     assert reservoir.reserve(most_bytes // 2)  # nothing is counted any more
-    return tuple(text for texts in reservoir.salts() for text in (*texts.training, *texts.held_back))
+    return tuple(text for texts in reservoir.salts() for text in (*texts.training, *texts.left_out, *texts.held_back))
 
 
 @pytest.mark.parametrize("before", [0, 20, 80, 1000])
