@@ -117,7 +117,7 @@ class EvidenceNeeds:
     taps: tuple[Tap, ...] = ()
     """Taps of the hidden states that it reads."""
     top: int = 0
-    """Number of most probable tokens at the root and at each accepted node. With several ranks, none are available."""
+    """Number of most probable tokens at the root and at each accepted node."""
     decisions: bool = False
     """Whether the decisions at all nodes are needed."""
     fusion: str = ""
