@@ -149,7 +149,7 @@ class RemoteDrafter:
             if needed:
                 raise RefusedSettings(
                     f"the drafter at {address} drafts by {method.name}, which needs the target's {', '.join(needed)}; "
-                    "vLLM shows a proposer only tokens: choose a drafter by model, ngram or suffix"
+                    "vLLM shows a proposer only tokens: choose a drafter that reads tokens alone, as ngram"
                 )
         self._lease_seconds = found.lease_seconds
         self._is_checked = True

@@ -78,7 +78,7 @@ def test_a_method_that_needs_more_than_tokens_is_refused_by_name(
     with pytest.raises(ConfigurationError) as refused:
         drafter("cpu", settings, "127.0.0.1", 0)
     assert said in str(refused.value)
-    assert str(refused.value).endswith("; choose model, ngram or suffix")
+    assert str(refused.value).endswith("; choose one that reads tokens alone, as model or ngram")
 
 
 @pytest.mark.parametrize("with_certificates", [False, True], ids=["plain", "certificates"])
