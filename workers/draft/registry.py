@@ -164,7 +164,9 @@ def check_standalone(draft: DraftSection) -> None:
             reason = f"it needs the target's {', '.join(needed)}, and another engine shows a drafter tokens alone"
         else:
             continue
-        raise ConfigurationError(f"draft.method: {name} is refused; {reason}; choose one that reads tokens alone, as model or ngram")
+        raise ConfigurationError(
+            f"draft.method: {name} is refused; {reason}; choose one that reads tokens alone, as model or ngram"
+        )
 
 
 def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Placement:
