@@ -12,6 +12,11 @@ import torch
 from torch import distributed
 
 Result = TypeVar("Result")
+Wait = Callable[[], None]
+"""Waits for the end of what was begun."""
+BeginSum = Callable[[torch.Tensor], Wait | None]
+"""Begins to replace a tensor by the sum of all ranks' tensors. `None`, on all ranks alike: it leaves this tensor to the
+process group."""
 
 UNBOUNDED = timedelta(days=365)
 """Timeout of collectives that may wait for as long as another rank takes, in place of none, which torch does not know.
@@ -38,6 +43,8 @@ class _State:
     """Whether a sum first asks whether all ranks come to it."""
     has_failed = False
     """Whether a rank has failed, and answers no more questions."""
+    begin_sum: BeginSum | None = None
+    """What is asked for each sum before the process group."""
 
 
 def least_of_all_ranks(number: int, ranks: int) -> int:
@@ -82,7 +89,12 @@ def sum_over_ranks(part: torch.Tensor) -> None:
     begin_sum_over_ranks(part)()
 
 
-def begin_sum_over_ranks(part: torch.Tensor) -> Callable[[], None]:
+def begin_sums_with(begin: BeginSum) -> None:
+    """From now on, ask `begin` for each sum before the process group. All ranks call this together."""
+    _State.begin_sum = begin
+
+
+def begin_sum_over_ranks(part: torch.Tensor) -> Wait:
     """Begin what `sum_over_ranks` does. What is returned waits for the end; on a GPU the host does not.
 
     All ranks begin their sums in one order. Between the beginning and the end the tensor is not used. On a GPU what is
@@ -90,6 +102,8 @@ def begin_sum_over_ranks(part: torch.Tensor) -> Callable[[], None]:
     order: gloo chooses another order for each size, so that bits would depend on how many rows a step has.
     """
     _check_all_come()
+    if _State.begin_sum is not None and (begun := _State.begin_sum(part)) is not None:
+        return begun
     if part.device.type == "cpu" and distributed.get_world_size() > 2:
         _sum_in_order(part)
         return lambda: None
@@ -200,6 +214,7 @@ def failing_together(ranks: int) -> Iterator[None]:
 def begin_group() -> None:
     """Forget a group of which this process was a rank."""
     _State.asks_before_sums = _State.has_failed = False
+    _State.begin_sum = None
 
 
 def bound_collectives(seconds: float, ranks: int) -> None:

@@ -186,6 +186,13 @@ def test_a_rank_sends_of_a_sum_what_it_adds_for_others_and_what_it_has_added() -
     assert eight.seconds == eight.all_reduce_seconds == pytest.approx(8e-6 + 1.75 * (90 << 20) / 450e9)
 
 
+@pytest.mark.parametrize(("size", "each"), [(256 << 10, 7.0), (257 << 10, 1.75)], ids=["one shot", "two-shot"])
+def test_a_rank_reads_all_of_a_small_sum(size: int, each: float) -> None:
+    """The bound is where the ranks change the kernel that sums."""
+    found = predict(StepCount((Kernel(ALL_REDUCE, size), Kernel(WAIT, 0)), 0, 0, 0, 0, 0, ranks=8))
+    assert found.seconds == pytest.approx(8e-6 + each * size / 450e9)
+
+
 def test_ranks_sum_one_half_of_many_rows_while_they_multiply_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = shorten(monkeypatch, LARGE.name, 3)
     halves = count_step(LARGE, (Rows(1, 0, fresh=2048),))

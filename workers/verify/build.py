@@ -13,6 +13,7 @@ from cluster.core.ports import DraftMethod
 from cluster.core.verification import StepSample
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import choose_attention
+from workers.forward.symmetric_all_reduce import reduce_through_symmetric_memory
 from workers.kv.pool import KvPool, blocks_that_fit
 from workers.kv.populate import populate
 from workers.kv.start_memory import release_free_memory
@@ -71,6 +72,8 @@ def _make(
         raise ConfigurationError(
             f"target.kv.dtype: {section.kv.dtype} is refused; it must be auto for an encoder-decoder model"
         )
+    if model.uses_cuda_graphs:  # `compile: off` turns off both
+        reduce_through_symmetric_memory(model.dtype, model.device, section.tensor_parallel)
     fuse = None if rank else _fusion(section, model.device)  # before the pool takes the memory that is left
     blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()

@@ -14,6 +14,7 @@ from rich.table import Table
 from deploy.simulation.device.fake_device import Kernel
 from deploy.simulation.device.models import RankModel
 from deploy.simulation.device.step import ALL_REDUCE, WAIT, Rows, StepCount, count_step
+from workers.forward.symmetric_all_reduce import AllReduce, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,13 @@ def _work(kernel: Kernel, device: Device) -> float:
 
 
 def _reduce_seconds(count: int, ranks: int, device: Device) -> float:
-    """The time of an all-reduce of so many bytes: each rank sends 2 (ranks - 1) / ranks of them (Patarasuk and Yuan,
-    2009), first what others add and then what it has added."""
-    return device.all_reduce_seconds + 2 * (ranks - 1) / ranks * count / device.link_bytes_per_second
+    """The time of an all-reduce of so many bytes.
+
+    In one shot, each rank reads those of all others. Otherwise it sends 2 (ranks - 1) / ranks of them (Patarasuk and
+    Yuan, 2009), first what others add and then what it has added.
+    """
+    each = ranks - 1 if kind_of(count, ranks) is AllReduce.ONE_SHOT else 2 * (ranks - 1) / ranks
+    return device.all_reduce_seconds + each * count / device.link_bytes_per_second
 
 
 def _seconds(step: StepCount, device: Device, *, in_graph: bool) -> float:
