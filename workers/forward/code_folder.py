@@ -11,7 +11,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUTE_DSL_CACHE_DIR": "cute"}
 """The environment variables by which compilers find their caches, with the folder of each in the compiled code."""
 
 _chosen: dict[str, str] = {}
@@ -56,9 +56,9 @@ def make_private_folder(directory: Path) -> None:
 
 
 def keep_compiled_code(directory: str | None) -> None:
-    """Let the compilers of PyTorch and Triton keep their code below `directory`, or for this process alone.
+    """Let the compilers of PyTorch, Triton and CuTe keep their code below `directory`, or for this process alone.
 
-    Both read their folders only from the environment, and by default look in a shared one whose name everybody knows.
+    They read their folders only from the environment, and by default look in a shared one whose name everybody knows.
     A folder that the environment names stays if it is private. Call it before anything is compiled.
     """
     for variable, name in _VARIABLES.items():

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.core.errors import KvPoolExhausted
+from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
-from workers.forward.backends.choice import ChosenBackend, choose_backend
+from workers.forward.backends.choice import ChosenBackend, choose_backend, require_backend
 from workers.forward.cuda_graphs import CudaGraphRunner, GraphCapture, make_graph_runner
 from workers.forward.layout import RowShape, SourceShape, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
@@ -343,11 +343,18 @@ def attention_setting(model: LoadedModel, pool: KvPool) -> AttentionSetting:
     )
 
 
-def choose_attention(model: LoadedModel, pool: KvPool) -> ChosenBackend | None:
+def choose_attention(model: LoadedModel, pool: KvPool, name: str = "auto") -> ChosenBackend | None:
     """Choose what computes attention in the model's modules. `None` for layers of the CPU kernels, and if none attends.
 
-    All ranks of a model call this together.
+    `name` is `target.attention_backend`. All ranks of a model call this together. Raises `ConfigurationError` if the
+    named backend cannot be used.
     """
     if model.native is not None or not model.attends:
-        return None
-    return choose_backend(attention_setting(model, pool), StepKind.RAGGED, model.tensor_parallel)
+        if name == "auto":
+            return None
+        problem = "no layer attends" if model.native is None else "the CPU kernels compute the whole model"
+        raise ConfigurationError(f"target.attention_backend: {name!r} is refused, because {problem}; it must be auto")
+    setting = attention_setting(model, pool)
+    if name != "auto":
+        return require_backend(name, setting, model.tensor_parallel)
+    return choose_backend(setting, StepKind.RAGGED, model.tensor_parallel)

@@ -81,7 +81,7 @@ def _make(
         blocks = least_of_all_ranks(blocks, section.tensor_parallel)  # block tables are equal on all of them
         decider = GroupDecider(model, rank)
     pool = KvPool(model.kv_spec, section.kv, blocks)
-    attention = choose_attention(model, pool)
+    attention = choose_attention(model, pool, section.attention_backend)
     options = EngineOptions(
         served_name=section.served_name,
         rule=rule,

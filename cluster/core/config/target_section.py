@@ -97,6 +97,9 @@ class TargetSection(ModelSection, PluginHost):
     and `block` keep the distribution, but for one seed the text depends on the drafts. Other rules may be LOSSY."""
     trial: Choice[Literal["on", "off"]] = "on"
     """LOSSY if `off`: whether a model is refused that computes other logits in steps than in one dense pass."""
+    attention_backend: str = "auto"
+    """Name of the attention backend of PyTorch modules, which GPUs run; one that the model or the device does not
+    support is refused. `auto` takes the most preferred one that agrees with the reference on the device."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0

@@ -18,7 +18,7 @@ from workers.forward.native.packed_linear import PackedLinear
 from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
 
-VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
 OTHER_USER = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
@@ -99,6 +99,7 @@ class TestCompilers:
         keep_compiled_code(str(tmp_path / "code"))
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "code" / "inductor")
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "code" / "triton")
+        assert os.environ["CUTE_DSL_CACHE_DIR"] == str(tmp_path / "code" / "cute")
 
     def test_an_unsafe_folder_is_not_used(self, unsafe: Path, caplog: pytest.LogCaptureFixture) -> None:
         keep_compiled_code(str(unsafe))

@@ -137,6 +137,8 @@ class Capabilities:
     """Whether a padded row costs as much as the blocks that it uses, and not as many as its block table has."""
     packs_steps: bool = False
     """Whether steps of any size are planned as a CUDA graph may hold them: `plan_packed`."""
+    long_prompt: int | None = None
+    """Fewest tokens of a prompt chunk that has a kernel of its own, which the trial then runs too; `None`: none has."""
 
     def problem(self, setting: AttentionSetting, kind: StepKind) -> str | None:
         """Why the backend does not compute steps of this kind for a model; `None` if it does."""
@@ -251,7 +253,8 @@ class BackendPlugin:
     name: str
     capabilities: Capabilities
     preference: int
-    """Order of trials: the supported backend with the highest preference is tried first."""
+    """Order of trials: the supported backend with the highest preference is tried first. One below 0, which is that of
+    the reference, is tried only where `target.attention_backend` names it."""
     open: Callable[[AttentionSetting], AttentionBackend[Any]]
     """Raises `BackendUnavailable`."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cluster.core.errors import ConfigurationError
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
 from cluster.core.tree import EMPTY_TREE, TokenTree
@@ -24,6 +25,7 @@ from workers.forward.backends.base import (
     BackendPlugin,
     BackendUnavailable,
     Capabilities,
+    Feature,
     StepKind,
     all_backends,
 )
@@ -61,40 +63,72 @@ def choose_backend(
     With several `ranks`, all of them call this together.
     """
     for plugin in all_backends() if candidates is None else candidates:
-        if problem := plugin.capabilities.problem(setting, kind):
-            logger.debug("attention backend %s is not used for %s: %s", plugin.name, kind.value, problem)
-            continue
-        # All ranks must run the same kernels.
-        if plugin.name == REFERENCE or least_of_all_ranks(int(_passes_trial(plugin, setting, kind)), ranks):
-            logger.info("attention in %s is computed by the backend %s", kind.value, plugin.name)
-            return ChosenBackend(plugin.name, plugin.open(setting), plugin.capabilities)
+        if _problem(plugin, setting, kind, ranks) is None:
+            return _open(plugin, setting, kind)
     raise BackendUnavailable(f"no attention backend computes {kind.value} for this model")
 
 
-def _passes_trial(plugin: BackendPlugin, setting: AttentionSetting, kind: StepKind) -> bool:
-    """Whether the backend agrees with the reference for every shape of the model's layers. Logs why it does not."""
+def require_backend(name: str, setting: AttentionSetting, ranks: int = 1) -> ChosenBackend:
+    """The backend that `target.attention_backend` names, for steps of any size.
+
+    With several `ranks`, all of them call this together. Raises `ConfigurationError` if there is no such backend, or if
+    it cannot be used for this model on this device; the message says why, and which one `auto` takes.
+    """
+    plugins = {plugin.name: plugin for plugin in all_backends()}
+    if name not in plugins:
+        known = ", ".join(("auto", *plugins))
+        raise ConfigurationError(f"target.attention_backend: {name!r} is refused; it must be one of {known}")
+    problem = _problem(plugins[name], setting, StepKind.RAGGED, ranks)
+    if problem is not None:
+        instead = choose_backend(setting, StepKind.RAGGED, ranks).name
+        raise ConfigurationError(
+            f"target.attention_backend: {name!r} is refused, because {problem}; auto takes {instead!r}"
+        )
+    return _open(plugins[name], setting, StepKind.RAGGED)
+
+
+def _open(plugin: BackendPlugin, setting: AttentionSetting, kind: StepKind) -> ChosenBackend:
+    logger.info("attention in %s is computed by the backend %s", kind.value, plugin.name)
+    return ChosenBackend(plugin.name, plugin.open(setting), plugin.capabilities)
+
+
+def _problem(plugin: BackendPlugin, setting: AttentionSetting, kind: StepKind, ranks: int) -> str | None:
+    """Why no rank uses the backend for steps of this kind; `None` if all of them can. Logs it."""
+    if problem := plugin.capabilities.problem(setting, kind):
+        logger.debug("attention backend %s is not used for %s: %s", plugin.name, kind.value, problem)
+        return problem
+    if plugin.name == REFERENCE:
+        return None
+    problem = _trial_problem(plugin, setting, kind)
+    # All ranks must run the same kernels.
+    if least_of_all_ranks(int(problem is None), ranks):
+        return None
+    return problem or "it cannot be used on another rank"
+
+
+def _trial_problem(plugin: BackendPlugin, setting: AttentionSetting, kind: StepKind) -> str | None:
+    """Why the backend is not used on this device; `None` if it agrees with the reference for all shapes of layers."""
     reference = next(one for one in all_backends() if one.name == REFERENCE)
     try:
         for shape in sorted({replace(shape, window=None) for shape in setting.layers}, key=repr):
-            if not _agrees(plugin, reference, _trial_setting(setting, shape), kind):
-                logger.warning(
-                    "attention backend %s is not used on this device: its output differs from the reference for %s",
-                    plugin.name,
-                    shape,
-                )
-                return False
+            if not _agrees(plugin, reference, _trial_setting(setting, shape, plugin.capabilities), kind):
+                problem = f"its output differs from the reference for {shape}"
+                logger.warning("attention backend %s is not used on this device: %s", plugin.name, problem)
+                return problem
     except BackendUnavailable as error:
         logger.info("attention backend %s is not used: %s", plugin.name, error)
-        return False
+        return str(error)
     except Exception as error:  # a compiler may raise anything
         logger.warning("attention backend %s is not used on this device: %r", plugin.name, error)
-        return False
-    return True
+        return repr(error)
+    return None
 
 
-def _trial_rows(size: int) -> list[RowShape]:
-    """A tree, tokens after few and many others, and a prompt, with blocks of `size` tokens anywhere in the pool."""
+def _trial_rows(size: int, capabilities: Capabilities) -> list[RowShape]:
+    """A tree, tokens after few and many others, and prompts, with blocks of `size` tokens anywhere in the pool."""
     shapes = [(2 * size + 3, 1, _TREE), (size, 1, EMPTY_TREE), (_MANY_TOKENS, 1, EMPTY_TREE), (0, 5, EMPTY_TREE)]
+    if capabilities.long_prompt is not None:
+        shapes.append((size + 1, capabilities.long_prompt, EMPTY_TREE))
     needed = [-(-(stored + fresh + len(tree)) // size) for stored, fresh, tree in shapes]
     order = torch.randperm(sum(needed) + _SPARE_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
     free: Iterator[int] = iter(order)
@@ -104,11 +138,13 @@ def _trial_rows(size: int) -> list[RowShape]:
     ]
 
 
-def _trial_setting(setting: AttentionSetting, shape: LayerShape) -> AttentionSetting:
-    """Two layers of one shape over a small pool of random numbers: without a window, and with one and its sinks."""
+def _trial_setting(setting: AttentionSetting, shape: LayerShape, capabilities: Capabilities) -> AttentionSetting:
+    """Two layers of one shape over a small pool of random numbers: without a window, and with one and its sinks, unless
+    the backend computes none."""
     size = setting.block_size
-    placements = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, AttentionWindow(size + 4, sinks=2)))
-    blocks = sum(len(row.blocks[0]) for row in _trial_rows(size)) + _SPARE_BLOCKS
+    window = AttentionWindow(size + 4, sinks=2 if Feature.SINKS in capabilities.features else 0)
+    placements = (LayerPlacement(0, 0, AttentionWindow()), LayerPlacement(0, 0, window))
+    blocks = sum(len(row.blocks[0]) for row in _trial_rows(size, capabilities)) + _SPARE_BLOCKS
     groups, stored = KvCacheGroups(KvLayout(size), placements, (shape,)), setting.store.stored
     generator = torch.Generator().manual_seed(0)
     numbers = blocks + 1, size, shape.kv_heads, shape.head_dim  # the last block is scratch
@@ -136,8 +172,9 @@ def _agrees(plugin: BackendPlugin, reference: BackendPlugin, setting: AttentionS
             setting.store.stored,
         ),
     )
-    expected = _trial_step(reference.open(setting), setting, StepKind.RAGGED)
-    found = _trial_step(plugin.open(own), own, kind)
+    rows = _trial_rows(setting.block_size, plugin.capabilities)
+    expected = _trial_step(reference.open(setting), setting, StepKind.RAGGED, rows)
+    found = _trial_step(plugin.open(own), own, kind, rows)
     tolerance = max(8 * torch.finfo(setting.dtype).eps, 1e-3)
     stored = zip(chain(setting.store.keys, setting.store.values), chain(own.store.keys, own.store.values), strict=True)
     return all(bool((one - other).abs().max() < tolerance) for one, other in zip(expected, found, strict=True)) and all(
@@ -145,9 +182,10 @@ def _agrees(plugin: BackendPlugin, reference: BackendPlugin, setting: AttentionS
     )
 
 
-def _trial_step(backend: AttentionBackend[Any], setting: AttentionSetting, kind: StepKind) -> list[torch.Tensor]:
+def _trial_step(
+    backend: AttentionBackend[Any], setting: AttentionSetting, kind: StepKind, rows: Sequence[RowShape]
+) -> list[torch.Tensor]:
     """The results of both layers for the trial's rows, float32 `[tokens, heads, dim]`."""
-    rows = _trial_rows(setting.block_size)
     tokens = width = sum(row.width for row in rows)
     if kind is StepKind.RAGGED:
         metadata = backend.plan(rows)

@@ -7,7 +7,7 @@ outside of one, and beside any others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,6 +102,10 @@ class TritonBackend(AttentionBackend[TritonStep]):
         )
         self._narrow_tile = _NARROW_TILE if not any(self._groups) else 1
 
+    def _computes(self, row: RowShape) -> bool:  # noqa: ARG002 - for backends that derive from this one
+        """Whether these kernels compute the row. They store the keys and values of every row."""
+        return True
+
     def plan(self, rows: Sequence[RowShape]) -> TritonStep:
         """Tiles and blocks of ragged rows, copied to the device in one piece."""
         planned = self.plan_packed(rows)
@@ -113,7 +117,8 @@ class TritonBackend(AttentionBackend[TritonStep]):
         block_size = groups.layout.block_size
         read = dict.fromkeys((placement.table, placement.window) for placement in groups.placements)
         windows = dict.fromkeys(window for _, window in read)
-        narrow, wide = _Part(rows, self._narrow_tile, size, is_wide=False), _Part(rows, self._wide_tile, size)
+        narrow = _Part(rows, self._narrow_tile, size, self._computes, is_wide=False)
+        wide = _Part(rows, self._wide_tile, size, self._computes)
         parts = [part for part in (narrow, wide) if part.is_needed]
         slots = [
             [slot for row in rows for slot in slots_of(row.blocks[table], row.stored_len, row.end, block_size)]
@@ -220,15 +225,24 @@ def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
 class _Part:
     """The rows of a step that are computed alike, as arrays of integers: the wide ones or the others."""
 
-    def __init__(self, rows: Sequence[RowShape], tile: int, size: GraphSize | None, *, is_wide: bool = True) -> None:
+    def __init__(
+        self,
+        rows: Sequence[RowShape],
+        tile: int,
+        size: GraphSize | None,
+        computes: Callable[[RowShape], bool],
+        *,
+        is_wide: bool = True,
+    ) -> None:
         """`tile` is the number of queries of a program. With a graph's `size`, there is room for any of its steps.
+        Rows for which `computes` is false are left out.
 
         `is_needed` says whether there are such rows, or may be some in the graph.
         """
         self.is_wide, self.tile = is_wide, tile
         self._size, self._all = size, rows
         firsts = np.cumsum([0, *(row.width for row in rows)])
-        members = [index for index, row in enumerate(rows) if (row.width > WORD) is is_wide]
+        members = [index for index, row in enumerate(rows) if (row.width > WORD) is is_wide and computes(row)]
         self._rows = [rows[index] for index in members]
         self._tokens = [token for index in members for token in range(firsts[index], firsts[index + 1])]
         self._items: list[tuple[int, int, int]] = []

@@ -13,8 +13,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
+from cluster.core.errors import ConfigurationError
 from tests.support.models import tiny
 from workers.forward.backends.base import (
+    REFERENCE,
     AttentionSetting,
     BackendPlugin,
     BackendUnavailable,
@@ -23,16 +25,18 @@ from workers.forward.backends.base import (
     StepKind,
     all_backends,
 )
-from workers.forward.backends.choice import choose_backend
+from workers.forward.backends.choice import choose_backend, require_backend
 from workers.forward.backends.flex import Flex, FlexBackend
 from workers.forward.backends.native import NativeBackend
 from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.gathered_step import GatheredStep
 from workers.forward.layout import RowShape
-from workers.forward.runner import attention_setting
+from workers.forward.runner import attention_setting, choose_attention
 from workers.kv.pool import KvPool
 from workers.kv.spec import LayerShape
 from workers.model.loading import load_model
+from workers.serve.configuration import load_configuration
+from workers.verify.build import build_engine
 
 
 @pytest.fixture
@@ -60,9 +64,13 @@ def candidates(flex: Flex) -> list[BackendPlugin]:
     ]
 
 
+def reference() -> BackendPlugin:
+    return next(one for one in all_backends() if one.name == REFERENCE)
+
+
 def test_every_model_has_a_backend_for_both_kinds_of_steps() -> None:
     assert {"sdpa", "flex", "native"} <= {one.name for one in all_backends()}
-    assert all_backends()[-1].capabilities.steps == frozenset(StepKind)
+    assert reference().capabilities.steps == frozenset(StepKind)
 
 
 def test_a_backend_that_computes_the_same_as_the_reference_is_used_and_named(
@@ -141,10 +149,9 @@ def test_the_trial_finds_faults_of_what_is_stored_and_what_is_seen(
 ) -> None:
     setting = setting_for(tiny.save(tmp_path, tiny.llama()), block_size=block_size)
     everything = Capabilities(frozenset(StepKind), frozenset(Feature))
-    reference = all_backends()[-1]
     for create, is_right in ((Planted, True), (faulty, False)):
         plugin = BackendPlugin("planted", everything, 30, create)
-        chosen = choose_backend(setting, StepKind.RAGGED, candidates=[plugin, reference])
+        chosen = choose_backend(setting, StepKind.RAGGED, candidates=[plugin, reference()])
         assert (chosen.name == "planted") is is_right
 
 
@@ -153,7 +160,41 @@ def test_a_backend_that_is_not_available_here_is_passed_over(suited: AttentionSe
         raise BackendUnavailable("its library is missing")
 
     plugin = BackendPlugin("missing", Capabilities(frozenset(StepKind), frozenset(Feature)), 30, missing)
-    assert choose_backend(suited, StepKind.RAGGED, candidates=[plugin, all_backends()[-1]]).name == "sdpa"
+    assert choose_backend(suited, StepKind.RAGGED, candidates=[plugin, reference()]).name == "sdpa"
+
+
+def test_a_named_backend_is_used_whatever_its_preference(suited: AttentionSetting) -> None:
+    assert require_backend(REFERENCE, suited).name == REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("flsh", "it must be one of auto, native, triton, flex, sdpa, flash"),
+        ("flex", "it does not compute steps of any size; auto takes '(native|sdpa)'"),
+        ("triton", "it does not run on cpu; auto takes '(native|sdpa)'"),
+    ],
+)
+def test_a_named_backend_that_cannot_be_used_is_refused(suited: AttentionSetting, name: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"target.attention_backend: '{name}' is refused.*{problem}"):
+        require_backend(name, suited)
+
+
+def test_a_named_backend_is_refused_where_the_kernels_compute_the_model(tmp_path: Path) -> None:
+    model = load_model(ModelSection(path=str(tiny.save(tmp_path, tiny.llama())), device="cpu"))
+    if model.native is None:
+        pytest.skip("needs a C compiler")
+    pool = KvPool(model.kv_spec, KvSection(), blocks=4)
+    assert choose_attention(model, pool) is None
+    with pytest.raises(ConfigurationError, match="'sdpa' is refused, because the CPU kernels compute the whole model"):
+        choose_attention(model, pool, "sdpa")
+
+
+def test_a_target_takes_the_backend_that_its_setting_names(tmp_path: Path) -> None:
+    directory = str(tiny.save(tmp_path, tiny.llama()))
+    target = {"path": directory, "device": "cpu", "native": "off", "attention_backend": "flash", "trial": "off"}
+    with pytest.raises(ConfigurationError, match="attention_backend: 'flash' is refused"):
+        build_engine(load_configuration({"target": target}).target)
 
 
 @pytest.mark.parametrize(
