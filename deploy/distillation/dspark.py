@@ -87,14 +87,21 @@ class Run(SingleProcess):
 
     command = "dspark"
 
+    def default_taps(self) -> tuple[int, ...]:
+        return default_taps(int(self.config.num_hidden_layers))
+
+    def first_layers(self) -> tuple[int, ...]:
+        layers, last = self.options.layers, int(self.config.num_hidden_layers) - 1
+        return tuple(max(0, number) for number in ((0, *range(last - layers + 2, last + 1)) if layers > 1 else (last,)))
+
     def train(self, texts: Texts) -> None:
         """Train, measure and save. Raises `PilotfishError`."""
         chosen = self.options
-        count = int(self.config.num_hidden_layers)
-        taps = self.taps(default_taps(count))
+        taps = self.taps()
         rows = self._rows(self.lengthened(texts.train), taps, (self.peers.rank, self.peers.count))
         measured = {name: self._rows(answers, taps) for name, answers in texts.measured.items()}
         module = self._module(taps, rows.tap_scale(self.peers))
+        self.drop_layers()
         self.peers.shard(module, list(module.layers))
         plan = BlockPlan(
             **self.plan_values(),
@@ -120,11 +127,9 @@ class Run(SingleProcess):
         decoder = self.target.get_decoder()
         embedding = self.target.get_input_embeddings().get_parameter("weight").detach()
         module = SparkModule(block_shape(self.config, chosen, len(taps)), embedding, scale).to(self.device)
-        last = len(decoder.layers) - 1
-        numbers = [0, *range(last - module.shape.body.layers + 2, last + 1)] if module.shape.body.layers > 1 else [last]
         layers = [
-            {name: value.detach() for name, value in decoder.layers[max(0, number)].named_parameters()}
-            for number in numbers
+            {name: value.detach() for name, value in decoder.layers[number].named_parameters()}
+            for number in self.first_layers()
         ]
         module.start(layers, decoder.norm.weight.detach())
         size = sum(one.numel() for one in module.parameters())

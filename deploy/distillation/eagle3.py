@@ -70,6 +70,12 @@ class Run(SingleProcess):
 
     command = "eagle3"
 
+    def default_taps(self) -> tuple[int, ...]:
+        return default_taps(int(self.config.num_hidden_layers))
+
+    def first_layers(self) -> tuple[int, ...]:
+        return (int(self.config.num_hidden_layers) - 1,)
+
     def train(self, texts: Texts) -> None:
         """Train, measure and save. Raises `PilotfishError`."""
         chosen = self.options
@@ -78,10 +84,11 @@ class Run(SingleProcess):
         vocabulary = frequent_tokens(
             (one.answer for one in texts.train), min(chosen.vocabulary_size, size), stops, size
         )
-        taps = self.taps(default_taps(int(self.config.num_hidden_layers)))
+        taps = self.taps()
         states = self._states(self.lengthened(texts.train), taps, (self.peers.rank, self.peers.count))
         measured = {name: self._states(answers, taps) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)
+        self.drop_layers()
         plan = RollOutPlan(**self.plan_values(), depths=chosen.depths, batch_tokens=chosen.batch_tokens)
         rows = torch.tensor(vocabulary, device=self.device)
         self.peers.shard(head)
@@ -112,7 +119,8 @@ class Run(SingleProcess):
         shape = shape_of(self.config, taps, is_normed=self.options.tap_norm == "each")
         head = Eagle3Head(shape, len(vocabulary)).to(self.device)
         decoder = self.target.get_decoder()
-        layer = {name: value.detach() for name, value in decoder.layers[-1].named_parameters()}
+        (number,) = self.first_layers()
+        layer = {name: value.detach() for name, value in decoder.layers[number].named_parameters()}
         rows = self.target.get_output_embeddings().weight.detach()[torch.tensor(vocabulary, device=self.device)]
         head.start(layer, decoder.norm.weight.detach(), rows)
         self.tell(f"head of {sum(one.numel() for one in head.parameters()):,} parameters reads layers {list(taps)}")

@@ -8,9 +8,15 @@ from collections.abc import Callable
 from deploy.distillation.single_process import SingleProcess, Texts
 from workers.distill.data import ANSWERS
 
+STATES = "states"
+"""The directory of hidden states beside the answers."""
+
 
 def execute(make: type[SingleProcess], chosen: argparse.Namespace, told: Callable[[str], None] | None = None) -> Texts:
-    """Write texts and train on them, in this process or in several. Returns the texts. Raises `PilotfishError`."""
+    """Write texts and train on them, in this process or in several. Returns the texts. Raises `PilotfishError`.
+
+    Several processes read the texts' hidden states, which this one stores, and never have the target.
+    """
     run = make(chosen, told)
     if chosen.workers == 1:
         return run.run()
@@ -19,7 +25,9 @@ def execute(make: type[SingleProcess], chosen: argparse.Namespace, told: Callabl
     if chosen.answers is None:
         chosen.answers = chosen.out.with_name(f"{chosen.out.name}.work") / ANSWERS
         chosen.answers.parent.mkdir(parents=True, exist_ok=True)
+    chosen.states = chosen.states or chosen.answers.parent / STATES
     texts = run.texts()
+    run.store(texts)
     run.release()
     run_in_workers(chosen, make, chosen.answers)
     run.tell(f"{chosen.out} is written")

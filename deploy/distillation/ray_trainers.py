@@ -1,7 +1,7 @@
 """Several processes train one drafter: Ray Train starts and restarts them, FSDP2 divides the module among them.
 
-Each has the target and a part of the texts' hidden states. Checkpoints are Ray Train's: when a process dies, all start
-again from the last one.
+Each has a part of the texts' hidden states, which are stored, and of the target its embedding and its head alone.
+Checkpoints are Ray Train's: when a process dies, all start again from the last one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RayCheckpoints:
 
 
 def run_in_workers(chosen: argparse.Namespace, make: Make, answers: Path) -> None:
-    """Train as the options say in `chosen.workers` processes, on the texts of a file of answers.
+    """Train as the options say in `chosen.workers` processes, on the texts of a file of answers and stored states.
 
     Each has a GPU, or one core. Raises `ConfigurationError` where the machine has not as many.
     """

@@ -13,6 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -25,9 +27,11 @@ from deploy.distillation.conversations import AnswerPlan, BatchedTarget
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.device_training import DeviceTraining, Resumed, State
 from workers.distill.eagle3.states import lengthened
+from workers.distill.modules.tap_cache import TapCache
 from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers
 from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedule
+from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import device_name, load_target
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
@@ -68,6 +72,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--decay", type=float, default=0.8, help="Weight of a depth relative to the one before.")
     add("--report-seconds", type=float, default=20.0, help="Seconds between two measures; the best state is kept.")
     add("--file-bytes", type=int, default=15_000_000, help="Most bytes of one file of weights.")
+    add("--states", type=Path, help="Directory of the target's hidden states, where they are computed once and stored.")
     add("--workers", type=int, default=1, help="Processes that train, each with a GPU or a core; they need --steps.")
     add("--recompute", action="store_true", help="Compute activations again for the backward pass, to save memory.")
     add("--parts", type=int, default=0, help="Parts of each batch. Unset: one for each process.")
@@ -166,14 +171,41 @@ class SingleProcess(ABC):
         self._told, self._lines = told or _print, list[str]()
         self._began = time.monotonic()
         self.device = torch.device(chosen.device)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self._dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         cache = Path(tempfile.gettempdir()) / "pilotfish-models"
         self.directory = resolve_model_directory(chosen.target, cache, None, self.tell)
         self.config = AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
-        self.target = load_target(self.directory, self.device, dtype)
-        self.tell(f"target {self.directory.name} in {dtype} on {device_name(self.device)}")
+
+    @cached_property
+    def target(self) -> Any:
+        """The target as a training reads it: the model, or a `StoredTarget`, with the layers that a draft begins as."""
+        if self.options.states is None:
+            return self._model
+        self.release()
+        parts = load_parts(self.directory, self.device, self._dtype, self.first_layers())
+        return StoredTarget(parts, self._stored)
+
+    @cached_property
+    def _model(self) -> Any:
+        found = load_target(self.directory, self.device, self._dtype)
+        self.tell(f"target {self.directory.name} in {self._dtype} on {device_name(self.device)}")
+        return found
+
+    @cached_property
+    def _stored(self) -> TapCache:
+        """The hidden states of texts in files."""
+        taps = (*self.taps(), int(self.config.num_hidden_layers))
+        return TapCache(self.options.states, taps, int(self.config.hidden_size), self.options.max_length)
+
+    @abstractmethod
+    def default_taps(self) -> Sequence[int]:
+        """The hidden states that the draft reads unless others are chosen."""
+
+    @abstractmethod
+    def first_layers(self) -> Sequence[int]:
+        """The layers of the target that the draft begins as."""
 
     @abstractmethod
     def train(self, texts: Texts) -> None:
@@ -182,13 +214,30 @@ class SingleProcess(ABC):
     def run(self) -> Texts:
         """Write texts, train, measure and save. Returns the texts. Raises `PilotfishError`."""
         texts = self.texts()
+        if self.peers.count == 1:
+            self.store(texts)
         self.train(texts)
         self.tell(f"{self.options.out} is written")
         return texts
 
+    def store(self, texts: Texts) -> None:
+        """Store the hidden states of the texts that `--states` does not have yet, if it is given."""
+        if self.options.states is None:
+            return
+        answers = [*self.lengthened(texts.train), *chain(*texts.measured.values())]
+        missing = [answer for answer in answers if not self._stored.has(answer)]
+        if missing:
+            self._stored.fill(self._model, missing, lambda *_: None)
+        self.tell(f"hidden states of {len(answers):,} texts are in {self.options.states}, {len(missing):,} of them new")
+
+    def drop_layers(self) -> None:
+        """Free the target's layers: from here on, the training reads its embedding and its head alone."""
+        self.target.get_decoder().layers = torch.nn.ModuleList()
+        self.release()
+
     def release(self) -> None:
-        """Free the memory of the target."""
-        del self.target
+        """Free the memory of the whole target, unless the training reads it."""
+        self.__dict__.pop("_model", None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -205,10 +254,10 @@ class SingleProcess(ABC):
             return float(chosen.minutes) * 60
         return max(1.0, float(chosen.end_seconds) - (time.monotonic() - self._began))
 
-    def taps(self, unset: Sequence[int]) -> tuple[int, ...]:
+    def taps(self) -> tuple[int, ...]:
         """The hidden states that the draft reads. Raises `ConfigurationError`."""
         chosen, count = self.options, int(self.config.num_hidden_layers)
-        taps = tuple(int(one) for one in chosen.taps.split(",") if one) or tuple(sorted(set(unset)))
+        taps = tuple(int(one) for one in chosen.taps.split(",") if one) or tuple(sorted(set(self.default_taps())))
         if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
             raise ConfigurationError(f"--taps: {list(taps)} is refused; they must ascend within 0 and {count - 1}")
         return taps
@@ -305,18 +354,15 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
             [] if chosen.evaluate is None else evaluation_tasks(chosen.evaluate, chosen.evaluate_prompts, chosen.seed)
         )
         names = {f"{task.key}:0" for task in evaluation}
-        plan = AnswerPlan(
-            chosen.max_tokens,
-            chosen.max_prompt,
-            chosen.rows,
-            end_of_sequence_ids(self.directory),
-            chosen.seed,
-            time.monotonic() + chosen.write_seconds,
-        )
+        stops = end_of_sequence_ids(self.directory)
+        plan = AnswerPlan(chosen.max_tokens, chosen.max_prompt, chosen.rows, stops, chosen.seed)
         # What is measured on may be longer; it shares no batch, whose rows all have the length of the longest.
-        judging = replace(plan, max_prompt=chosen.max_length - chosen.max_tokens, ends=None)
-        groups = ([(judging, evaluation)] if evaluation else []) + ([(plan, tasks)] if chosen.write_seconds else [])
+        judging = replace(plan, max_prompt=chosen.max_length - chosen.max_tokens)
         total = sum(len(one.prompt) + len(one.answer) for one in kept)
+        groups: list[tuple[AnswerPlan, Iterable[Task], bool]] = []
+        if self.peers.count == 1:  # of several processes, none writes
+            groups += [(judging, evaluation, False)] if evaluation else []
+            groups += [(plan, tasks, True)] if chosen.write_seconds and total < chosen.most_tokens else []
         for found in self._written(groups, known):
             kept += found
             total += sum(len(one.prompt) + len(one.answer) for one in found)
@@ -338,14 +384,22 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         )
 
     def _written(
-        self, groups: Sequence[tuple[AnswerPlan, Iterable[Task]]], known: Collection[str]
+        self, groups: Sequence[tuple[AnswerPlan, Iterable[Task], bool]], known: Collection[str]
     ) -> Iterator[list[Answer]]:
-        """What the target answers to tasks whose answers are not known, batch by batch."""
-        tokenizer = Tokenizer.load(self.directory) if groups else None
-        for plan, wanted in groups:
-            if tokenizer is not None:
-                unknown = (task for task in wanted if f"{task.key}:0" not in known)
-                yield from BatchedTarget(self.target, tokenizer, plan, self.tell).answers(unknown)
+        """What the target answers to tasks whose answers are not known, batch by batch.
+
+        Each group says whether it ends `--write-seconds` after the target is there, which is loaded where it is needed.
+        """
+        ends = 0.0
+        for plan, wanted, is_bounded in groups:
+            unknown = (task for task in wanted if f"{task.key}:0" not in known)
+            first = next(unknown, None)
+            if first is None:
+                continue
+            model, tokenizer = self._model, Tokenizer.load(self.directory)
+            ends = ends or time.monotonic() + self.options.write_seconds
+            found = BatchedTarget(model, tokenizer, replace(plan, ends=ends if is_bounded else None), self.tell)
+            yield from found.answers(chain((first,), unknown))
 
 
 def _print(line: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from cluster.core.errors import ConfigurationError
+import torch
+
+from cluster.core.errors import ConfigurationError, PilotfishError
 from deploy.dataclass_options import flag
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.execute import execute
@@ -36,7 +38,11 @@ def distill_in_one_process(job: DistillJob) -> None:
     texts = execute(make.Run, make.options(words), told)
     for name, answers in texts.measured.items():
         prompts = [one.prompt for one in sorted(answers, key=lambda each: each.key)[:_SERVED_PROMPTS]]
-        found = job.served.draft_with(given.out, "block" if is_block else "eagle", prompts, _SERVED_TOKENS)
+        try:
+            found = job.served.draft_with(given.out, "block" if is_block else "eagle", prompts, _SERVED_TOKENS)
+        except (PilotfishError, OSError, torch.OutOfMemoryError) as error:
+            job.notices.print(f"{given.out}: tokens per step on {name} were not measured: {error}")
+            continue
         job.notices.print(f"{given.out}: {found.tokens_per_step:.2f} tokens per step on {name}, as it is served")
 
 

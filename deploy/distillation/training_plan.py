@@ -22,21 +22,40 @@ from workers.distill.dspark.memory import text_bytes as block_text_bytes
 from workers.distill.eagle3.memory import RollOutBatch, head_size, roll_out_flops, roll_out_memory, text_bytes
 from workers.distill.eagle3.training import MULTIPLE
 from workers.distill.memory import HALF, ModuleSize, TargetSize, TrainingMemory
-from workers.distill.modules.memory import ModuleBatch, module_flops, module_memory, module_size
-from workers.distill.modules.module_plan import module_training_plan, wanted_shape, with_defaults
+from workers.distill.modules.memory import (
+    ModuleBatch,
+    StudentShape,
+    TrainedShape,
+    module_flops,
+    module_memory,
+    module_size,
+)
+from workers.distill.modules.module_plan import layer_shape, module_training_plan, wanted_shape, with_defaults
 from workers.distill.options import DSPARK, SINGLE_PROCESS, DistillOptions
-from workers.model.draft_shapes import EagleShape, HeadsShape
+from workers.distill.student import checked_config
+from workers.distill.student_pipeline import student_plan
+from workers.model.draft_card import LAYERS
+from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, TableShape
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape
 
+_NAMES: dict[type[TrainedShape], str] = {
+    HeadsShape: "Heads",
+    EagleShape: "An EAGLE head",
+    BlockShape: "A block drafter",
+    ExitShape: "The norm of an early exit",
+    StudentShape: "A small model",
+}
+"""What one process trains, in words."""
 RANKS = (1, 2, 4, 8)
 """Numbers of devices that are planned for."""
 _FLOPS_PER_SECOND = 989e12  # NVIDIA's data sheet, H100 SXM, bfloat16 without sparsity
 _UTILIZATION = 0.4  # an assumption: the share of that peak which a training reaches
 _LINK_BYTES_PER_SECOND = 450e9  # NVIDIA's data sheet: 900 GB/s NVLink in both directions together
+_LIKE_LLAMA = 0.02  # biases and norms of other families are no larger a share of a layer's parameters
 _USABLE = 0.95  # an assumption: the rest is lost to fragments of the allocator and to libraries
-_DIVIDED = (
-    "The target's layers are counted as divided among the devices. `divided`: it fits only\n"
-    "so, and not with --workers, which keeps the whole target on each device."
+_STORED = (
+    "A step reads of the target its embedding and its head. `stored`: a device fits a step, but not\n"
+    "the whole target, which is not needed where all texts and their hidden states are stored already."
 )
 
 
@@ -57,7 +76,7 @@ class Training:
     """Memory for tokens of texts, ranks, and whether activations are computed again."""
     flops: Callable[[bool], int]
     """Operations of a step of one device."""
-    note: str = _DIVIDED
+    note: str = _STORED
     ranks: tuple[int, ...] = RANKS
     recomputes: tuple[bool, ...] = (False, True)
 
@@ -71,8 +90,8 @@ class PlannedTraining:
     memory: TrainingMemory
     free: int
     """Bytes that are left of a device; below 0, the training does not fit."""
-    undivided: int
-    """Bytes that the whole target takes more than the part of it that is planned for."""
+    fits_whole_target: bool
+    """Whether a device also fits what is there before steps or between them, with the whole target."""
     most_text_tokens: int | None
     """Tokens of texts that fit one device's memory; below 0, not even the training fits. `None`: on the disk."""
     tokens_per_second: float
@@ -80,13 +99,8 @@ class PlannedTraining:
 
     @property
     def fits(self) -> bool:
-        """Whether all fits, with the target's layers divided among the devices."""
+        """Whether a device fits a step."""
         return self.free >= 0
-
-    @property
-    def fits_whole_target(self) -> bool:
-        """Whether all fits with the whole target on each device, as the command has it."""
-        return self.free >= self.undivided
 
 
 def plan_block(target: TargetSize, shape: MaskedBlockShape, batch: BlockBatch) -> Training:
@@ -119,11 +133,14 @@ def plan_roll_outs(target: TargetSize, shape: FeatureShape, batch: RollOutBatch)
     )
 
 
-def plan_module(target: TargetSize, shape: HeadsShape | EagleShape, batch: ModuleBatch, text_tokens: int) -> Training:
-    """The training of heads or of an EAGLE head, on as many tokens of texts. One process trains it on one device."""
+def plan_module(target: TargetSize, shape: TrainedShape, batch: ModuleBatch, text_tokens: int) -> Training:
+    """A training in one process on one device, on as many tokens of texts."""
     stored = HALF * batch.taps * target.hidden_size * text_tokens
+    name, reads = _NAMES[type(shape)], "to write texts, before anything else is there."
+    if batch.taps:
+        reads = f"to compute hidden states, which take {stored / 1e9:.1f} GB of the disk, and to measure."
     return Training(
-        name="Heads" if isinstance(shape, HeadsShape) else "An EAGLE head",
+        name=name,
         step=f"{batch.rows} rows of {batch.length} tokens, {batch.paths} drafts of {batch.depths} tokens",
         target=target,
         size=module_size(target, shape, batch.taps),
@@ -131,11 +148,7 @@ def plan_module(target: TargetSize, shape: HeadsShape | EagleShape, batch: Modul
         text_bytes=0,
         memory=lambda *_: module_memory(target, shape, batch),
         flops=lambda _: module_flops(target, shape, batch),
-        note=(
-            f"One process trains it. Hidden states of the texts take {stored / 1e9:.1f} GB of the disk.\n"
-            "The whole target is beside the module to compute them, and to measure the module,\n"
-            "then with KV memory that is not counted."
-        ),
+        note=(f"One process trains it. The device has the whole target, with KV memory that is not counted,\n{reads}"),
         ranks=(1,),
         recomputes=(False,),
     )
@@ -150,15 +163,18 @@ def plans_of(training: Training, text_tokens: int, device_bytes: float) -> list[
     for ranks in training.ranks:
         for recomputes in training.recomputes:
             memory = training.memory(-(-text_tokens // ranks), ranks, recomputes)
-            free = int(_USABLE * device_bytes) - memory.most
-            most = (free + memory.texts) // training.text_bytes if training.text_bytes else None
+            usable = int(_USABLE * device_bytes)
+            fits_whole_target = memory.most <= usable
+            # One process has the whole target beside the texts, several have it before.
+            most = usable - (memory.most if ranks == 1 and fits_whole_target else memory.peak) + memory.texts
             seconds = training.flops(recomputes) / (_UTILIZATION * _FLOPS_PER_SECOND)
             # Parameters are gathered for both passes, and gradients are scattered, all in float32.
             moved = 3 * 4 * training.size.parameters * (ranks - 1) / ranks
             seconds += moved / _LINK_BYTES_PER_SECOND
             rate = ranks * training.batch.rows * training.batch.length / seconds
-            undivided = training.target.share(1) - training.target.share(ranks)
-            found.append(PlannedTraining(ranks, recomputes, memory, free, undivided, most, rate))
+            tokens = most // training.text_bytes if training.text_bytes else None
+            free = usable - memory.peak
+            found.append(PlannedTraining(ranks, recomputes, memory, free, fits_whole_target, tokens, rate))
     return found
 
 
@@ -169,11 +185,7 @@ def print_plan(options: DistillOptions, target: Path) -> None:
     config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ConfigurationError(f"target.path: {target} is refused; --plan is for decoder-only targets")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    text = config.get_text_config()
-    size = TargetSize(sum(one.numel() for one in model.parameters()), text.hidden_size, text.vocab_size)
-    training = _training(options, text, size, target)
+    training = _training(options, config.get_text_config(), _size_of(config), target)
     if options.workers > 1:
         training = replace(training, ranks=(options.workers,))
     if options.recompute:
@@ -187,6 +199,8 @@ def print_plan(options: DistillOptions, target: Path) -> None:
 
 def _training(options: DistillOptions, config: Any, size: TargetSize, target: Path) -> Training:
     """The training that the options of the command ask for. Raises `ConfigurationError`."""
+    if options.kind == LAYERS:
+        return _student_training(options, size, target)
     if options.kind not in SINGLE_PROCESS:
         return _module_training(options, config, size, target)
     needed = ["--target", str(target), "--prompts", "unused", "--out", "unused"]
@@ -209,13 +223,48 @@ def _module_training(options: DistillOptions, config: Any, size: TargetSize, tar
     """The training of a module that one process trains. Raises `ConfigurationError`."""
     options = with_defaults(replace(options, minutes=None, steps=1), config, target)
     shape, plan = wanted_shape(options, config, target), module_training_plan(options)
-    if not isinstance(shape, HeadsShape | EagleShape):
-        raise ConfigurationError(f"--plan: refused for kind {options.kind}")
-    rows = max(1, options.batch_tokens // options.max_length)
-    tokens, vocabulary = rows * options.max_length, options.vocabulary_size or size.vocabulary
-    paths, depths = (min(plan.paths, tokens), shape.depths) if isinstance(shape, HeadsShape) else (tokens, plan.depths)
-    batch = ModuleBatch(rows, options.max_length, len(options.taps), paths, depths, vocabulary)
+    if isinstance(shape, TableShape) or (isinstance(shape, ExitShape) and not shape.has_norm):
+        raise ConfigurationError(f"--plan: refused for kind {options.kind} with these layers: nothing is trained")
+    batch = replace(_batch(options, size), taps=len(options.taps))
+    match shape:
+        case HeadsShape():
+            batch = replace(batch, paths=min(plan.paths, batch.paths), depths=shape.depths)
+        case BlockShape():
+            each = min(max(1, plan.paths // batch.rows), batch.length)
+            batch = replace(batch, paths=batch.rows * each, depths=shape.block)
+        case EagleShape():
+            batch = replace(batch, depths=plan.depths)
     return plan_module(size, shape, batch, options.answer_tokens)
+
+
+def _student_training(options: DistillOptions, size: TargetSize, target: Path) -> Training:
+    """The training of a small model. Raises `ConfigurationError` for one whose layers are unlike Llama's."""
+    plan = student_plan(options)
+    config: Any = checked_config(target, plan, options.vocabulary_size)
+    shape = StudentShape(layer_shape(config, options.max_length), int(config.num_hidden_layers))
+    batch = _batch(options, size)
+    if plan.vocabulary is not None:
+        batch = replace(batch, vocabulary=len(plan.vocabulary))
+    own = _size_of(config).parameters - (1 if config.tie_word_embeddings else 2) * size.vocabulary * size.hidden_size
+    counted = module_size(size, shape, 0).parameters
+    if abs(own - counted) > _LIKE_LLAMA * own:
+        raise ConfigurationError(f"--plan: refused for model type {config.model_type!r}: its layers are unlike Llama's")
+    return plan_module(size, shape, batch, options.answer_tokens)
+
+
+def _batch(options: DistillOptions, size: TargetSize) -> ModuleBatch:
+    """A batch as the options say, with a draft of one token at each position."""
+    rows = max(1, options.batch_tokens // options.max_length)
+    vocabulary = options.vocabulary_size or size.vocabulary
+    return ModuleBatch(rows, options.max_length, 0, rows * options.max_length, 1, vocabulary)
+
+
+def _size_of(config: Any) -> TargetSize:
+    """The sizes of a model with a configuration of `transformers`. No weights are made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config()
+    return TargetSize(sum(one.numel() for one in model.parameters()), text.hidden_size, text.vocab_size)
 
 
 def description(training: Training, planned: Sequence[PlannedTraining]) -> dict[str, Any]:
@@ -225,9 +274,7 @@ def description(training: Training, planned: Sequence[PlannedTraining]) -> dict[
         "module_parameters": training.size.parameters,
         "batch": asdict(training.batch),
         "plans": [
-            asdict(one)
-            | {"held": one.memory.held, "peak": one.memory.peak, "most": one.memory.most, "fits": one.fits}
-            | {"fits_whole_target": one.fits_whole_target}
+            asdict(one) | {"held": one.memory.held, "peak": one.memory.peak, "most": one.memory.most, "fits": one.fits}
             for one in planned
         ],
     }
@@ -249,18 +296,18 @@ def plan_table(training: Training, planned: Sequence[PlannedTraining], device_gb
         pad_edge=False,
     )
     is_on_disk = not training.text_bytes
-    headings = ("devices", "re-\ncompute", "target", "module", "beside" if is_on_disk else "texts", "step", "most")
+    headings = ("devices", "re-\ncompute", "target", "module", "between" if is_on_disk else "texts", "step", "most")
     for heading in (*headings, f"fits\n{device_gb:g} GB", "text\ntokens", "tokens\nper s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in planned:
         memory = one.memory
-        others = memory.beside if is_on_disk else memory.texts
+        others = memory.between if is_on_disk else memory.texts
         parts = (memory.target, memory.weights + memory.optimizer, others, memory.peak - memory.held, memory.most)
         table.add_row(
             str(one.ranks),
             "yes" if one.recomputes else "no",
             *(f"{part / 1e9:.1f}" for part in parts),
-            "yes" if one.fits_whole_target else "divided" if one.fits else "no",
+            "yes" if one.fits_whole_target else "stored" if one.fits and not is_on_disk else "no",
             "disk" if one.most_text_tokens is None else f"{max(0, one.most_text_tokens):,}",
             f"{one.tokens_per_second:,.0f}",
         )

@@ -6,6 +6,7 @@ Where a training asks which positions there are, the answer is all of them.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakSet
 
 import torch
@@ -26,9 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from deploy.simulation.device.fake_device import DEVICE, fake_device
 from deploy.simulation.device.models import MODELS
+from tests.support.engines.fake_device import moved
 from workers.distill.descent import descend
 from workers.distill.device_training import DeviceTraining
 from workers.distill.dspark.memory import BlockBatch
@@ -39,13 +43,16 @@ from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.memory import RollOutBatch, text_bytes
 from workers.distill.eagle3.states import TextBatch
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
+from workers.distill.examples import Batch
 from workers.distill.loop import TrainingPlan
 from workers.distill.memory import TargetSize
 from workers.distill.modules.batches import TapBatch
 from workers.distill.modules.learner import ModuleLearner, ModulePlan, TappedModule
 from workers.distill.modules.memory import ALTERNATIVES, ModuleBatch
 from workers.distill.peers import ALONE, Peers
-from workers.model.draft_shapes import EagleShape, HeadsShape
+from workers.distill.student import Student, StudentPlan, make_student
+from workers.distill.train import _StudentLearner
+from workers.model.draft_shapes import Shape
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import make_module
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape
@@ -83,15 +90,26 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **settings: Any) -> Tensor:
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    q, k = q.to(v.dtype), k.to(v.dtype)  # by autocast
+    if attn_mask is None:  # this kernel alone groups queries
+        found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)
+        return found[0]
+    if attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
-    found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, attn_mask, torch.is_grad_enabled(), 0.0, bool(settings.get("is_causal", False))
-    )[0]
-    return found
+    attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal
+    )
+    return found[0]
 
 
 class _Normalize(torch.autograd.Function):
@@ -271,7 +289,7 @@ def run_block_training(
     """Two steps of a DSpark drafter's training on one rank, with so many rows of texts."""
     casts = _Casts()
     with _group(ranks) as peers, fake_device() as device, _gpu_kernels(casts), MemoryCounter() as counter:
-        rest, model = _target(target, ranks, device)
+        model = _target(target, device)
         taps, hidden = shape.taps, shape.body.hidden_size
         with torch.device(device):
             module = SparkModule(shape, model.get_input_embeddings().weight, torch.empty(taps * hidden))
@@ -284,7 +302,6 @@ def run_block_training(
         places = torch.zeros((batch.rows, batch.blocks), dtype=torch.int64, device=device)
         anchors = Anchors(places[:, 0].clone(), places, torch.ones_like(places, dtype=torch.bool))
         found = _two_steps(_stepping(training, texts, lambda: anchors), counter, counts_flops=ranks == 1)
-        del rest
         return FakeRun(parameters=parameters, **found)
 
 
@@ -300,7 +317,7 @@ def run_roll_out_training(
     """Two steps of an EAGLE-3 head's training on one rank, with so many tokens of texts."""
     casts, waits_not = _Casts(), _EveryPosition(waits=False)
     with _group(ranks) as peers, fake_device() as device, _gpu_kernels(casts), MemoryCounter() as counter, waits_not:
-        rest, model = _target(target, ranks, device)
+        model = _target(target, device)
         with torch.device(device):
             head = Eagle3Head(shape, batch.vocabulary)
             rows = torch.arange(batch.vocabulary)
@@ -325,12 +342,11 @@ def run_roll_out_training(
             return TextBatch(tokens, lengths, torch.zeros_like(lengths), taps, final)
 
         found = _two_steps(_stepping(training, texts, drawn), counter, counts_flops=ranks == 1)
-        del rest
         return FakeRun(parameters=parameters, **found)
 
 
-def run_module_training(target: TargetSize, shape: HeadsShape | EagleShape, batch: ModuleBatch) -> FakeRun:
-    """Two steps of the training of heads or of an EAGLE head, in one process."""
+def run_module_training(target: TargetSize, shape: Shape, batch: ModuleBatch) -> FakeRun:
+    """Two steps of the training of a module, in one process."""
     casts, waits = _Casts(), _EveryPosition(waits=True)
     with fake_device() as device, _gpu_kernels(casts), MemoryCounter() as counter, waits:
         embedding, head = (
@@ -362,6 +378,40 @@ def run_module_training(target: TargetSize, shape: HeadsShape | EagleShape, batc
         return FakeRun(parameters=sum(one.numel() for one in module.parameters()), **found)
 
 
+def run_student_training(name: str, layers: int, batch: ModuleBatch) -> FakeRun:
+    """Two steps of the training of a model that starts as layers of one of `MODELS`, in one process."""
+    casts, waits = _Casts(), _EveryPosition(waits=True)
+    config = copy.deepcopy(MODELS[name])
+    config.num_hidden_layers = layers
+    plan = StudentPlan(tuple(range(layers)), vocabulary=tuple(range(batch.vocabulary)))
+    # `transformers` makes no mask where it can read positions, which fake tensors do not have.
+    reads = patch("transformers.masking_utils.is_tracing", lambda *_: False)
+    with fake_device() as device, _gpu_kernels(casts), MemoryCounter() as counter, waits, reads:
+        with torch.device(device), no_init_weights():
+            target = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with patch.object(Student, "to", moved):
+            student = make_student(target, plan, 0)
+        del target
+        training = TrainingPlan(steps=2, batch_tokens=batch.rows * batch.length)
+        learner = _StudentLearner(student, (), training, None)
+
+        def drawn(*_: object) -> Batch:
+            count = batch.rows * batch.length
+            with torch.device(device):
+                labels, leading = (torch.zeros(one, dtype=torch.int64) for one in (count, (count, ALTERNATIVES)))
+                tokens = labels.view(batch.rows, batch.length)
+                return Batch(tokens, torch.arange(count), labels.clone(), leading, torch.zeros(leading.shape))
+
+        def step() -> None:
+            loss, _ = learner.loss((), 0)
+            casts.clear()
+            descend(loss, learner.parameters.values(), learner.optimizers, training.gradient_norm)
+
+        learner._batch = drawn  # type: ignore[method-assign, assignment]
+        found = _two_steps(step, counter, counts_flops=True)
+        return FakeRun(parameters=sum(one.numel() for one in learner.parameters.values()), **found)
+
+
 def _stepping(training: DeviceTraining[Any, Any, Any], texts: Any, drawn: Callable[[], Any]) -> Callable[[], object]:
     """A step of a training on a batch that is drawn for it."""
     optimizers = training._optimizers()
@@ -390,17 +440,15 @@ class _Head(SimpleNamespace):
         return torch.nn.functional.linear(hidden, self.weight)
 
 
-def _target(size: TargetSize, ranks: int, device: torch.device) -> tuple[Tensor, Any]:
-    """The memory of a rank's part of a target, and what a training asks of it: embedding and head."""
+def _target(size: TargetSize, device: torch.device) -> Any:
+    """What a training asks of a target: embedding and head."""
     embedding, head = (
         torch.empty((size.vocabulary, size.hidden_size), dtype=torch.bfloat16, device=device) for _ in range(2)
     )
-    rest = torch.empty(size.share(ranks) - 2 * 2 * embedding.numel(), dtype=torch.uint8, device=device)
-    found = SimpleNamespace(
+    return SimpleNamespace(
         get_input_embeddings=lambda: SimpleNamespace(weight=embedding),
         get_output_embeddings=lambda: _Head(weight=head),
     )
-    return rest, found
 
 
 @contextmanager

@@ -29,11 +29,15 @@ class TargetSize:
     hidden_size: int
     vocabulary: int
 
-    def share(self, ranks: int) -> int:
-        """Bytes of one rank's part: layers are split among ranks, embedding and output head are whole on each."""
-        ends = 2 * self.vocabulary * self.hidden_size
-        layers = max(0, self.parameters - ends)
-        return HALF * (min(self.parameters, ends) + -(-layers // ranks))
+    @property
+    def whole(self) -> int:
+        """Bytes of all weights."""
+        return HALF * self.parameters
+
+    @property
+    def ends(self) -> int:
+        """Bytes of embedding and output head."""
+        return HALF * min(self.parameters, 2 * self.vocabulary * self.hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class TrainingMemory:
     """Bytes on one rank. Three phases of a step take turns, so the largest of them counts."""
 
     target: int
-    """What the step reads of the target: all of its weights, or embedding and head."""
+    """What the step reads of the target: embedding and head."""
     weights: int
     """The module's parameters, float32."""
     optimizer: int
@@ -78,8 +82,9 @@ class TrainingMemory:
     """Activations and gradients where they are largest."""
     update: int
     """Gradients and what the optimizers compute with."""
-    beside: int = 0
-    """The weights of the target, where they are in memory between steps alone: to compute hidden states, to measure."""
+    between: int
+    """What is held before steps or between them while the whole target is in memory: to write texts, to compute hidden
+    states, to measure."""
 
     @property
     def held(self) -> int:
@@ -94,7 +99,7 @@ class TrainingMemory:
     @property
     def most(self) -> int:
         """The most bytes of a step, or of what happens between two."""
-        return max(self.peak, self.held + self.beside)
+        return max(self.peak, self.between)
 
 
 def shared(count: int, ranks: int) -> int:
@@ -112,6 +117,25 @@ def layer_matrices(body: DecoderShape | LayerShape, inputs: int) -> int:
     """Parameters of the matrices of a Llama layer whose attention reads so many inputs."""
     queries, keys = body.heads * body.head_width, body.kv_heads * body.head_width
     return inputs * (queries + 2 * keys) + queries * body.hidden_size + 3 * body.hidden_size * body.intermediate_size
+
+
+def layer_activations(layer: LayerShape, inputs: int, keys: int) -> int:
+    """Bytes that a Llama layer stores for the backward pass.
+
+    `inputs` are its positions, `keys` the numbers in all keys that they attend to; values are as many. A norm stores
+    its input and its result, each projection a cast of its own. Masks and rotary positions are not counted.
+    """
+    size, queries = layer.hidden_size, layer.heads * layer.head_width
+    norms = 2 * 2 * FLOAT * inputs * size
+    projections = HALF * inputs * (3 * size + 2 * size + 4 * layer.intermediate_size)
+    return norms + projections + HALF * (2 * inputs * queries + 2 * keys)
+
+
+def layer_gradients(layer: LayerShape, inputs: int, keys: int) -> int:
+    """Bytes of the gradients of a layer's activations where they are largest: in the MLP, or in attention."""
+    queries = layer.heads * layer.head_width
+    widest = max(4 * inputs * layer.intermediate_size, 2 * inputs * queries + 2 * keys)
+    return 3 * FLOAT * inputs * layer.hidden_size + HALF * widest
 
 
 def update_bytes(size: ModuleSize, ranks: int) -> int:

@@ -16,8 +16,8 @@ SINGLE_PROCESS = ("eagle3", DSPARK)
 
 Their modules are of the kinds `eagle` and `block`.
 """
-PLANNED = (*SINGLE_PROCESS, "eagle", "heads")
-"""The kinds whose memory is known before they are trained."""
+PLANNED = (*SINGLE_PROCESS, LAYERS, "heads", "block", "eagle", "exit")
+"""The kinds whose memory is known before they are trained: all that a device trains."""
 
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
@@ -40,8 +40,8 @@ class DistillOptions:
     out: Annotated[Path, "Directory to write the draft to."] = Path()
     plan: Annotated[
         bool,
-        "For dspark, eagle3, eagle and heads: print the memory and the predicted speed of the training instead, per "
-        "number of devices. The target's config.json suffices; nothing is started.",
+        "For all kinds but table: print the memory and the predicted speed of the training instead, per number of "
+        "devices. The target's config.json suffices; nothing is started.",
     ] = False
     device_gb: Annotated[float, "For --plan: memory of a device in GB."] = 80.0
     json: Annotated[bool, "For --plan: print JSON."] = False
@@ -175,7 +175,7 @@ class DistillOptions:
         if self.kind not in PLANNED:
             kinds = ", ".join(PLANNED)
             raise ConfigurationError(f"--plan: refused for kind {self.kind}; it is for the kinds {kinds}")
-        for name, known in (("precision", "bfloat16"), ("optimizer", "muon")):
+        for name, known in (("precision", "bfloat16"), ("optimizer", "muon"), ("on_policy", 0.0)):
             if (value := getattr(self, name)) != known:
                 raise ConfigurationError(f"{_option(name)}: {value} is refused with --plan, which counts {known}")
 

@@ -108,12 +108,12 @@ class Student(nn.Module):
         return positions if self.vocabulary is None else self.vocabulary[positions]
 
 
-def check_student(target_directory: Path, plan: StudentPlan, vocabulary_size: int | None) -> None:
-    """Raise `ConfigurationError` unless such a student can be built. This reads no weights."""
+def checked_config(target_directory: Path, plan: StudentPlan, vocabulary_size: int | None) -> PreTrainedConfig:
+    """The student's configuration. This reads no weights. Raises `ConfigurationError` if there is none."""
     target: PreTrainedConfig = AutoConfig.from_pretrained(target_directory, trust_remote_code=False)
-    _config(target, plan)
     if vocabulary_size is not None:
         check_size(vocabulary_size, int(target.vocab_size))
+    return _config(target, plan)
 
 
 def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from transformers import PreTrainedModel
 
 from workers.distill import card, checkpoints
@@ -17,7 +18,7 @@ from workers.distill.loop import long_steps, training_plan
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
-from workers.distill.student import Student, StudentPlan, check_student, export, make_student
+from workers.distill.student import Student, StudentPlan, checked_config, export, make_student
 from workers.distill.target_model import device_name, load_target
 from workers.distill.train import Training
 from workers.model.devices import choose_device
@@ -30,7 +31,7 @@ _MAX_EVALUATED_LENGTH = 4096
 def distill_model(job: DistillJob) -> None:
     """Make a draft model: collect answers, train a student, measure, write. Raises `PilotfishError`."""
     options, configuration = job.options, job.configuration
-    plan, student_plan = training_plan(options), _student_plan(options)
+    plan, wanted = training_plan(options), student_plan(options)
     is_frozen = (options.work_directory / checkpoints.TENSORS).exists()
     has_encoder = is_encoder_decoder(job.target)
     target: PreTrainedModel | None = None
@@ -38,18 +39,15 @@ def distill_model(job: DistillJob) -> None:
     if has_encoder:
         sources = read_source_files(job)
         budget = begin_budget(job, is_frozen=is_frozen)
-        data, student = prepare_seq2seq(job, student_plan, sources, budget, is_frozen=is_frozen)
+        data, student = prepare_seq2seq(job, wanted, sources, budget, is_frozen=is_frozen)
     else:
         files = [read_prompts(path) for path in options.prompts]
-        check_student(job.target, student_plan, options.vocabulary_size)
+        checked_config(job.target, wanted, options.vocabulary_size)
         budget = begin_budget(job, is_frozen=is_frozen)
         data = collect_answers(job, files, budget, is_frozen=is_frozen)
-        target = load_target(job.target, choose_device(options.device, 0))
-        student = _make_student(job, target, student_plan, data)
+        student, target = _make_student(job, wanted, data)
     plan = budgeted(plan, options.work_directory / checkpoints.TENSORS, budget)
-    training = Training(
-        *(student, data.train, data.held_out, plan, options.work_directory), target=target if plan.on_policy else None
-    )
+    training = Training(student, data.train, data.held_out, plan, options.work_directory, target)
     progress = _train(job, training, budget.left_for_training())
     if note := long_steps(progress, plan):
         job.notices.print(note)
@@ -83,24 +81,33 @@ def distill_model(job: DistillJob) -> None:
 def check_options(options: DistillOptions) -> None:
     """Raise `ConfigurationError` for options that no training of a draft model takes."""
     training_plan(options)
-    _student_plan(options)
+    student_plan(options)
 
 
 # --- student ----------------------------------------------------------------------------------
 
 
-def _student_plan(options: DistillOptions) -> StudentPlan:
+def student_plan(options: DistillOptions) -> StudentPlan:
+    """The settings of the student. Raises `ModelLoadError` for a draft that it cannot start as."""
     if options.start is not None:
         return StudentPlan.of_draft(options.start)
     return StudentPlan(options.layers, options.student_config)
 
 
-def _make_student(job: DistillJob, target: PreTrainedModel, plan: StudentPlan, data: DistillData) -> Student:
-    options = job.options
+def _make_student(job: DistillJob, plan: StudentPlan, data: DistillData) -> tuple[Student, PreTrainedModel | None]:
+    """The student on the device, and the target there if it judges what the student writes.
+
+    Else the target never is on the device: the host's memory has it until the student has its parts.
+    """
+    options, device = job.options, choose_device(job.options.device, 0)
+    target = (
+        load_target(job.target, device) if options.on_policy else load_target(job.target, torch.device("cpu"), "auto")
+    )
     if options.vocabulary_size is not None:
         vocabulary = draft_vocabulary(job, options, data, int(target.config.vocab_size))
         plan = replace(plan, vocabulary=vocabulary)
-    return make_student(target, plan, options.seed)
+    student = make_student(target, plan, options.seed).to(device)
+    return student, target if options.on_policy else None
 
 
 def _train(job: DistillJob, training: Training, longest: float) -> checkpoints.Progress:

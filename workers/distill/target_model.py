@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -12,8 +12,10 @@ from transformers.utils import logging as transformers_logging
 from cluster.core.errors import ModelLoadError
 
 
-def load_target(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load the frozen target with PyTorch's attention. Raises `ModelLoadError`."""
+def load_target(
+    directory: Path, device: torch.device, dtype: torch.dtype | Literal["auto"] = torch.float32
+) -> PreTrainedModel:
+    """Load the frozen target with PyTorch's attention; `auto`: in the type of its files. Raises `ModelLoadError`."""
     return _load(AutoModelForCausalLM, directory, device, dtype, attn_implementation="sdpa")
 
 
@@ -27,7 +29,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
-def _load(kind: Any, directory: Path, device: torch.device, dtype: torch.dtype, **options: str) -> PreTrainedModel:
+def _load(
+    kind: Any, directory: Path, device: torch.device, dtype: torch.dtype | Literal["auto"], **options: str
+) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     try:
         target: PreTrainedModel = kind.from_pretrained(

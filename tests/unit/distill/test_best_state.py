@@ -38,6 +38,12 @@ class Process(SingleProcess):
         self.checkpoints, self.peers, self.device = NO_CHECKPOINTS, ALONE, torch.device("cpu")
         self._told, self._lines, self._began = lambda _: None, [], time.monotonic()
 
+    def default_taps(self) -> tuple[int, ...]:
+        return ()
+
+    def first_layers(self) -> tuple[int, ...]:
+        return ()
+
     def train(self, texts: Texts) -> None:
         """Do nothing."""
 

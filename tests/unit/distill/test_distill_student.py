@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -48,6 +49,19 @@ class TestMaking:
 
         with torch.inference_mode():
             torch.testing.assert_close(found, target(input_ids=tokens).logits)
+
+    def test_a_target_in_the_type_of_its_files_gives_the_same_student(
+        self, target: PreTrainedModel, tmp_path: Path
+    ) -> None:
+        copy.deepcopy(target).bfloat16().save_pretrained(tmp_path)
+
+        half, whole = load_target(tmp_path, CPU, "auto"), load_target(tmp_path, CPU)
+
+        assert (half.dtype, whole.dtype) == (torch.bfloat16, torch.float32)
+        found, wanted = student_of(half, 0, 2), student_of(whole, 0, 2)
+        for name, value in found.own_parameters().items():
+            assert torch.equal(value, wanted.own_parameters()[name])
+        assert torch.equal(found.head, wanted.head) and found.head.dtype == torch.float32
 
     def test_the_student_starts_as_the_named_layers_in_their_order(self, target: PreTrainedModel) -> None:
         source = target.state_dict()

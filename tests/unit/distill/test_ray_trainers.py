@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.unit.distill.conftest import LENGTH, PROMPT
+from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
 from workers.distill.answers import Answer, AnswerFile
 
 pytestmark = [
@@ -37,22 +39,37 @@ SMALL = {
 }
 """Options of a small training of each kind. Roll-outs through the target's large weights amplify what is rounded."""
 
+FIRST_LAYERS = {"dspark": (0, LAYERS - 1), "eagle3": (LAYERS - 1,)}
+"""Layers of the target that a draft begins as."""
+
 
 @pytest.fixture(scope="module")
-def words(directory: Path, answers: tuple[Answer, ...], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of a training on the answers of the tiny target."""
+def words(answers: tuple[Answer, ...], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a training on the answers of the tiny target, whose hidden states are stored."""
     work = tmp_path_factory.mktemp("texts")
     (work / "prompts.jsonl").write_text(json.dumps({"question": "What is one?"}) + "\n")
     with AnswerFile(work / "answers.jsonl") as file:
         for answer in answers:
             file.append(answer)
-    given = {"target": directory, "prompts": work / "prompts.jsonl", "answers": work / "answers.jsonl"}
+    given = {"prompts": work / "prompts.jsonl", "answers": work / "answers.jsonl", "states": work / "states"}
     sizes: dict[str, object] = {"max-length": 2 * (PROMPT + LENGTH), "max-tokens": LENGTH}
     return as_words({"write-seconds": 0, "steps": STEPS, "device": "cpu", "parts": 2, **sizes, **given})
 
 
 def as_words(options: Mapping[str, object]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def without_layers(directory: Path, kept: Sequence[int], out: Path) -> Path:
+    """A copy of a target whose files lack all layers but some."""
+    shutil.copytree(directory, out)
+    weights = load_file(directory / "model.safetensors")
+    for name in list(weights):
+        found = re.search(r"layers\.(\d+)\.", name)
+        if found is not None and int(found[1]) not in kept:
+            del weights[name]
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
 
 
 def trained(kind: str, words: list[str], out: Path, workers: int, dies: int = 0) -> dict[str, torch.Tensor]:
@@ -75,10 +92,16 @@ def assert_equal_but_for_rounding(one: dict[str, torch.Tensor], other: dict[str,
 
 
 @pytest.mark.parametrize("kind", sorted(SMALL))
-def test_processes_train_what_one_trains_and_survive_a_kill(kind: str, words: list[str], tmp_path: Path) -> None:
-    """The optimizer is AdamW, which moves weights by about the learning rate, however small a gradient."""
-    alone = trained(kind, words, tmp_path / "alone", 1)
-    killed = trained(kind, words, tmp_path / "killed", 2, dies=DIES)
+def test_processes_train_what_one_trains_and_survive_a_kill(
+    kind: str, words: list[str], directory: Path, tmp_path: Path
+) -> None:
+    """They read hidden states that the one stored, and of the target its ends and the layers that a draft begins as.
+
+    The optimizer is AdamW, which moves weights by about the learning rate, however small a gradient.
+    """
+    rest = without_layers(directory, FIRST_LAYERS[kind], tmp_path / "rest")
+    alone = trained(kind, [*words, "--target", str(directory)], tmp_path / "alone", 1)
+    killed = trained(kind, [*words, "--target", str(rest)], tmp_path / "killed", 2, dies=DIES)
 
     assert Path(f"{tmp_path / 'killed'}.died").exists()
     assert_equal_but_for_rounding(alone, killed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, T5Config
+from transformers import LlamaConfig, MixtralConfig, T5Config
 
 from cluster.core.errors import ConfigurationError
 from deploy.distillation import dspark
@@ -45,7 +45,8 @@ def test_ranks_share_parameters_and_states_and_recomputing_saves_activations() -
 
     assert eighth.weights * 8 >= alone.weights > eighth.weights
     assert eighth.optimizer * 8 >= alone.optimizer > eighth.optimizer
-    assert eighth.target < alone.target and eighth.texts == alone.texts == 1000 * text_bytes(3, 48)
+    assert eighth.texts == alone.texts == 1000 * text_bytes(3, 48)
+    assert alone.between == TARGET.whole + alone.texts and eighth.between == TARGET.whole
     assert again.forward < alone.forward and again.held == alone.held
 
 
@@ -78,31 +79,40 @@ def test_it_is_printed_for_a_directory_with_a_configuration(tmp_path: Path, caps
     assert "GB of each device" in capsys.readouterr().out
 
 
-def test_the_whole_target_on_each_device_is_counted_as_well() -> None:
-    """`--workers` keeps it there: what fits with a part of its layers on each device may not fit so."""
+def test_a_device_fits_a_step_whatever_the_layers_of_the_target() -> None:
+    """Only where texts or their hidden states are not stored yet, the whole target has to fit."""
     large = TargetSize(1_000_000_000, 48, 96)
 
-    found = plans_of(plan_block(large, shape(), BATCH), 1000, 1e9)
+    small, half, all_of_it = (plans_of(plan_block(large, shape(), BATCH), 1000, size) for size in (1e6, 1e9, 4e9))
 
-    assert [(one.ranks, one.fits, one.fits_whole_target) for one in found[::2]] == [
-        (1, False, False), (2, False, False), (4, True, False), (8, True, False),
-    ]  # fmt: skip
+    assert not any(one.fits for one in small)
+    assert all(one.fits and not one.fits_whole_target for one in half)
+    assert all(one.fits_whole_target for one in all_of_it)
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("eagle3", "An EAGLE-3 head"), ("eagle", "An EAGLE head"), ("heads", "Heads")]
+    ("kind", "named"),
+    [
+        ("eagle3", "An EAGLE-3 head"),
+        ("eagle", "An EAGLE head"),
+        ("heads", "Heads"),
+        ("block", "A block drafter"),
+        ("exit", "The norm of an early exit"),
+        ("layers", "A small model"),
+    ],
 )
 def test_all_kinds_are_planned_for_the_devices_that_they_can_use(
     kind: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     CONFIG.save_pretrained(tmp_path)
-    options = DistillOptions(kind=kind, plan=True, json=True, max_length=64)
+    layers = (0, 5) if kind == "layers" else ()
+    options = DistillOptions(kind=kind, plan=True, json=True, max_length=64, layers=layers)
 
     print_plan(options, tmp_path)
 
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert [one["ranks"] for one in plans] == ([1, 1, 2, 2, 4, 4, 8, 8] if kind == "eagle3" else [1])
-    assert all(one["most"] >= one["peak"] > one["held"] for one in plans)
+    assert all(one["most"] >= one["peak"] > one["held"] > 0 for one in plans)
     assert all((one["most_text_tokens"] is None) == (kind != "eagle3") for one in plans)
     print_plan(replace(options, json=False), tmp_path)
     table = capsys.readouterr().out
@@ -121,9 +131,24 @@ def test_a_number_of_workers_and_recomputing_choose_what_is_planned(
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="--plan: refused for kind layers"):
-        DistillOptions(plan=True)
-    for kind in ("eagle", "heads"):
+    with pytest.raises(ConfigurationError, match="--plan: refused for kind table"):
+        DistillOptions(kind="table", plan=True)
+    CONFIG.save_pretrained(tmp_path / "llama")
+    for layers in ((1, 2), (0, 5)):
+        with pytest.raises(ConfigurationError, match="--plan: refused for kind exit with these layers"):
+            print_plan(DistillOptions(kind="exit", plan=True, layers=layers), tmp_path / "llama")
+    with pytest.raises(ConfigurationError, match="layers: needed at least one"):
+        print_plan(DistillOptions(plan=True), tmp_path / "llama")
+    mixture = MixtralConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, num_local_experts=4,
+    )  # fmt: skip
+    mixture.save_pretrained(tmp_path / "mixture")
+    with pytest.raises(ConfigurationError, match="model type 'mixtral': its layers are unlike Llama's"):
+        print_plan(DistillOptions(plan=True, layers=(0,)), tmp_path / "mixture")
+    with pytest.raises(ConfigurationError, match=r"--on-policy: 0\.5 is refused with --plan, which counts 0\.0"):
+        DistillOptions(plan=True, layers=(0,), on_policy=0.5)
+    for kind in ("block", "eagle", "exit", "heads", "layers"):
         with pytest.raises(ConfigurationError, match=f"--workers: 8 is refused for kind {kind}; several need eagle3"):
             DistillOptions(kind=kind, plan=True, workers=8)
         with pytest.raises(ConfigurationError, match=f"--recompute: refused for kind {kind}"):

@@ -97,16 +97,17 @@ def block_memory(
     kept = residual if recomputes else layer
     casts = HALF * size.parameters
     late = HALF * (size.layer + size.others) if recomputes else casts
-    whole = _whole(size, ranks)
+    whole, stored = _whole(size, ranks), text_tokens * text_bytes(shape.taps, hidden)
     backward = 3 * residual + max(4 * HALF * slots * inner, 2 * HALF * slots * queries + 6 * HALF * pairs * queries)
     return TrainingMemory(
-        target=target.share(ranks),
+        target=target.ends,
         weights=shared(FLOAT * size.parameters, ranks),
         optimizer=shared(size.optimizer_bytes, ranks),
-        texts=text_tokens * text_bytes(shape.taps, hidden),
+        texts=stored,
         forward=whole + casts + stem + body.layers * kept + end + loss,
         backward=whole + late + stem + backward + _backward(size, kept, layer, ranks, recomputes=recomputes),
         update=update_bytes(size, ranks),
+        between=target.whole + (stored if ranks == 1 else 0),
     )
 
 

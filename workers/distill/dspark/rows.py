@@ -15,6 +15,7 @@ from workers.distill.answers import Answer
 from workers.distill.dspark.module import Blocks
 from workers.distill.eagle3.states import by_length
 from workers.distill.peers import ALONE, Peers
+from workers.distill.stored_target import read_states
 
 _LEADING = 64
 """Tokens whose probabilities are stored for a position: the most probable ones."""
@@ -60,9 +61,9 @@ class TextRows:
 
         `part` (i, n) is the process i of n that has the same answers: it computes every n-th row alone, from row i.
 
-        `target` is a decoder-only model of `transformers`; tap `l` is the residual stream after `l` of its layers, all
-        but the last one. Its probabilities are those at `temperature`. Raises `ConfigurationError` without a text whose
-        answer has two tokens.
+        `target` is a decoder-only model of `transformers`, or a `StoredTarget`; see `read_states` for `taps`. Its
+        probabilities are those at `temperature`. Raises `ConfigurationError` without a text whose answer has two
+        tokens.
         """
         usable = [one for one in answers if len(one.answer) > 1 and len(one.prompt) + 2 <= length]
         if not usable:
@@ -91,7 +92,7 @@ class TextRows:
         own = [number for number, place in enumerate(places) if place // length % part[1] == part[0]]
         for batch in by_length([len(texts[number]) for number in own], _BATCH_TOKENS):
             chosen = [own[index] for index in batch]
-            found = [(texts[number], len(usable[number].prompt), places[number]) for number in chosen]
+            found = [(texts[number], usable[number], places[number]) for number in chosen]
             self._read(target, found, taps, temperature)
 
     @classmethod
@@ -130,23 +131,23 @@ class TextRows:
 
     @torch.inference_mode()
     def _read(
-        self, target: Any, batch: Sequence[tuple[tuple[int, ...], int, int]], taps: Sequence[int], heat: float
+        self, target: Any, batch: Sequence[tuple[tuple[int, ...], Answer, int]], taps: Sequence[int], heat: float
     ) -> None:
-        """Store the states of texts, each with the tokens of its prompt and the place of its first token."""
-        texts, prompts, places = zip(*batch, strict=True)
+        """Store the states of texts, each with its answer and the place of its first token."""
+        texts, answers, places = zip(*batch, strict=True)
         longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts]).unsqueeze(1)
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts]).to(self.device)
         inner = torch.arange(longest)
         stored = torch.tensor(places).unsqueeze(1) + inner
-        found = target.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        states = torch.cat([found.hidden_states[tap] for tap in taps], dim=-1).flatten(0, 1)
+        states, last = (part.flatten(0, 1) for part in read_states(target, answers, tokens, taps))
         is_token = inner < lengths
         stored = stored // self.length // self._parts * self.length + stored % self.length  # among own rows
         where, chosen = stored[is_token].to(self.device), is_token.flatten().nonzero().flatten().to(self.device)
         self._taps[where] = states[chosen]
-        is_drafted = (inner >= torch.tensor(prompts).unsqueeze(1)) & (inner < lengths - 1)
+        prompts = torch.tensor([len(answer.prompt) for answer in answers]).unsqueeze(1)
+        is_drafted = (inner >= prompts) & (inner < lengths - 1)
         where, chosen = stored[is_drafted].to(self.device), is_drafted.flatten().nonzero().flatten().to(self.device)
-        head, final = target.get_output_embeddings(), found.last_hidden_state.flatten(0, 1)[chosen]
+        head, final = target.get_output_embeddings(), last[chosen]
         for part, goal in zip(torch.split(final, _CHUNK), torch.split(where, _CHUNK), strict=True):
             shares, leading = head(part).float().div_(heat).softmax(dim=-1).topk(self._leading.shape[1])
             self._leading[goal], self._shares[goal] = leading.int(), shares.half()

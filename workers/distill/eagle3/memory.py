@@ -91,7 +91,7 @@ def roll_out_memory(
     stem = texts + residual + inputs * wide * (HALF + (FLOAT if shape.tap_norm == "each" else 0))
     logits = FLOAT * drafted * batch.vocabulary
     losses = batch.depths * (2 * logits + (FLOAT + HALF) * drafted * hidden + HALF * batch.vocabulary * hidden)
-    whole = 0 if ranks == 1 else FLOAT * size.parameters
+    whole, stored = 0 if ranks == 1 else FLOAT * size.parameters, text_tokens * text_bytes(shape)
     casts, last = HALF * size.momentum_only, batch.depths - 1
     depths = sum(kept(depth) for depth in range(batch.depths))
     end = 3 * logits + HALF * drafted * shape.target_hidden_size  # logits, a product, what the target wants
@@ -100,14 +100,15 @@ def roll_out_memory(
     gradients += max(4 * HALF * inputs * inner, attention) + (layer(last) if recomputes else 0)
     goals = texts + logits + 2 * FLOAT * min(LOSS_CHUNK, drafted) * target.vocabulary
     return TrainingMemory(
-        target=target.share(ranks),
+        target=target.ends,
         weights=shared(FLOAT * size.parameters, ranks),
         optimizer=shared(size.optimizer_bytes, ranks),
-        texts=text_tokens * text_bytes(shape),
+        texts=stored,
         forward=max(goals, whole + casts + stem + depths + losses + end),
         # On several ranks, all gradients are whole before they are summed.
         backward=max(whole + casts + stem + depths + gradients, 3 * whole + texts),
         update=texts + update_bytes(size, ranks),
+        between=target.whole + (stored if ranks == 1 else 0),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.distill.answers import Answer
+from workers.distill.stored_target import read_states
 
 _CHUNK = 4096
 """Positions whose logits over the target's whole vocabulary are computed at once."""
@@ -51,8 +52,7 @@ class TextStates:
     ) -> None:
         """Compute the states of the answers of a `part` `(k, n)`: numbers k, k + n, …. All are cut to `max_length`.
 
-        `target` is a decoder-only model of `transformers`. Tap `l` is the residual stream after `l` of its layers, all
-        but the last one.
+        `target` is a decoder-only model of `transformers`, or a `StoredTarget`; see `read_states` for `taps`.
         """
         rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
         own = range(part[0], len(rows), part[1])
@@ -65,12 +65,11 @@ class TextStates:
         self._taps = torch.empty((total, len(taps) * size), dtype=weight.dtype, device=weight.device)
         self._final = torch.empty((total, size), dtype=weight.dtype, device=weight.device)
         for batch in by_length([self.lengths[row] for row in own], batch_tokens):
-            indices, is_token = self._places([own[number] for number in batch])
-            with torch.inference_mode():
-                found = target.base_model(input_ids=self._tokens[indices], use_cache=False, output_hidden_states=True)
-            states = torch.cat([found.hidden_states[tap] for tap in taps], dim=-1)
+            chosen = [own[number] for number in batch]
+            indices, is_token = self._places(chosen)
+            states, final = read_states(target, [answers[row] for row in chosen], self._tokens[indices], taps)
             self._taps[indices[is_token]] = states[is_token]
-            self._final[indices[is_token]] = found.last_hidden_state[is_token]
+            self._final[indices[is_token]] = final[is_token]
 
     @property
     def tokens(self) -> int:

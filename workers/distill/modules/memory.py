@@ -1,7 +1,8 @@
-"""How much memory of a device the training of heads or of an EAGLE head takes; see `workers/distill/memory.py`.
+"""How much memory of a device a training in one process takes: of a module, or of a small model that is a draft itself.
 
-One process trains them beside the target's embedding and head. It has the whole target as well when it computes hidden
-states, which are stored on the disk, and when it serves the target to measure the module.
+See `workers/distill/memory.py`. A module is trained beside the target's embedding and head. The whole target is there
+as well while it computes hidden states, which are stored on the disk, and while it is served to measure the module. A
+model of the target's layers is trained beside a float32 copy of embedding and head, and reads no hidden states.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from workers.distill.memory import (
     ModuleSize,
     TargetSize,
     TrainingMemory,
+    layer_activations,
+    layer_gradients,
     layer_matrices,
     muon_flops,
     update_bytes,
 )
-from workers.model.draft_shapes import EagleShape, HeadsShape
+from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, LayerShape
 from workers.model.drafting.selector import CANDIDATES
 
 ALTERNATIVES = 16
@@ -27,8 +30,20 @@ ALTERNATIVES = 16
 
 
 @dataclass(frozen=True, slots=True)
+class StudentShape:
+    """A Llama model with the target's embedding and head: a draft of kind `layers`."""
+
+    layer: LayerShape
+    layers: int
+
+
+TrainedShape = HeadsShape | EagleShape | BlockShape | ExitShape | StudentShape
+"""What one process trains."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleBatch:
-    """A batch of the training of a module. All of its tokens are those of answers: no more are learned."""
+    """A batch of such a training. All of its tokens are those of answers: no more are learned."""
 
     rows: int
     length: int
@@ -39,7 +54,7 @@ class ModuleBatch:
     depths: int
     """Tokens of a draft."""
     vocabulary: int
-    """Tokens that the module can propose."""
+    """Tokens that can be proposed."""
 
     @property
     def predicted(self) -> int:
@@ -47,111 +62,180 @@ class ModuleBatch:
         return self.paths * self.depths
 
 
-def module_size(target: TargetSize, shape: HeadsShape | EagleShape, taps: int) -> ModuleSize:
-    """The parameters of a module that is trained with Muon."""
-    matrices = [rows * columns for rows, columns in _matrices(target, shape, taps)]
-    vectors = 0
-    if isinstance(shape, EagleShape):
-        vectors = target.hidden_size * (taps + 2 + 2 * shape.layers)
-    return ModuleSize(0, 0, sum(matrices) + vectors, sum(matrices), max(matrices))
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a kind adds to the memory of a step, in bytes."""
+
+    stored: int
+    """Activations for the backward pass."""
+    vectors: int = 0
+    """Copies of the vectors for the head that are there at the loss."""
+    gradients: int = 0
+    """Gradients of activations where they are largest."""
+    chosen: int = 0
+    """Activations of a selector."""
+    ranked: int = 0
+    """What a selector computes with besides, while it ranks."""
 
 
-def module_memory(target: TargetSize, shape: HeadsShape | EagleShape, batch: ModuleBatch) -> TrainingMemory:
-    """Memory of the training of heads or of an EAGLE head, which one process trains on one GPU."""
-    size = module_size(target, shape, batch.taps)
-    casts = HALF * size.momentum_only
-    logits, hidden = FLOAT * batch.predicted * batch.vocabulary, batch.predicted * target.hidden_size
+def module_size(target: TargetSize, shape: TrainedShape, taps: int) -> ModuleSize:
+    """The parameters that are trained: of a module with Muon, of a model with AdamW."""
+    matrices, size = [rows * columns for rows, columns in _matrices(target, shape, taps)], target.hidden_size
+    match shape:
+        case HeadsShape():
+            vectors = 0
+        case ExitShape():
+            vectors = size
+        case StudentShape():
+            return ModuleSize(0, 0, sum(matrices) + size * (1 + 2 * shape.layers), 0, 0)
+        case EagleShape() | BlockShape():
+            slots = shape.block if isinstance(shape, BlockShape) else 0
+            vectors = size * (taps + 2 + 2 * shape.layers + slots)
+    return ModuleSize(0, 0, sum(matrices) + vectors, sum(matrices), max(matrices, default=0))
+
+
+def module_memory(target: TargetSize, shape: TrainedShape, batch: ModuleBatch) -> TrainingMemory:
+    """Memory of a training in one process on one GPU."""
+    size, is_student = module_size(target, shape, batch.taps), isinstance(shape, StudentShape)
+    parts = _parts(target.hidden_size, shape, batch)
+    casts = HALF * sum(rows * columns for rows, columns in _matrices(target, shape, batch.taps))
+    casts += HALF * batch.vocabulary * target.hidden_size if is_student else 0  # of the head, which is in float32
+    logits = FLOAT * batch.predicted * batch.vocabulary
     texts = batch.rows * batch.length * (LONG + HALF * batch.taps * target.hidden_size + (LONG + FLOAT) * ALTERNATIVES)
-    if isinstance(shape, HeadsShape):
-        kept, chosen = _of_heads(target.hidden_size, shape, batch), _of_choice(target.hidden_size, shape, batch)
-        forward = texts + kept + chosen + 2 * HALF * hidden
-        backward = max(kept + chosen + logits, kept + 4 * logits)
-    else:
-        kept, inputs = _of_roll_outs(shape, batch), batch.rows * (batch.length - 1)
-        forward = texts + kept + FLOAT * inputs * target.hidden_size + 2 * FLOAT * hidden
-        backward = kept + max(4 * logits, _gradients(shape, batch))
-    ends = (target.vocabulary + batch.vocabulary) * (HALF * target.hidden_size + LONG)
+    of_ends = (FLOAT if is_student else HALF) * target.hidden_size + LONG
+    ends, weights = (target.vocabulary + batch.vocabulary) * of_ends, FLOAT * size.parameters
+    at_loss = texts + parts.vectors + logits + logits * HALF // FLOAT + parts.chosen + parts.ranked
     return TrainingMemory(
         target=ends,
-        weights=FLOAT * size.parameters,
+        weights=weights,
         optimizer=size.optimizer_bytes,
         texts=0,
-        forward=casts + forward + logits + logits * HALF // FLOAT,
-        backward=casts + backward,
+        forward=casts + parts.stored + at_loss,
+        backward=casts + parts.stored + max(parts.chosen + logits, 4 * logits, parts.gradients),
         update=update_bytes(size, 1),
-        beside=target.share(1),
+        # No student is there yet while the target writes texts.
+        between=target.whole + (0 if is_student else ends + weights + size.optimizer_bytes),
     )
 
 
-def module_flops(target: TargetSize, shape: HeadsShape | EagleShape, batch: ModuleBatch) -> int:
-    """Operations of one step: of the module's matrices, of attention and of the target's head."""
-    size = target.hidden_size
-    update = sum(muon_flops(*sizes) for sizes in _matrices(target, shape, batch.taps))
+def module_flops(target: TargetSize, shape: TrainedShape, batch: ModuleBatch) -> int:
+    """Operations of one step: of the matrices, of attention and of the target's head."""
+    size, context = target.hidden_size, batch.rows * batch.length
     loss = 2 * 2 * batch.predicted * size * batch.vocabulary  # no gradient of the target's head
-    if isinstance(shape, HeadsShape):
-        mixed = 2 * batch.paths * size * shape.mix_rank * (2 * 2 + 3)  # nor one of what the first matrix reads
-        deep = 2 * batch.predicted * size * size * (3 if shape.mix_rank else 2)
-        ranked = batch.predicted if shape.selector_rank else 0
-        chosen = 2 * ranked * size * (shape.selector_rank * (2 * 3 + 3) + 2 * CANDIDATES)
-        return mixed + deep + loss + chosen + update
-    layer, inputs = shape.layer, batch.rows * (batch.length - 1)
-    read = sum(depth + 1 for depth in range(batch.depths)) * (batch.length - 1)  # keys of a query, at all depths
-    entry = 2 * size * size + shape.layers * layer_matrices(layer, size)
-    matrices = 2 * 3 * inputs * (entry * batch.depths + batch.taps * size * size)
-    attention = 14 * inputs * read * layer.heads * layer.head_width * shape.layers
-    return matrices + attention + loss + update
+    if rank := getattr(shape, "selector_rank", 0):
+        loss += 2 * batch.predicted * size * (rank * (2 * 3 + 3) + 2 * CANDIDATES)
+    update = sum(muon_flops(*sizes) for sizes in _matrices(target, shape, batch.taps))
+    match shape:
+        case HeadsShape():
+            mixed = 2 * batch.paths * size * shape.mix_rank * (2 * 2 + 3)  # nor one of what the first matrix reads
+            deep = 2 * batch.predicted * size * size * (3 if shape.mix_rank else 2)
+            return mixed + deep + loss + update
+        case ExitShape():
+            return loss + update
+    layer = shape.layer
+    matrices, queries = layer_matrices(layer, size), layer.heads * layer.head_width
+    match shape:
+        case StudentShape():
+            inputs, read, around, update = context, batch.length, 0, 0
+        case BlockShape():
+            keys = layer.kv_heads * layer.head_width
+            inputs, read = batch.predicted, batch.length + batch.predicted // batch.rows
+            around = batch.paths * 2 * size * size + context * batch.taps * size * (size + 2 * shape.layers * keys)
+        case EagleShape():
+            inputs = batch.rows * (batch.length - 1) * batch.depths
+            # Keys of a query in the mean of all depths.
+            read = (batch.depths + 1) * (batch.length - 1) // 2
+            around = inputs * 2 * size * size + inputs // batch.depths * batch.taps * size * size
+    # The backward pass has two products for each, and five instead of two in attention, which computes scores again.
+    products = 2 * 3 * (shape.layers * inputs * matrices + around)
+    attention = 14 * shape.layers * inputs * read * queries
+    return products + attention + loss + update
 
 
-def _matrices(target: TargetSize, shape: HeadsShape | EagleShape, taps: int) -> list[tuple[int, int]]:
-    """The sizes of all matrices of a module."""
+def _matrices(target: TargetSize, shape: TrainedShape, taps: int) -> list[tuple[int, int]]:
+    """The sizes of all matrices that are trained."""
     size = target.hidden_size
-    if isinstance(shape, HeadsShape):
-        ranks = [rank for rank in (shape.mix_rank, shape.selector_rank) if rank]
-        return [(shape.depths * size, size), *((rank, 2 * size) for rank in ranks), *((size, rank) for rank in ranks)]
+    ranks = [rank for name in ("mix_rank", "selector_rank") if (rank := getattr(shape, name, 0))]
+    ranked = [*((rank, 2 * size) for rank in ranks), *((size, rank) for rank in ranks)]
+    match shape:
+        case HeadsShape():
+            return [(shape.depths * size, size), *ranked]
+        case ExitShape():
+            return []
     layer = shape.layer
     queries, keys = layer.heads * layer.head_width, layer.kv_heads * layer.head_width
     own = [(queries, size), (size, queries), *[(keys, size)] * 2, *[(size, layer.intermediate_size)] * 3]
-    return [(size, taps * size), (size, 2 * size), *own * shape.layers]
+    if isinstance(shape, BlockShape):
+        own += [(keys, taps * size)] * 2
+    entry = [] if isinstance(shape, StudentShape) else [(size, taps * size), (size, 2 * size)]
+    return [*entry, *own * shape.layers, *ranked]
 
 
-def _of_heads(size: int, shape: HeadsShape, batch: ModuleBatch) -> int:
-    """What heads store for the backward pass."""
-    mixed = batch.paths * (2 * size + 2 * shape.mix_rank) if shape.mix_rank else 0
-    return HALF * (mixed + batch.paths * size + batch.predicted * size)
+def _parts(size: int, shape: TrainedShape, batch: ModuleBatch) -> _Parts:
+    match shape:
+        case HeadsShape():
+            mixed = batch.paths * (2 * size + 2 * shape.mix_rank) if shape.mix_rank else 0
+            stored = HALF * (mixed + batch.paths * size + batch.predicted * size)
+            chosen = _of_choice(size, shape.selector_rank, batch)
+            return _Parts(stored, vectors=2 * HALF * batch.predicted * size, chosen=chosen)
+        case ExitShape():
+            vectors = FLOAT * batch.predicted * size
+            return _Parts(vectors, vectors=2 * vectors)
+        case StudentShape():
+            inputs, keys = batch.rows * batch.length, shape.layer.kv_heads * shape.layer.head_width
+            stack = shape.layers * layer_activations(shape.layer, inputs, inputs * keys)
+            end = 2 * FLOAT * inputs * size  # the last norm
+            return _Parts(stack + end, gradients=layer_gradients(shape.layer, inputs, inputs * keys))
+        case BlockShape():
+            return _of_block(shape, batch)
+        case EagleShape():
+            return _of_roll_outs(shape, batch)
 
 
-def _of_choice(size: int, shape: HeadsShape, batch: ModuleBatch) -> int:
-    """What the selector stores: its own vectors, and rows of the target's head for the candidates of each token.
+def _of_choice(size: int, rank: int, batch: ModuleBatch) -> int:
+    """What a selector stores: its own vectors, and rows of the target's head for the candidates of each token.
 
     All depths are counted, though it ranks none of the first.
     """
-    ranked = batch.predicted if shape.selector_rank else 0
-    return HALF * ranked * (3 * size + 2 * shape.selector_rank + CANDIDATES * size)
+    return HALF * batch.predicted * (3 * size + 2 * rank + CANDIDATES * size) if rank else 0
 
 
-def _of_roll_outs(shape: EagleShape, batch: ModuleBatch) -> int:
-    """What all depths of an EAGLE head store for the backward pass, and the fusion of hidden states."""
+def _of_block(shape: BlockShape, batch: ModuleBatch) -> _Parts:
+    """A block drafter: context from hidden states, and a pass over all slots, which attend to both."""
+    layer, size, layers = shape.layer, shape.layer.hidden_size, shape.layers
+    context, slots = batch.rows * batch.length, batch.predicted
+    wide, keys = context * batch.taps * size, context + slots
+    fused = (FLOAT + HALF * (1 + 2 * layers)) * wide + layers * FLOAT * context * layer.head_width
+    entry = 2 * (FLOAT + HALF) * batch.paths * size  # the norm of features, the cast of the entry
+    queries = layer.heads * layer.head_width
+    stack = layer_activations(layer, slots, keys * queries)
+    stack += HALF * slots * keys // batch.rows  # the mask
+    stack += 2 * FLOAT * slots * layer.head_width  # sines and cosines
+    vectors = 2 * FLOAT * slots * size
+    return _Parts(
+        fused + entry + layers * stack + 2 * FLOAT * slots * size,
+        vectors=vectors,
+        gradients=layer_gradients(layer, slots, keys * queries),
+        chosen=_of_choice(size, shape.selector_rank, batch),
+        # Rows of the head are in float32 until the product casts them, as are corrected vectors.
+        ranked=FLOAT * slots * size * (CANDIDATES + 1) if shape.selector_rank else 0,
+    )
+
+
+def _of_roll_outs(shape: EagleShape, batch: ModuleBatch) -> _Parts:
+    """All depths of an EAGLE head, and the fusion of hidden states."""
     layer, size, inputs = shape.layer, shape.layer.hidden_size, batch.rows * (batch.length - 1)
-    queries, norm = layer.heads * layer.head_width, 2 * FLOAT * inputs * size  # a norm stores input and result
+    residual, keys = FLOAT * inputs * size, inputs * layer.heads * layer.head_width  # of one depth
 
     def of_layer(depth: int) -> int:
-        return (
-            2 * norm
-            + HALF * inputs * (3 * size + 2 * size + 4 * layer.intermediate_size)  # a cast for each projection
-            + HALF * inputs * (2 * queries + 2 * (depth + 1) * queries)  # queries and output of attention, all keys
-            + HALF * (depth + 1) * (batch.length - 1) ** 2  # the mask
-            + 2 * FLOAT * inputs * layer.head_width  # sines and cosines
-        )
+        mask = HALF * (depth + 1) * (batch.length - 1) ** 2
+        turns = 2 * FLOAT * inputs * layer.head_width  # sines and cosines
+        return layer_activations(layer, inputs, (depth + 1) * keys) + mask + turns
 
-    around = 2 * norm + HALF * inputs * 2 * size  # norms of features and outputs, the cast of the entry
+    around = 4 * residual + HALF * inputs * 2 * size  # norms of features and outputs, the cast of the entry
     fusion = (FLOAT + HALF) * inputs * batch.taps * size
-    return fusion + sum(around + shape.layers * of_layer(depth) for depth in range(batch.depths))
-
-
-def _gradients(shape: EagleShape, batch: ModuleBatch) -> int:
-    """Gradients of activations where they are largest, in the last depth."""
-    layer, inputs = shape.layer, batch.rows * (batch.length - 1)
-    queries = layer.heads * layer.head_width
-    attention = HALF * inputs * queries * (2 + 2 * batch.depths)
-    residual = (3 * FLOAT + batch.depths * HALF) * inputs * layer.hidden_size
-    return residual + max(4 * HALF * inputs * layer.intermediate_size, attention)
+    return _Parts(
+        fusion + sum(around + shape.layers * of_layer(depth) for depth in range(batch.depths)),
+        vectors=residual + 2 * FLOAT * batch.predicted * size,
+        gradients=layer_gradients(layer, inputs, batch.depths * keys) + batch.depths * HALF * inputs * size,
+    )

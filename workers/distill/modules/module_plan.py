@@ -97,19 +97,23 @@ def _layer_shape(options: DistillOptions, config: Any, started: DraftCard | None
             raise ConfigurationError(f"--start {options.start}: a draft of kind {started.kind!r} has no decoder layers")
         config = AutoConfig.from_pretrained(options.start, trust_remote_code=False)
         layers = int(config.num_hidden_layers)
-    heads = int(config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return layer_shape(config, options.max_length), layers
+
+
+def layer_shape(config: Any, window: int) -> LayerShape:
+    """The shape of a Llama-like layer of a `transformers` configuration, whose positions attend to `window` ones.
+
+    Raises `ConfigurationError` for a configuration without such layers.
+    """
+    try:
+        heads = int(config.num_attention_heads)
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        sizes = int(config.hidden_size), heads, int(getattr(config, "num_key_value_heads", heads)), int(width)
+        inner = int(config.intermediate_size)
+    except AttributeError as error:
+        raise ConfigurationError(f"model type {config.model_type!r}: its layers are unlike Llama's: {error}") from None
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    return LayerShape(
-        int(config.hidden_size),
-        heads,
-        int(getattr(config, "num_key_value_heads", heads)),
-        int(width),
-        int(config.intermediate_size),
-        float(theta),
-        float(getattr(config, "rms_norm_eps", 1e-5)),
-        options.max_length,
-    ), layers
+    return LayerShape(*sizes, inner, float(theta), float(getattr(config, "rms_norm_eps", 1e-5)), window)
 
 
 def start_module(tapped: TappedModule, options: DistillOptions, target: Path, answers: Sequence[Answer]) -> str:

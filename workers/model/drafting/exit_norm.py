@@ -21,7 +21,7 @@ class ExitNorm(nn.Module):
         weight = ends.initial_norm()
         self.weight: Tensor
         if shape.has_norm:
-            self.weight = nn.Parameter(weight)
+            self.weight = nn.Parameter(weight.float())
         else:
             self.register_buffer("weight", weight, persistent=False)
 

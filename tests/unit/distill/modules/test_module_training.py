@@ -82,10 +82,14 @@ def test_the_loss_falls_and_the_accepted_length_rises(
     assert len(progress.agreements) > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_exit_norm_learns_to_agree_with_the_target(
-    ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path
+    ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path, dtype: torch.dtype
 ) -> None:
+    """Its weights are in float32 beside ends of any type: bfloat16 tells apart no steps as small as the training's."""
+    ends = ends.to(dtype)
     module = module_of(ends, "exit")
+    assert {value.dtype for value in module.parameters()} == {torch.float32}
 
     progress = train(module, ends, tap_cache_of((1,)), answers, tmp_path, ModulePlan(plan(), paths=0))
 

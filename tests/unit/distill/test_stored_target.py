@@ -1,0 +1,100 @@
+"""A training on stored hidden states reads of the target its ends, and the layers that a draft begins as."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from cluster.core.errors import ConfigurationError, ModelLoadError
+from deploy.distillation import dspark, eagle3
+from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
+from workers.distill.answers import Answer, AnswerFile
+from workers.distill.eagle3.states import TextStates
+from workers.distill.modules.tap_cache import TapCache
+from workers.distill.stored_target import StoredTarget, load_parts
+
+CPU = torch.device("cpu")
+TAPS = (1, 4)
+
+
+def stored(target: PreTrainedModel, directory: Path, answers: Sequence[Answer], work: Path) -> StoredTarget:
+    """The target with the stored states of some answers."""
+    cache = TapCache(work, (*TAPS, LAYERS), target.config.hidden_size, 64)
+    cache.fill(target, answers, lambda *_: None)
+    return StoredTarget(load_parts(directory, CPU, torch.float32, (LAYERS - 1,)), cache)
+
+
+def test_texts_have_the_states_that_were_stored(
+    target: PreTrainedModel, directory: Path, answers: tuple[Answer, ...], tmp_path: Path
+) -> None:
+    some = [answers[0], replace(answers[1], answer=answers[1].answer[:4]), answers[2]]
+
+    read, computed = (
+        TextStates(one, some, TAPS, max_length=64, batch_tokens=48).batch([1, 0, 2])
+        for one in (stored(target, directory, some, tmp_path), target)
+    )
+
+    assert read.lengths.tolist() == [PROMPT + 4, PROMPT + LENGTH, PROMPT + LENGTH]
+    torch.testing.assert_close(read.taps, computed.taps, rtol=2**-8, atol=1e-3)  # as bfloat16 rounds
+    torch.testing.assert_close(read.final, computed.final, rtol=2e-2, atol=2e-2)
+
+
+def test_a_text_without_states_is_named(
+    target: PreTrainedModel, directory: Path, answers: tuple[Answer, ...], tmp_path: Path
+) -> None:
+    found = stored(target, directory, answers[:2], tmp_path)
+    changed = replace(answers[1], prompt=answers[1].prompt[1:])
+
+    with pytest.raises(ConfigurationError, match=r"--states: lacks the hidden states of the texts \['prompts:1'\]"):
+        TextStates(found, [answers[0], changed], TAPS, max_length=64, batch_tokens=48)
+
+
+def test_other_layers_have_no_weights(target: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
+    parts = load_parts(directory, CPU, torch.float32, (LAYERS - 1,))
+
+    own, whole = parts.get_decoder().layers, target.get_decoder().layers
+    for name, value in whole[LAYERS - 1].named_parameters():
+        assert torch.equal(own[LAYERS - 1].get_parameter(name), value)
+    assert all(value.is_meta for layer in own[: LAYERS - 1] for value in layer.parameters())
+    assert parts.get_output_embeddings().weight is parts.get_input_embeddings().weight  # as the target ties them
+    found, wanted = (one.get_input_embeddings().get_parameter("weight") for one in (parts, target))
+    assert torch.equal(found, wanted)
+
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.norm.weight"]
+    for file in directory.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"its safetensors lack \['model.norm.weight'\]"):
+        load_parts(tmp_path, CPU, torch.float32, ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_no_layer_of_the_target_is_left_while_a_draft_is_trained(
+    kind: str, is_stored: bool, directory: Path, answers: tuple[Answer, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "What is one?"}) + "\n")
+    with AnswerFile(tmp_path / "answers.jsonl") as file:
+        for answer in answers:
+            file.append(answer)
+    words = ["--target", str(directory), "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    words += ["--answers", str(tmp_path / "answers.jsonl"), "--write-seconds", "0", "--steps", "1", "--device", "cpu"]
+    words += ["--max-length", str(2 * (PROMPT + LENGTH)), "--max-tokens", str(LENGTH)]
+    words += ["--states", str(tmp_path / "states")] if is_stored else []
+    make, own = (eagle3, ["--vocabulary-size", "48"]) if kind == "eagle3" else (dspark, ["--blocks", "8"])
+    run = make.Run(make.options([*words, *own]), lambda _: None)
+
+    run.run()
+
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert len(run.target.get_decoder().layers) == 0
+    assert (tmp_path / "states").exists() == is_stored
