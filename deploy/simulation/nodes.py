@@ -95,10 +95,6 @@ class DrafterNode:
         client = self._hear(decode_client(message.client))
         rows = decode_draft_rows(message, client)
 
-        def seconds() -> float:
-            deepest = max((row.budget.max_depth for row in rows), default=0)
-            return self.drafter.speed.seconds(len(rows), deepest, sum(len(row.new_tokens) - 1 for row in rows))
-
         def propose() -> bytes:
             proposals = self.drafter.propose(rows)
             if self.answers_stale():
@@ -106,7 +102,7 @@ class DrafterNode:
             self._latest.update((one.sequence_id, one) for one in proposals)
             return encode_proposals(proposals, client).SerializeToString()
 
-        return await self.compute.run(call, seconds, propose)
+        return await self.compute.run(call, lambda: self.drafter.seconds(rows), propose)
 
     async def _release(self, request: bytes, call: Call) -> bytes:
         message = draft_pb2.DraftServiceReleaseRequest.FromString(request)

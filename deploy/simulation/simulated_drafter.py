@@ -10,6 +10,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from cluster.core.tree import ROOT, TokenTree
 from deploy.simulation.hashed_model import HashedModel
+from deploy.simulation.virtual_time import now
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,19 @@ class DrafterSkill:
     """Children of the root; further ones are right in half of the cases in which all earlier ones are wrong."""
     has_probabilities: bool = True
     """Whether proposals estimate their acceptance."""
+    runs_ahead: bool = False
+    """Whether it drafts on below its path while the target verifies, as `draft.model.mode: run_ahead` does. For other
+    outcomes it drafts anew."""
 
 
 @dataclass(slots=True)
 class _Known:
     start: SequenceStart
     states: list[int] = field(default_factory=lambda: [HashedModel.first_state])
+    foreseen: tuple[int, ...] = ()
+    """The tokens below which it drafts ahead: its last path, and its guess of the target's token after that."""
+    foreseen_at: float = 0.0
+    """When it proposed that path, in virtual seconds."""
 
 
 class SimulatedDrafter:
@@ -61,6 +69,11 @@ class SimulatedDrafter:
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """Return one proposal per row, in order."""
         return tuple(self._propose(row) for row in rows)
+
+    def seconds(self, rows: Sequence[DraftRow]) -> float:
+        """How long the proposals take, in seconds: without the levels that were drafted ahead."""
+        depths = [max(0, row.budget.max_depth - self._levels_ahead(row)) for row in rows]
+        return self.speed.seconds(len(rows), max(depths, default=0), sum(len(row.new_tokens) - 1 for row in rows))
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is stored for the sequences."""
@@ -81,6 +94,21 @@ class SimulatedDrafter:
         tree, probabilities = self._tree(known, row)
         return Proposal(row.sequence_id, row.base_len, tree, probabilities=probabilities)
 
+    def _levels_ahead(self, row: DraftRow) -> int:
+        """Levels of the row's tree that are drafted already: its new tokens were foreseen, and there was time."""
+        known = self.known.get(row.sequence_id)
+        if known is None or not row.new_tokens or row.new_tokens != known.foreseen:
+            return 0
+        if not self.speed.depth_seconds:
+            return row.budget.max_depth
+        passes = int((now() - known.foreseen_at) / self.speed.depth_seconds)
+        return max(0, passes - 1)  # the first one found the guess
+
+    def _next(self, state: int, seed: int) -> int:
+        """The drafter's best token after a state."""
+        is_right = self._model.chance(state, seed, 1) < self._skill.acceptance
+        return self._model.decide(state, seed) if is_right else self._model.other(state, seed, 0)
+
     def _tree(self, known: _Known, row: DraftRow) -> tuple[TokenTree, tuple[float, ...]]:
         model, skill = self._model, self._skill
         sampling = known.start.sampling
@@ -91,14 +119,15 @@ class SimulatedDrafter:
         probabilities: list[float] = []
         parent, probability = ROOT, 1.0
         for _ in range(min(row.budget.max_depth, nodes)):
-            is_right = model.chance(state, seed, 1) < skill.acceptance
             probability *= skill.acceptance
-            token = model.decide(state, seed) if is_right else model.other(state, seed, 0)
+            token = self._next(state, seed)
             tokens.append(token)
             parents.append(parent)
             probabilities.append(probability)
             parent = len(tokens) - 1
             state = model.advance(state, token)
+        if skill.runs_ahead and tokens:
+            known.foreseen, known.foreseen_at = (*tokens, self._next(state, seed)), now()
         first = known.states[-1]
         is_first_wrong = bool(tokens) and tokens[0] != model.decide(first, seed)
         for rank in range(1, min(skill.width, nodes - len(tokens) + 1)):

@@ -43,6 +43,8 @@ SECTIONS = {
     "recovery": "the pause of a stream when a process of the cluster is killed, by role, under Ray Serve",
     "speculation": "a draft model with a core of its own against plain decoding, on Spec-Bench's six tasks",
     "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
+    "remote": "drafting on rank 0 against a drafter elsewhere, by the target's cost and the network's delay",
+    "remote-simulated": "the same in the capacity simulation, with the constants of a GPU",
     "grammar": "steps that forced tokens and drafts save in answers that match JSON schemas",
     "structure": "modules, packages, lines, parameters and pages, beside another checkout with --against",
     "calibration": "what the capacity simulation predicts beside the real cluster, at several loads",

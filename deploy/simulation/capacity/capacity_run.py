@@ -23,7 +23,7 @@ from deploy.simulation.simulated_drafter import DrafterSkill, SimulatedDrafter
 from deploy.simulation.simulated_ingress import HEARTBEAT_SECONDS, SimulatedDirectory, routed
 from deploy.simulation.simulated_target import SimulatedTarget, TargetStart
 from deploy.simulation.virtual_time import now, run_virtual
-from deploy.simulation.weather import Weather
+from deploy.simulation.weather import Fate, Weather
 from pilotfish.v1 import generation_pb2
 
 Report = Callable[[float, str], None]
@@ -32,6 +32,8 @@ BLOCK_SIZE = 16
 VOCABULARY_SIZE = 4096
 WARM_UP_SHARE = 0.2
 CONTEXT_TOKENS = 1 << 15
+DRAFT = "draft"
+"""Names of drafters begin so."""
 _NO_LIMIT_SECONDS = 1e6
 _TICKS = 50
 _SETTLE_SECONDS = 5.0
@@ -80,6 +82,18 @@ def simulate_capacity(options: CapacityOptions, times: Times, report: Report, *,
     return run_virtual(CapacityCluster(options, times, drafts=drafts and options.drafters > 0).measure(report))
 
 
+class _Distances(Weather):
+    """Constant delays. Messages to and from drafters take longer than others."""
+
+    def __init__(self, seconds: float, further_seconds: float) -> None:
+        super().__init__(seconds)
+        self._far = Fate(seconds + further_seconds)
+
+    def fate(self, source: str, destination: str) -> Fate:
+        is_far = source.startswith(DRAFT) or destination.startswith(DRAFT)
+        return self._far if is_far else super().fate(source, destination)
+
+
 class CapacityCluster:
     """Targets with their coordinators, and drafters. Each coordinator uses a share of the drafters."""
 
@@ -88,7 +102,7 @@ class CapacityCluster:
         self._times = times
         self._drafts = drafts
         self._rng = random.Random(options.seed)
-        self._network = Network(Weather(options.network_delay))
+        self._network = Network(_Distances(options.network_delay, options.drafter_delay))
         self._model = HashedModel(VOCABULARY_SIZE)
         self._answers: list[SimulatedAnswer] = []
         self._refused = 0
@@ -98,7 +112,9 @@ class CapacityCluster:
             {},
             {
                 "draft.method": "ngram" if drafts else "none",
-                "draft.placement": "drafter",
+                "draft.placement": options.placement,
+                "draft.controller": options.controller,
+                "draft.alternate": "on" if options.alternate else "off",
                 "draft.max_nodes": options.max_nodes,
                 "draft.max_depth": options.max_nodes,
                 "scheduler.max_sequences": options.max_sequences,
@@ -191,7 +207,8 @@ class CapacityCluster:
         started = [answer for answer in self._answers if answer.asked_at >= warm and answer.first_at]
         decoding = [answer for answer in done if answer.tokens > answer.first_tokens]
         scale = 1 / options.share
-        gpus = options.targets * options.target_gpus + (options.drafters if self._drafts else 0)
+        elsewhere = self._drafts and not self._configuration.draft.is_colocated
+        gpus = options.targets * options.target_gpus + (options.drafters if elsewhere else 0)
         return CapacityRun(
             gpus=gpus,
             tokens_per_second=scale * sum(count for at, count in self._delivered if at >= warm) / window,
@@ -212,16 +229,20 @@ class CapacityCluster:
             return self._times.step(rows, tokens, held) + self._times.round_seconds
 
         start = TargetStart("1", min(CONTEXT_TOKENS, self._options.kv_tokens), self._times.profile())
-        target = SimulatedTarget(self._model, memory, step, start)
+        own = self._skilled() if self._configuration.draft.is_colocated else None
+        target = SimulatedTarget(self._model, memory, step, start, own)
         return TargetNode(self._network, f"target-{index}", target)
 
     def _drafter(self, index: int) -> DrafterNode:
-        drafter = SimulatedDrafter(self._model, DrafterSkill(self._options.acceptance), self._times.drafter)
-        return DrafterNode(self._network, f"draft-{index}", drafter, math.inf)
+        return DrafterNode(self._network, f"{DRAFT}-{index}", self._skilled(), math.inf)
+
+    def _skilled(self) -> SimulatedDrafter:
+        skill = DrafterSkill(self._options.acceptance, runs_ahead=self._options.ahead)
+        return SimulatedDrafter(self._model, skill, self._times.drafter)
 
     def _coordinator(self, index: int, drafters: int) -> CoordinatorNode:
         own = f"coordinator-{index}"
-        used = [f"draft-{number}" for number in _share(index, self._options.simulated_targets, drafters)]
+        used = [f"{DRAFT}-{number}" for number in _share(index, self._options.simulated_targets, drafters)]
         addresses = CoordinatorAddresses(own, f"target-{index}", used, own)
         return CoordinatorNode(self._network, addresses, self._configuration, Ledger())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,7 +32,14 @@ class CapacityOptions:
     ] = "512:128:0.5"
     acceptance: Annotated[float, "Probability that a drafted token is right after right ones."] = 0.7
     max_nodes: Annotated[int, "Most drafted tokens in a tree."] = 8
+    placement: Annotated[
+        Literal["drafter", "target"], "As `draft.placement`; drafts on a target's rank 0 take no further GPU."
+    ] = "drafter"
+    controller: Annotated[Literal["auto", "off"], "As `draft.controller`."] = "auto"
+    alternate: Annotated[bool, "As `draft.alternate`: drafters draft for one half while the other is verified."] = False
+    ahead: Annotated[bool, "Drafters draft on below their proposals while the target verifies them."] = False
     network_delay: Annotated[float, "Time of a message, in seconds."] = 0.0002
+    drafter_delay: Annotated[float, "Further time of a message to or from a drafter, in seconds."] = 0.0
     step_times: Annotated[
         str, typer.Option(metavar="FILE|roofline", help="A JSON file of measured times, or the roofline options.")
     ] = ROOFLINE
@@ -52,8 +59,8 @@ class CapacityOptions:
     out: Annotated[Path | None, "Directory for capacity.json, capacity.md and capacity.png."] = None
 
     def __post_init__(self) -> None:
-        not_negative = ("drafters", "in_flight", "max_nodes", "network_delay", "sample", "pass_seconds", "seed")
-        least = {"targets": 1, "target_gpus": 1, "max_sequences": 1, "kv_tokens": 1024}
+        not_negative = ("drafters", "in_flight", "max_nodes", "network_delay", "drafter_delay", "pass_seconds")
+        least = {"targets": 1, "target_gpus": 1, "max_sequences": 1, "kv_tokens": 1024, "sample": 0, "seed": 0}
         check_at_least(self, least | dict.fromkeys(not_negative, 0))
         for name in ("arrivals", "seconds", "target_parameters", "bytes_per_parameter", "bandwidth", "flops"):
             if not getattr(self, name) > 0:
@@ -77,7 +84,7 @@ class CapacityOptions:
     @property
     def simulated_drafters(self) -> int:
         """Number of drafters that are simulated."""
-        return max(1, round(self.drafters * self.share)) if self.drafters else 0
+        return max(1, round(self.drafters * self.share)) if self.drafters and self.placement == "drafter" else 0
 
     def mean_lengths(self) -> tuple[float, float, float]:
         """Mean tokens of prompt and answer, and their standard deviation ÷ mean."""

@@ -29,9 +29,10 @@ _HEADINGS = (
 def markdown(options: CapacityOptions, runs: dict[str, CapacityRun]) -> str:
     """A table with one row per run, and the speed-up of one GPU over plain decoding."""
     load = f"{options.in_flight} requests in flight" if options.in_flight else f"{options.arrivals:g} requests/s"
+    drafters = f"{options.drafters} drafters" if options.placement == "drafter" else "drafts on rank 0"
     simulated = "" if options.share == 1 else f", simulated: {options.simulated_targets} of the targets, and scaled"
     lines = [
-        f"{options.targets} targets × {options.target_gpus} GPUs, {options.drafters} drafters, {load}, lengths "
+        f"{options.targets} targets × {options.target_gpus} GPUs, {drafters}, {load}, lengths "
         f"{options.lengths}, acceptance {options.acceptance:g}{simulated}",
         "",
         f"| {' | '.join(_HEADINGS)} |",

@@ -64,10 +64,13 @@ def draft(configuration: Configuration, cores: Sequence[int]) -> RoleProcess:
     return RoleProcess(Role("draft", values, tuple(cores), len(cores)))
 
 
-def coordinator(configuration: Configuration, target: RoleProcess, draft: RoleProcess) -> RoleProcess:
-    """A coordinator with its public services, on any core."""
+def coordinator(
+    configuration: Configuration, target: RoleProcess, draft: RoleProcess, delay_seconds: float = 0.0
+) -> RoleProcess:
+    """A coordinator with its public services, on any core. Each message to and from `draft` takes longer by a delay."""
     values = with_implied_settings(configuration).model_dump_json()
-    return RoleProcess(Role("coordinator", values, tuple(all_cores()), 1, target.address, (draft.address,)))
+    cores, drafts = tuple(all_cores()), (draft.address,)
+    return RoleProcess(Role("coordinator", values, cores, 1, target.address, drafts, delay_seconds))
 
 
 def all_cores() -> list[int]:
@@ -87,6 +90,8 @@ class Activity:
     """Share of the time in which the target computed no step."""
     draft_idle: float
     """Share of the time in which the drafter computed nothing."""
+    target_draft_seconds: float
+    """Time in which the target drafted, in seconds."""
 
     @property
     def hit_rate(self) -> float:
@@ -104,17 +109,22 @@ class ProcessCluster:
 
     def collect(self) -> Activity:
         """The cluster's activity since the last call."""
-        counters = self.coordinator.collect()
-        target_idle, draft_idle = _idle_share(self.target.collect()), _idle_share(self.draft.collect())
-        return Activity(counters["ready"], counters["nodes"], target_idle, draft_idle)
+        counters, target = self.coordinator.collect(), self.target.collect()
+        idle = _idle_share(target), _idle_share(self.draft.collect())
+        return Activity(counters["ready"], counters["nodes"], *idle, target["draft_seconds"])
 
 
 def start_cluster(
-    stack: ExitStack, configuration: Configuration, target: RoleProcess, drafter: RoleProcess | None = None
+    stack: ExitStack,
+    configuration: Configuration,
+    target: RoleProcess,
+    drafter: RoleProcess | None = None,
+    delay_seconds: float = 0.0,
 ) -> ProcessCluster:
     """A cluster in front of a running target. Without `drafter`, it starts one of its own on any core."""
     drafter = drafter or stack.enter_context(draft(configuration, all_cores()))
-    return ProcessCluster(stack.enter_context(coordinator(configuration, target, drafter)), target, drafter)
+    front = coordinator(configuration, target, drafter, delay_seconds)
+    return ProcessCluster(stack.enter_context(front), target, drafter)
 
 
 def _idle_share(counters: dict[str, float]) -> float:

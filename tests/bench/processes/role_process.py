@@ -47,6 +47,8 @@ class Role:
     """The target's address, for a coordinator."""
     drafts: tuple[str, ...] = ()
     """The drafters' addresses, for a coordinator."""
+    delay_seconds: float = 0.0
+    """How much longer a message between a coordinator and a drafter takes, in seconds."""
 
     def to_json(self) -> str:
         """The role as an argument of the command line."""
@@ -81,14 +83,17 @@ class BusyTime:
 
 @dataclass
 class Counting:
-    """A drafter client that counts the nodes proposed."""
+    """A drafter client that counts the nodes proposed, over a network with a delay."""
 
     inner: GrpcDrafter
+    delay_seconds: float = 0.0
     counts: dict[str, float] = field(default_factory=lambda: {"nodes": 0.0, "ready": 0.0})
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """Forward the call. Count the nodes proposed, and those that existed before the call."""
+        await asyncio.sleep(self.delay_seconds)
         proposals = await self.inner.propose(rows, timeout_seconds)
+        await asyncio.sleep(self.delay_seconds)
         for proposal in proposals:
             self.counts["nodes"] += len(proposal.tree)
             self.counts["ready"] += proposal.ready
@@ -125,14 +130,17 @@ async def serve_role(role: Role) -> None:
 
 
 async def _start_target(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, CollectCounters]:
+    from workers.draft.registry import create
     from workers.serve.worker_server import host_target
     from workers.verify.build import build_engine
 
     _set_threads(role.threads)
-    engine = await asyncio.to_thread(build_engine, configuration.target)
-    busy = BusyTime(engine, ("step",))
+    draft = configuration.draft
+    method = await asyncio.to_thread(create, draft, configuration.target) if draft.is_colocated else None
+    engine = await asyncio.to_thread(build_engine, configuration.target, method=method)
+    busy, drafting = BusyTime(engine, ("step",)), BusyTime(method, ("propose",))
     host = await stack.enter_async_context(host_target(LOOPBACK, engine))
-    return host.address, lambda: {"busy_seconds": busy.seconds}
+    return host.address, lambda: {"busy_seconds": busy.seconds, "draft_seconds": drafting.seconds}
 
 
 async def _start_draft(role: Role, configuration: Configuration, stack: AsyncExitStack) -> tuple[str, CollectCounters]:
@@ -153,7 +161,7 @@ async def _start_coordinator(
 ) -> tuple[str, CollectCounters]:
     target = GrpcTarget(fixed_address(role.target))
     stack.push_async_callback(target.close)
-    drafters = [Counting(GrpcDrafter(fixed_address(address))) for address in role.drafts]
+    drafters = [Counting(GrpcDrafter(fixed_address(address)), role.delay_seconds) for address in role.drafts]
     for drafter in drafters:
         stack.push_async_callback(drafter.inner.close)
     server = CoordinatorServer(configuration, target, drafters)

@@ -13,6 +13,7 @@ from tests.bench.decoding import Decoding
 from tests.bench.machine import weight_bytes
 from tests.bench.report import percentile, ratios, spread
 from tests.bench.sections import prefix
+from tests.bench.sections.remote import crossing
 from tests.support.models import tiny
 from workers.verify.build import build_engine
 
@@ -47,6 +48,13 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
 def test_growth_is_the_exponent_of_the_cost() -> None:
     assert prefix.growth({m: [3.0 * m**2] for m in (8, 16, 32, 64)}) == pytest.approx(2.0)
+
+
+def test_times_cross_a_bound_between_two_delays_beyond_them_at_once_or_never() -> None:
+    delays, seconds = (0.0, 1.0, 3.0), [2.0, 4.0, 8.0]
+    assert [crossing(delays, seconds, bound) for bound in (3.0, 6.0, 10.0)] == [0.5, 2.0, 4.0]
+    assert crossing(delays, seconds, 2.0) is None
+    assert crossing(delays, [2.0, 2.0, 2.0], 3.0) == float("inf")
 
 
 def test_gaps_are_the_times_between_tokens() -> None:

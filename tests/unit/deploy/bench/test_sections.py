@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -10,10 +15,15 @@ import pytest
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import DraftRow, Proposal
+from tests.bench import drafting
 from tests.bench.agreement import Agreement, agreement
+from tests.bench.drafting import Passes
 from tests.bench.processes import clusters
-from tests.bench.processes.role_process import Role
+from tests.bench.processes.role_process import Counting, Role
 from tests.bench.sections import round as round_section
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.models import tiny, tiny_tokenizer
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import host_draft
@@ -38,6 +48,38 @@ def test_a_process_reports_its_counters_and_its_errors() -> None:
     assert counters["wall_seconds"] > 0
     with pytest.raises(RuntimeError, match="Invalid argument"), clusters.draft(configuration, cores=()):
         pass
+
+
+@pytest.mark.slow
+def test_a_target_drafts_on_a_core_of_its_own_and_reports_for_how_long(tmp_path: Path) -> None:
+    directory = tiny_tokenizer.byte_level(tiny.save(tmp_path, tiny.llama(vocab_size=320)))
+    target = {"path": str(directory), "device": "cpu", "compile": "off"}
+    configuration = load_configuration(
+        {
+            "target": target | {"compile_directory": str(KEPT), "kv": {"pool_bytes": 1 << 20}},
+            "draft": {"method": "ngram", "placement": "target", "controller": "off"},
+            "server": {"grpc_port": 0, "http_port": 0},
+        }
+    )
+    passes = Passes()
+    with ExitStack() as stack:
+        on_core = stack.enter_context(clusters.target(configuration, clusters.all_cores()[:1]))
+        cluster = clusters.start_cluster(stack, configuration, on_core)
+        drafting.measure(cluster, [(5, 6, 7, 8) * 4], 24, 1, passes)
+    (activity,) = passes.activity
+    assert activity.target_draft_seconds > 0
+    assert activity.nodes == 0  # nothing was asked of the drafter
+
+
+async def test_a_distant_drafter_answers_later_by_two_messages() -> None:
+    class Near:
+        async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+            return ()
+
+    near: Any = Near()
+    begun = time.perf_counter()
+    assert await Counting(near, 0.01).propose((), 1.0) == ()
+    assert time.perf_counter() - begun >= 0.02
 
 
 def test_a_role_survives_the_command_line() -> None:

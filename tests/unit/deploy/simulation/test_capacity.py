@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,14 @@ from deploy.simulation.capacity.options import CapacityOptions
 from deploy.simulation.capacity.report import markdown, write
 from deploy.simulation.capacity.step_times import MeasuredTimes, measured_times, of_measured
 
-STEP_SECONDS = 0.02
+STEP_SECONDS, CALL_SECONDS = 0.02, 0.0005
 
 
-def run(*, drafts: bool = False, step: float = STEP_SECONDS, **options: object) -> CapacityRun:
-    """One target with a constant step time and a free drafter."""
+def run(*, drafts: bool = False, step: float = STEP_SECONDS, depth: float = 0.0, **options: object) -> CapacityRun:
+    """One target with a constant step time and a drafter that takes `depth` seconds for each level of a tree."""
     values: dict[str, object] = {"targets": 1, "drafters": 1, "lengths": "16:40", "seconds": 6.0, "network_delay": 0.0}
-    times = of_measured(MeasuredTimes(steps=((1, 1, step), (1, 64, step)), draft_call_seconds=0.0005))
+    steps = ((1, 1, step), (1, 64, step))
+    times = of_measured(MeasuredTimes(steps=steps, draft_call_seconds=CALL_SECONDS, draft_depth_seconds=depth))
     return simulate_capacity(CapacityOptions(**(values | options)), times, lambda _, __: None, drafts=drafts)  # type: ignore[arg-type]
 
 
@@ -44,6 +46,29 @@ def test_a_free_drafter_that_is_always_right_multiplies_the_speed() -> None:
 def test_a_drafter_that_is_always_wrong_costs_next_to_nothing() -> None:
     plain, drafted = run(in_flight=2), run(in_flight=2, drafts=True, acceptance=0.0)
     assert drafted.tokens_per_second > 0.95 * plain.tokens_per_second
+
+
+RIGHT: dict[str, Any] = {"in_flight": 1, "drafts": True, "acceptance": 1.0, "max_nodes": 4, "controller": "off"}
+"""Four levels of right drafts for one answer: five tokens in a round, which is a step and the time of drafts."""
+LEVEL_SECONDS = 0.003
+ASKED = STEP_SECONDS + CALL_SECONDS + 4 * LEVEL_SECONDS
+
+
+def test_drafts_on_rank_0_take_its_time_and_no_gpu_of_their_own() -> None:
+    found = run(**RIGHT, depth=LEVEL_SECONDS, placement="target")
+    assert (found.gpus, found.drafter_idle) == (1, 0.0)
+    assert found.target_idle < 0.03
+    assert found.per_token["p50"] == pytest.approx(ASKED / 5, rel=0.1)
+
+
+def test_what_is_drafted_ahead_takes_no_time_and_a_distant_drafter_takes_that_of_two_messages() -> None:
+    asked, ahead = (run(**RIGHT, depth=LEVEL_SECONDS, ahead=ahead) for ahead in (False, True))
+    far = run(**RIGHT, depth=LEVEL_SECONDS, ahead=True, drafter_delay=0.01)
+    rounds = (ASKED, STEP_SECONDS + CALL_SECONDS, STEP_SECONDS + CALL_SECONDS + 0.02)
+    for found, seconds in zip((asked, ahead, far), rounds, strict=True):
+        assert found.per_token["p50"] == pytest.approx(seconds / 5, rel=0.1)
+    wrong = run(**(RIGHT | {"acceptance": 0.0}), depth=LEVEL_SECONDS, ahead=True)
+    assert wrong.per_token["p50"] == pytest.approx(ASKED, rel=0.1)  # what follows a wrong draft is drafted anew
 
 
 def test_an_idle_cluster_serves_what_arrives() -> None:

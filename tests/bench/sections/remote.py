@@ -1,0 +1,123 @@
+"""Drafting on the target's rank 0 against a drafter elsewhere, by the target's cost and the delay of the network.
+
+Target and drafter are processes with a core each. On rank 0 the same drafts take the target's core; elsewhere they take
+messages, which a coordinator delays. The crossing point is the delay up to which the drafter elsewhere is faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import ExitStack
+from itertools import pairwise
+
+from cluster.core.config.sections import Configuration
+from deploy.settings import load_settings
+from tests.bench import drafting
+from tests.bench.client import RequestOptions
+from tests.bench.drafting import Passes
+from tests.bench.options import Options
+from tests.bench.processes import clusters
+from tests.bench.report import heading, ratios, spread, table, write
+
+METHODS = ("model", "block")
+"""A draft model drafts ahead while the target verifies; a block takes one pass when it is asked."""
+FACTORS, QUICK_FACTORS = (1, 3, 10), (1,)
+"""Costs of the target, in units of the model's own."""
+DELAYS, QUICK_DELAYS = (0.0, 0.002, 0.01), (0.0, 0.01)
+"""Delays of a message, in seconds."""
+PROMPTS = 4
+PLAIN, DRAFTED = RequestOptions(max_draft_tokens=0), RequestOptions()
+ROOM = (
+    "target.kv.prefix_cache=false",
+    "target.kv.pool_bytes=268435456",
+    "draft.model.kv.pool_bytes=134217728",
+    "scheduler.max_sequences=4",
+)
+
+
+def run(options: Options) -> None:
+    """Measure and report."""
+    heading("Remote: drafting on rank 0 against a drafter elsewhere")
+    delays = QUICK_DELAYS if options.quick else DELAYS
+    rows = [
+        _row(options, method, factor, delays)
+        for factor in (QUICK_FACTORS if options.quick else FACTORS)
+        for method in options.variants or METHODS
+    ]
+    shown = [f"elsewhere ÷ rank 0, {1e3 * delay:g} ms" for delay in delays]
+    table(("drafts, target's cost", "cost ratio", "rank 0 ÷ plain", *shown, "crossing, ms", "equal to plain's"), rows)
+    write(f"batch 1, greedy, {PROMPTS} prompts of {options.answer_tokens} tokens, without the time of the prompts;")
+    write("cost ratio: time of a proposal on rank 0 ÷ a plain round; crossing: see `crossing`")
+
+
+def crossing(delays: tuple[float, ...], seconds: list[float], bound: float) -> float | None:
+    """The delay at which times that grow with the delay reach `bound`, in the unit of `delays`.
+
+    It is interpolated between two delays, and beyond the last one extended by the line of the last two. `None` if the
+    first time is above the bound already; infinite if the times do not grow. There must be two delays or more.
+    """
+    if seconds[0] >= bound:
+        return None
+    points = list(pairwise(zip(delays, seconds, strict=True)))
+    ends = next((pair for pair in points if pair[1][1] >= bound), points[-1])
+    (first, before), (last, after) = ends
+    return first + (last - first) * (bound - before) / (after - before) if after > before else float("inf")
+
+
+def as_text(delay: float | None) -> str:
+    """A crossing point in milliseconds, for a table."""
+    return "never faster" if delay is None else f"{1e3 * delay:.1f}"
+
+
+def _row(options: Options, method: str, factor: int, delays: tuple[float, ...]) -> list[str]:
+    """Measure plain decoding, drafts on rank 0 and drafts elsewhere in turn."""
+    beside, apart = (_configuration(options, method, factor, place) for place in ("target", "drafter"))
+    plain, local, remote = Passes(), Passes(), {delay: Passes() for delay in delays}
+    prompts, cores = options.prompts(PROMPTS), clusters.all_cores()
+    with ExitStack() as stack:
+        drafter = stack.enter_context(clusters.draft(apart, cores[-1:]))
+        targets = [stack.enter_context(clusters.target(one, cores[:1])) for one in (beside, apart)]
+        on_rank_0 = clusters.start_cluster(stack, beside, targets[0], drafter)
+        elsewhere = {delay: clusters.start_cluster(stack, apart, targets[1], drafter, delay) for delay in delays}
+        for cluster in (on_rank_0, *elsewhere.values()):
+            drafting.warm(cluster, prompts, options.answer_tokens, (1,))
+        for _ in range(options.repeats):
+            drafting.measure(on_rank_0, prompts, options.answer_tokens, 1, plain, PLAIN)
+            drafting.measure(on_rank_0, prompts, options.answer_tokens, 1, local, DRAFTED)
+            for delay, cluster in elsewhere.items():
+                drafting.measure(cluster, prompts, options.answer_tokens, 1, remote[delay], DRAFTED)
+    rates = {delay: _rates(passes) for delay, passes in remote.items()}
+    times = [1 / statistics.median(found) for found in rates.values()]
+    found = crossing(delays, times, 1 / statistics.median(_rates(local)))
+    write(f"{method}, {factor} times the cost: τ {spread(local.committed)} on rank 0, {spread(remote[0.0].committed)}")
+    return [
+        f"{method}, × {factor}",
+        spread(_cost_ratios(local, plain)),
+        spread(ratios(_rates(local), _rates(plain))),
+        *(spread(ratios(rate, _rates(local))) for rate in rates.values()),
+        as_text(found),
+        ", ".join(dict.fromkeys(passes.equal(plain) for passes in (local, *remote.values()))),
+    ]
+
+
+def _configuration(options: Options, method: str, factor: int, place: str) -> Configuration:
+    path = load_settings(options.config, options.assignments).configuration.target.path
+    return options.configuration(
+        *ROOM,
+        f"target.path={path}@x{factor}" if factor > 1 else f"target.path={path}",
+        f"draft.method={method}",
+        f"draft.placement={place}",
+        "draft.controller=off",
+        "draft.timeout_seconds=60",
+    )
+
+
+def _rates(passes: Passes) -> list[float]:
+    return [answers.decoding_rate for answers in passes.answers]
+
+
+def _cost_ratios(local: Passes, plain: Passes) -> list[float]:
+    """Time of a proposal on rank 0 in units of a plain round, per repetition."""
+    rounds = [sum(answer.steps for answer in answers.each) for answers in local.answers]
+    drafted = [activity.target_draft_seconds for activity in local.activity]
+    return [seconds / count * rate for seconds, count, rate in zip(drafted, rounds, _rates(plain), strict=True)]

@@ -1,0 +1,87 @@
+"""Drafting on rank 0 against a drafter elsewhere, simulated for an 8B target on an H100 with the times of a roofline.
+
+The real coordinator runs on a virtual clock. A drafter elsewhere is as fast as rank 0 is. The
+crossing point is the delay of a message up to which the drafter elsewhere is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from deploy.simulation.capacity.capacity_run import simulate_capacity
+from deploy.simulation.capacity.options import CapacityOptions
+from deploy.simulation.capacity.step_times import Times
+from deploy.simulation.simulated_drafter import DrafterSpeed
+from tests.bench.options import Options
+from tests.bench.report import heading, table, write
+from tests.bench.sections.remote import as_text, crossing
+
+COST_RATIOS, QUICK_COST_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.4), (0.1,)
+"""Time of a pass of the drafter ÷ time of a plain step of the target."""
+DELAYS = (0.0, 0.0002, 0.001, 0.005)
+"""Delays of a message, in seconds: none, within a rack, within a building, within a city."""
+NODES, ACCEPTANCE = 4, 0.7
+SECONDS = 8.0
+"""Virtual time of a run."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A drafter, how it works elsewhere, and the load."""
+
+    name: str
+    is_block: bool
+    """Whether it drafts a tree in one pass instead of one pass for each level."""
+    in_flight: int
+    elsewhere: Mapping[str, bool]
+    """Options that hold elsewhere alone."""
+
+
+SETUPS = (
+    Setup("a pass for each level, when asked", False, 1, {}),
+    Setup("a pass for each level, ahead", False, 1, {"ahead": True}),
+    Setup("a pass for each level, in halves", False, 16, {"alternate": True}),
+    Setup("one pass, when asked", True, 1, {}),
+    Setup("one pass, in halves", True, 16, {"alternate": True}),
+)
+
+
+def run(options: Options) -> None:
+    """Simulate and report."""
+    heading("Remote: drafting on rank 0 against a drafter elsewhere, simulated")
+    rows = [_row(setup, ratio) for setup in SETUPS for ratio in (QUICK_COST_RATIOS if options.quick else COST_RATIOS)]
+    shown = [f"elsewhere ÷ rank 0, {1e3 * delay:g} ms" for delay in DELAYS]
+    table(("drafts", "in flight", "cost ratio", "rank 0 ÷ plain", *shown, "crossing, ms"), rows)
+    write(f"always {NODES} drafted tokens, of which each is right with probability {ACCEPTANCE:g} after right ones;")
+    write("cost ratio: a pass of the drafter ÷ a plain step of one row; one plain step takes")
+    write(f"{1e3 * _plain_step(_options(SETUPS[0]).times()):.2f} ms; ahead, only the likeliest outcome is drafted for")
+
+
+def _row(setup: Setup, ratio: float) -> list[str]:
+    plain = _rate(_options(setup, drafters=0), ratio, setup)
+    local = _rate(_options(setup, placement="target"), ratio, setup)
+    remote = [_rate(_options(setup, drafter_delay=delay, **setup.elsewhere), ratio, setup) for delay in DELAYS]
+    found = crossing(DELAYS, [1 / rate for rate in remote], 1 / local)
+    write(f"{setup.name}, {ratio:g}: {plain:.0f}, {local:.0f}, {', '.join(f'{rate:.0f}' for rate in remote)} tokens/s")
+    times = [f"{rate / local:.2f}" for rate in remote]
+    return [setup.name, str(setup.in_flight), f"{ratio:g}", f"{local / plain:.2f}", *times, as_text(found)]
+
+
+def _options(setup: Setup, **changes: object) -> CapacityOptions:
+    values = {"targets": 1, "drafters": 1, "in_flight": setup.in_flight, "lengths": "64:256:0", "network_delay": 0.0}
+    values |= {"controller": "off", "acceptance": ACCEPTANCE, "max_nodes": NODES, "seconds": SECONDS}
+    return CapacityOptions(**(values | changes))  # type: ignore[arg-type]
+
+
+def _plain_step(times: Times) -> float:
+    return times.step(1, 1, 0)
+
+
+def _rate(options: CapacityOptions, ratio: float, setup: Setup) -> float:
+    """Tokens per second of all requests."""
+    times = options.times()
+    one_pass = ratio * _plain_step(times)
+    speed = DrafterSpeed(one_pass) if setup.is_block else DrafterSpeed(0.0, depth_seconds=one_pass)
+    found = simulate_capacity(options, replace(times, drafter=speed), lambda _, __: None, drafts=options.drafters > 0)
+    return found.tokens_per_second
