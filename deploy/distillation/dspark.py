@@ -109,7 +109,7 @@ class Run(SingleProcess):
             blocks=chosen.blocks,
             overlap=chosen.overlap,
         )
-        training = BlockTraining(self.target, module, plan, self.peers)
+        training = BlockTraining(self.target.get_output_embeddings().weight, module, plan, self.peers)
         self.fit(training, rows, measured, lambda: self._save(taps, module))
 
     def _rows(self, answers: Sequence[Answer], taps: Sequence[int], part: tuple[int, int] = (0, 1)) -> TextRows:

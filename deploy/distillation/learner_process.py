@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cluster.core.config.draft_section import DraftModuleSection
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
 from cluster.core.errors import ConfigurationError
@@ -22,17 +23,15 @@ from cluster.core.ids import SequenceId
 from workers.distill.modules.online import OnlinePlan, ServedText, train_online
 from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
 from workers.draft.registry import create
-from workers.model.drafting.eagle import EagleHead
-from workers.model.drafting.files import load_drafter
-from workers.model.drafting.heads import MedusaHeads
+from workers.model.drafting.files import load_drafter, parameters_of
 from workers.sampling.acceptance import DecidedTree
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.messages import Candidate, Task
 
 _SIGNAL_AFTER_PARENT = 1
 """`PR_SET_PDEATHSIG` of prctl(2)."""
-_STEPS = {"heads": 200, "eagle": 100}
-"""Steps of a training by the kind of the draft. Those of an EAGLE head, with layers and roll-outs, take longer."""
+_STEPS = {"heads": 200, "eagle": 100, "block": 100}
+"""Steps of a training by the kind of the draft. Those with layers take longer."""
 
 
 def learn(task: Task) -> Candidate:
@@ -44,21 +43,18 @@ def learn(task: Task) -> Candidate:
     configuration = load_configuration(task.configuration)
     (settings,) = configuration.draft.modules.values()
     target, kind = Path(configuration.target.path), settings.draft_kind
-    loaded = load_drafter(Path(settings.path), target, torch.float32, torch.device("cpu"), kind)
-    module = loaded.module
-    if not isinstance(module, MedusaHeads | EagleHead):
-        raise ConfigurationError(f"draft.learn: {type(module).__name__} does not learn")
-    original = _weights_of(module)
+    taps = settings.taps if isinstance(settings, DraftModuleSection) else ()
+    loaded = load_drafter(Path(settings.path), target, torch.float32, torch.device("cpu"), kind, taps=taps)
+    original = _rounded(parameters_of(loaded.module))
     before, first = (_rounds(configuration, weights, task.held_back) for weights in (task.weights, original))
     best, after = (original, first) if sum(first) < sum(before) else (task.weights, before)
-    module.load_state_dict(dict(best))
     texts, left_out = (
         [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in part]
         for part in (task.training, task.left_out)
     )
     with torch.enable_grad():
-        train_online(module, loaded.ends, texts, left_out, OnlinePlan(_STEPS[kind], seed=task.seed))
-    trained = _weights_of(module)
+        plan = OnlinePlan(_STEPS[kind], seed=task.seed)
+        trained = _rounded(train_online(loaded.module, best, loaded.ends, texts, left_out, plan))
     rounds = _rounds(configuration, trained, task.held_back)
     if sum(rounds) <= sum(after):
         best, after = trained, rounds
@@ -112,9 +108,9 @@ def rounds_of(method: LearnsOnline, configuration: Configuration, text: Collecte
     return rounds
 
 
-def _weights_of(module: MedusaHeads | EagleHead) -> Mapping[str, Tensor]:
+def _rounded(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The weights, rounded to the type that they are stored in."""
-    return {name: value.bfloat16().float() for name, value in module.state_dict().items()}
+    return {name: value.bfloat16().float() for name, value in weights.items()}
 
 
 def main() -> None:

@@ -297,7 +297,7 @@ def run_block_training(
         peers.shard(module, list(module.layers))
         texts = TextRows.empty((text_rows, batch.length), taps * hidden, target.vocabulary, device, torch.bfloat16)
         plan = BlockPlan(rows=batch.rows, blocks=batch.blocks, recomputes=recomputes, steps=2, report_steps=2)
-        training = _FakeBlockTraining(model, module, plan, peers)
+        training = _FakeBlockTraining(model.get_output_embeddings().weight, module, plan, peers)
         training.casts = casts
         places = torch.zeros((batch.rows, batch.blocks), dtype=torch.int64, device=device)
         anchors = Anchors(places[:, 0].clone(), places, torch.ones_like(places, dtype=torch.bool))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -102,13 +102,13 @@ class State:
 class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
     """Trains one draft for a target. A kind of draft says what a batch is, and its loss."""
 
-    def __init__(self, target: Any, module: Module, plan: DevicePlan, peers: Peers = ALONE) -> None:
-        """`target` is a decoder-only model of `transformers` on the device.
+    def __init__(self, head: Tensor, module: Module, plan: DevicePlan, peers: Peers = ALONE) -> None:
+        """`head` [vocabulary, hidden size] is the target's output matrix, on the device.
 
         `peers` train with this process; they have sharded the module.
         """
-        self._target, self._module, self._plan, self._peers = target, module, plan, peers
-        self._device = target.get_output_embeddings().weight.device
+        self._head, self._module, self._plan, self._peers = head.detach(), module, plan, peers
+        self._device = head.device
         if peers.count > 1 and (plan.steps is None or plan.report_steps is None):
             raise ConfigurationError("steps: needed a number of steps, since several processes train together")
 
@@ -179,6 +179,24 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
             state = self._state(step, clock() - began, found, epoch)
             report(state)
         return state
+
+    def run_to_best(self, texts: Texts, measured: Texts) -> None:
+        """Train, and end with the state that drafts other texts best: the first one, or one that was reported.
+
+        The plan must name `steps` and `report_steps`. Raises as `run` does.
+        """
+        best, kept = -math.inf, dict[str, Tensor]()
+
+        def measure(_: State | None = None) -> None:
+            nonlocal best
+            found = self.measure(measured).tokens_per_step
+            if found > best:
+                best = found
+                kept.update({name: value.clone() for name, value in self._module.state_dict().items()})
+
+        measure()
+        self.run(texts, measure, math.inf)
+        self._module.load_state_dict(kept)
 
     def _step(self, texts: Texts, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
         loss, reported = self._losses(texts, batch)

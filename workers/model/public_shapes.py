@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Sizes = dict[str, tuple[int, ...]]
@@ -300,6 +300,21 @@ class MaskedBlockShape:
     def depths(self) -> int:
         """Tokens that one pass predicts."""
         return self.slots if self.predicts_next else self.slots - 1
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether `SparkModule` trains it: a DSpark drafter of Qwen3 layers with both of its heads, no other part."""
+        body, markov = self.body, self.markov
+        plain = MaskedBlockShape(
+            replace(body, has_qkv_bias=False, has_output_bias=False, has_head_norms=True),
+            self.slots,
+            self.taps,
+            self.mask_token,
+            predicts_next=True,
+            markov=markov,
+            confidence="markov",
+        )
+        return self == plain and markov is not None and markov.rows == markov.vocabulary
 
     @property
     def corrects_logits(self) -> bool:

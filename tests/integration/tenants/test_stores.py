@@ -328,7 +328,7 @@ async def test_everything_that_outlives_a_request_is_named_here(
     assert not unnamed, f"{method}: name them, with a trial of two keys or a reason: {sorted(unnamed)}"
 
 
-@pytest.mark.parametrize("method", ["heads", "eagle"])
+@pytest.mark.parametrize("method", ["heads", "eagle", "block"])
 async def test_everything_that_a_draft_that_learns_keeps_is_named_here(directories: Directories, method: str) -> None:
     values = configuration(directories, method).model_dump(mode="json")
     async with two_keys(load_configuration(values, {"draft.learn": "on"})) as clients:

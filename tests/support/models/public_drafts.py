@@ -187,11 +187,12 @@ def spark(
     kind: str = "vanilla",
     *,
     size: int = VOCABULARY,
+    taps: int = 3,
     vocabulary: Sequence[int] | None = None,
     confidence: str = "markov",
 ) -> Tensors:
     """The tensors of a DSpark drafter for a target with `size` tokens. `confidence` is what that head reads."""
-    draw, found = Draw(11), block(vocabulary=vocabulary)
+    draw, found = Draw(11), block(taps=taps, vocabulary=vocabulary)
     rows = size if vocabulary is None else len(vocabulary)
     found |= {
         "markov_head.markov_w1.weight": 4 * draw.matrix(size, RANK),

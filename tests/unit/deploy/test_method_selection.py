@@ -142,7 +142,7 @@ def test_a_malformed_selection_is_refused_with_its_key() -> None:
     [
         (
             {"method": "ngram"},
-            "draft.learn: on is refused with ngram; draft.method must be one of blockwise, eagle, heads",
+            "draft.learn: on is refused with ngram; draft.method must be one of block, blockwise, eagle, heads",
         ),
         ({"methods": ["heads", "suffix"]}, "draft.learn: on is refused with heads\\+suffix"),
         ({"method": "none"}, "draft.learn: on is refused with none"),

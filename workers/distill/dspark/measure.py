@@ -22,8 +22,8 @@ def measure(
 ) -> Measured:
     """Measure on texts of greedy answers, so many rows and blocks of a row at once.
 
-    `head` [vocabulary, hidden size] is the target's. `sizes` are numbers of nodes of trees. Each step begins after the
-    one before; shares of right tokens are those of all anchors.
+    `head` [vocabulary, hidden size] is the target's. `sizes` are numbers of nodes of trees; none: chains alone are
+    measured. Each step begins after the one before; shares of right tokens are those of all anchors.
     """
     slots = module.shape.slots
     places: list[tuple[int, int]] = []
@@ -43,8 +43,9 @@ def measure(
             following = goal.following.flatten(0, 1)[chosen].masked_fill(~is_text, -1)
             tokens = torch.cat([block.tokens[:, :, :1].flatten(0, 1)[chosen], following], dim=1)
             _, chain = _ranked(module, head, hidden, tokens, parents=1, siblings=1)
-            scores, right = _ranked(module, head, hidden, tokens, parents=_PARENTS, siblings=_SIBLINGS)
             found = [chain.sum(dim=1)]
+            if sizes:
+                scores, right = _ranked(module, head, hidden, tokens, parents=_PARENTS, siblings=_SIBLINGS)
             for size in sizes:
                 picked = scores.topk(min(size, scores.shape[1])).indices
                 found.append(right.gather(1, picked).sum(dim=1))

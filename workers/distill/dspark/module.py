@@ -138,8 +138,10 @@ class SparkModule(nn.Module):
         self._embedding: Tensor
         self._scale: Tensor
         body = shape.body
-        if not shape.predicts_next or shape.markov is None or shape.confidence != "markov":
-            raise ConfigurationError(f"shape: {shape} is refused; it must be a DSpark drafter with both of its heads")
+        if not shape.is_trainable or shape.markov is None:
+            raise ConfigurationError(
+                f"shape: {shape} is refused; it must be a DSpark drafter of Qwen3 layers with both of its heads"
+            )
         self.shape, size = shape, body.hidden_size
         self.fc = nn.Linear(shape.taps * size, size, bias=False)
         self.hidden_norm, self.norm = Norm(size, body.norm_epsilon), Norm(size, body.norm_epsilon)
@@ -205,6 +207,10 @@ class SparkModule(nn.Module):
         tensors = {name: value.detach() for name, value in whole(self.state_dict()).items()}
         tensors["fc.weight"] = tensors["fc.weight"] * self._scale
         return DraftWeights(tensors, None)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin with stored weights, such as those of `weights()`."""
+        self.load_state_dict(dict(weights) | {"fc.weight": weights["fc.weight"] / self._scale})
 
     @torch.no_grad()
     def start(self, layers: Sequence[Mapping[str, Tensor]], norm: Tensor) -> None:

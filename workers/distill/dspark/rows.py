@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,16 @@ class Goal:
     """[...] Whether the text has such a token."""
 
 
+class _Placed(NamedTuple):
+    """A text in a row."""
+
+    answer: Answer
+    tokens: tuple[int, ...]
+    """Those of prompt and answer, cut to the length of a row."""
+    place: int
+    """Where its first token is, among the tokens of all rows after one another."""
+
+
 class TextRows:
     """Texts packed into rows, and blocks of them.
 
@@ -65,35 +75,28 @@ class TextRows:
         probabilities are those at `temperature`. Raises `ConfigurationError` without a text whose answer has two
         tokens.
         """
-        usable = [one for one in answers if len(one.answer) > 1 and len(one.prompt) + 2 <= length]
-        if not usable:
-            raise ConfigurationError("texts: needed an answer of two tokens within the length of a row, found none")
-        texts = [(*answer.prompt, *answer.answer)[:length] for answer in usable]
         head = target.get_output_embeddings()
-        device, dtype, size = head.weight.device, head.weight.dtype, int(target.config.hidden_size)
-        places, rows = _packed([len(text) for text in texts], length)
-        self.tokens = sum(map(len, texts))
-        """Tokens of all texts."""
-        self._allocate((rows, length), len(taps) * size, int(target.config.vocab_size), device, dtype, part)
-        total = rows * length
-        starts, ends, is_anchor, tokens = torch.zeros(4, total, dtype=torch.int64)
-        for text, answer, place in zip(texts, usable, places, strict=True):
-            inner = place % length
-            starts[place : place + len(text)] = inner
-            ends[place : place + len(text)] = inner + len(text)
-            tokens[place : place + len(text)] = torch.tensor(text)
-            is_anchor[place + len(answer.prompt) : place + len(text) - 1] = 1
-        self._tokens.copy_(tokens)
-        self._starts.copy_(starts)
-        self._ends.copy_(ends)
-        self._is_anchor.copy_(is_anchor.bool().view(rows, length))
-        self.anchors = int(is_anchor.sum())
-        """Tokens after which a draft can be right."""
-        own = [number for number, place in enumerate(places) if place // length % part[1] == part[0]]
-        for batch in by_length([len(texts[number]) for number in own], _BATCH_TOKENS):
-            chosen = [own[index] for index in batch]
-            found = [(texts[number], usable[number], places[number]) for number in chosen]
-            self._read(target, found, taps, temperature)
+        width, vocabulary = len(taps) * int(target.config.hidden_size), int(target.config.vocab_size)
+        placed = self._place(answers, length, width, vocabulary, head.weight, part)
+        own = [one for one in placed if one.place // length % part[1] == part[0]]
+        for batch in by_length([len(one.tokens) for one in own], _BATCH_TOKENS):
+            self._read(target, [own[index] for index in batch], taps, temperature)
+
+    @classmethod
+    def shown(cls, answers: Sequence[Answer], states: Callable[[Answer], Tensor], *, length: int) -> TextRows:
+        """Rows of answers whose taps [tokens, taps x hidden size] are known as `states`, each cut to `length` tokens.
+
+        Of the target's probabilities nothing is known but the tokens that it wrote: these are certain. Raises
+        `ConfigurationError` without a text whose answer has two tokens.
+        """
+        found = cls.__new__(cls)
+        like = states(answers[0]) if answers else torch.empty(0, 0)
+        for one in found._place(answers, length, like.shape[1], 1, like, (0, 1)):
+            place = slice(one.place, one.place + len(one.tokens))
+            found._taps[place] = states(one.answer)[: len(one.tokens)]
+            found._leading[place, 0] = torch.tensor([*one.tokens[1:], 0], dtype=torch.int32)
+        found._shares.fill_(1.0)
+        return found
 
     @classmethod
     def empty(
@@ -107,6 +110,39 @@ class TextRows:
         found.tokens = found.anchors = 0
         found._allocate(size, width, vocabulary, device, dtype)
         return found
+
+    def _place(
+        self,
+        answers: Sequence[Answer],
+        length: int,
+        width: int,
+        vocabulary: int,
+        like: Tensor,
+        part: tuple[int, int],
+    ) -> list[_Placed]:
+        """Pack answers into rows and store their tokens. Memory for the rest is of the type and device of `like`."""
+        usable = [one for one in answers if len(one.answer) > 1 and len(one.prompt) + 2 <= length]
+        if not usable:
+            raise ConfigurationError("texts: needed an answer of two tokens within the length of a row, found none")
+        texts = [(*answer.prompt, *answer.answer)[:length] for answer in usable]
+        places, rows = _packed([len(text) for text in texts], length)
+        self.tokens = sum(map(len, texts))
+        """Tokens of all texts."""
+        self._allocate((rows, length), width, vocabulary, like.device, like.dtype, part)
+        starts, ends, is_anchor, tokens = torch.zeros(4, rows * length, dtype=torch.int64)
+        for text, answer, place in zip(texts, usable, places, strict=True):
+            inner = place % length
+            starts[place : place + len(text)] = inner
+            ends[place : place + len(text)] = inner + len(text)
+            tokens[place : place + len(text)] = torch.tensor(text)
+            is_anchor[place + len(answer.prompt) : place + len(text) - 1] = 1
+        self._tokens.copy_(tokens)
+        self._starts.copy_(starts)
+        self._ends.copy_(ends)
+        self._is_anchor.copy_(is_anchor.bool().view(rows, length))
+        self.anchors = int(is_anchor.sum())
+        """Tokens after which a draft can be right."""
+        return [_Placed(*one) for one in zip(usable, texts, places, strict=True)]
 
     def _allocate(
         self,
@@ -130,11 +166,9 @@ class TextRows:
         self._is_anchor = torch.zeros(size, dtype=torch.bool, device=device)
 
     @torch.inference_mode()
-    def _read(
-        self, target: Any, batch: Sequence[tuple[tuple[int, ...], Answer, int]], taps: Sequence[int], heat: float
-    ) -> None:
-        """Store the states of texts, each with its answer and the place of its first token."""
-        texts, answers, places = zip(*batch, strict=True)
+    def _read(self, target: Any, batch: Sequence[_Placed], taps: Sequence[int], heat: float) -> None:
+        """Compute and store the states of texts."""
+        answers, texts, places = zip(*batch, strict=True)
         longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts]).unsqueeze(1)
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts]).to(self.device)
         inner = torch.arange(longest)

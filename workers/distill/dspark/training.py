@@ -63,11 +63,6 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         self._module.train()
         return found
 
-    @property
-    def _head(self) -> Tensor:
-        found: Tensor = self._target.get_output_embeddings().weight.detach()
-        return found
-
     def _batches(self, texts: TextRows) -> Iterator[tuple[int, Anchors]]:
         generator = torch.Generator(texts.device).manual_seed(self._plan.seed)
         parts, peers = self._plan.parts, self._peers

@@ -45,11 +45,13 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
     def __init__(
         self, target: Any, head: Eagle3Head, vocabulary: Tensor, plan: RollOutPlan, peers: Peers = ALONE
     ) -> None:
-        """`vocabulary` [draft vocabulary] are the tokens of the rows of the head, ascending.
+        """`target` is a decoder-only model of `transformers` on the device.
 
-        `peers` train with this process; they have sharded the head.
+        `vocabulary` [draft vocabulary] are the tokens of the rows of the head, ascending. `peers` train with this
+        process; they have sharded the head.
         """
-        super().__init__(target, head, plan, peers)
+        super().__init__(target.get_output_embeddings().weight, head, plan, peers)
+        self._target = target
         self._vocabulary = vocabulary
         self._embedding = target.get_input_embeddings().weight
 

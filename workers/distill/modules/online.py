@@ -6,21 +6,27 @@ that predicts texts best that were left out is kept. On few texts, that is often
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
+from workers.distill.dspark.module import SparkModule
+from workers.distill.dspark.rows import TextRows
+from workers.distill.dspark.training import BlockPlan, BlockTraining
 from workers.distill.loop import EarlyStopping, TrainingPlan
 from workers.distill.modules.learner import ModulePlan, ModuleTraining, TappedModule, measure
+from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.ends import TargetEnds
+from workers.model.drafting.files import DraftingModule, with_parameters
 from workers.model.drafting.heads import MedusaHeads
-
-LearningModule = MedusaHeads | EagleHead
-"""The modules that learn from what is served."""
+from workers.model.drafting.public import PublicModule
+from workers.model.public_shapes import MaskedBlockShape
 
 _SHARED = ("selector.", "output_norm")
 """Begins the names of parameters that all weights of a served draft have in common. They are not trained."""
@@ -50,21 +56,26 @@ class OnlinePlan:
     """Most tokens of a batch, padding included."""
     paths: int = 256
     """Paths of a batch that the loss covers, drawn at random."""
+    blocks: int = 64
+    """Blocks of a batch that the loss of a block drafter covers instead, all depths of each."""
     learning_rate: float = 3e-4
     seed: int = 0
 
 
 def train_online(
-    module: LearningModule,
+    module: DraftingModule | PublicModule,
+    parameters: Mapping[str, Tensor],
     ends: TargetEnds,
     texts: Sequence[ServedText],
     left_out: Sequence[ServedText],
     plan: OnlinePlan,
-) -> None:
-    """Train a module in place, by the cross entropy of the committed tokens along paths of drafted ones.
+) -> Mapping[str, Tensor]:
+    """The parameters of a module after a training that begins with `parameters`. The module stays as it is.
 
-    Of the states that it passes, the one that predicts `left_out` best is kept; without any, the last one. Raises
-    `ValueError` without a position to learn from.
+    The loss is the cross entropy of the committed tokens along paths of drafted ones; of a DSpark drafter it is the one
+    of its own training. Of the states that it passes, the one that predicts `left_out` best is kept; without any, the
+    last one. Raises `ValueError` without a position to learn from, and `ConfigurationError` for a module that does not
+    learn.
     """
     served = _ServedTaps()
     trained, measured = (
@@ -72,9 +83,14 @@ def train_online(
     )
     if not trained:
         raise ValueError("texts: none has a position to learn from")
+    if isinstance(module, PublicModule) and isinstance(module.shape, MaskedBlockShape):
+        return _train_spark(module.shape, parameters, ends, (trained, measured), served, plan)
+    if not isinstance(module, MedusaHeads | EagleHead | BlockDrafter):
+        raise ConfigurationError(f"draft.learn: {type(module).__name__} does not learn")
+    module = with_parameters(module, parameters)
     for name, value in module.named_parameters():
         value.requires_grad_(not name.startswith(_SHARED))
-    longest = max(len(answer.prompt) + len(answer.answer) for answer in (*trained, *measured))
+    longest = _longest([*trained, *measured])
     training = TrainingPlan(
         learning_rate=plan.learning_rate,
         weight_decay=0.0,
@@ -84,7 +100,8 @@ def train_online(
         precision="float32",
         steps=plan.steps,
     )
-    module_plan = ModulePlan(training, paths=plan.paths, optimizer="adamw")
+    paths = plan.blocks if isinstance(module, BlockDrafter) else plan.paths
+    module_plan = ModulePlan(training, paths=paths, optimizer="adamw")
     tapped = TappedModule(module, ends, served)
 
     def tokens_per_step() -> float | None:
@@ -94,7 +111,43 @@ def train_online(
 
     stopping = EarlyStopping(tokens_per_step, interval=1 / plan.measures, cost=1.0, first_seconds=0.0, patience=2)
     ModuleTraining(tapped, trained, (), module_plan, None, early_stopping=stopping).run(lambda *_: None)
-    module.eval().requires_grad_(False)
+    return module.state_dict()
+
+
+def _train_spark(
+    shape: MaskedBlockShape,
+    parameters: Mapping[str, Tensor],
+    ends: TargetEnds,
+    texts: tuple[Sequence[Answer], Sequence[Answer]],
+    served: _ServedTaps,
+    plan: OnlinePlan,
+) -> Mapping[str, Tensor]:
+    """The parameters of a DSpark drafter after a training; `texts` are those to train and to measure on."""
+    longest = _longest([*texts[0], *texts[1]])
+    trained, *measured = (TextRows.shown(part, served.of, length=longest) for part in texts if part)
+    rows = max(1, plan.batch_tokens // longest)
+    spark = SparkModule(shape, ends.embedding, trained.tap_scale())
+    spark.load(parameters)
+    block_plan = BlockPlan(
+        learning_rate=plan.learning_rate,
+        is_bfloat16=False,
+        steps=plan.steps,
+        report_steps=max(1, plan.steps // plan.measures),
+        rows=rows,
+        blocks=min(longest, max(2, plan.blocks // rows)),
+        trees=(),
+        seed=plan.seed,
+    )
+    training = BlockTraining(ends.head, spark, block_plan)
+    if measured:
+        training.run_to_best(trained, *measured)
+    else:
+        training.run(trained, lambda _: None, math.inf)
+    return spark.weights().tensors
+
+
+def _longest(answers: Sequence[Answer]) -> int:
+    return max(len(answer.prompt) + len(answer.answer) for answer in answers)
 
 
 class _ServedTaps:

@@ -21,6 +21,7 @@ class BlockSettings(ContextModuleSettings, TreeSettings):
     """The block drafter, and the form of its trees."""
 
     draft_kind: ClassVar[str] = "block"
+    learns: ClassVar[bool] = True
 
 
 @register(

@@ -7,6 +7,7 @@ sampled rows, before its candidates are chosen. With one sibling this is the pub
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -35,9 +36,18 @@ class MarkovRanker:
         shape = module.shape
         if not isinstance(shape, MaskedBlockShape):
             raise TypeError(f"{type(shape).__name__} is no shape of a block drafter")
-        self._shortlist = shortlist
+        self._shape, self._make, self._shortlist = shape, make, shortlist
         self._head, self._bias = make(ends.head), None if ends.bias is None else ends.bias.float()
-        self._scale, self._cap = shape.logit_scale, shape.logit_cap
+        self._load(module)
+
+    def with_weights(self, module: PublicModule) -> MarkovRanker:
+        """A ranker with the weights of `module`, which shares the target's head with this one."""
+        other = copy(self)
+        other._load(module)
+        return other
+
+    def _load(self, module: PublicModule) -> None:
+        shape, make = self._shape, self._make
         self._markov: _MarkovHead | _Selector | None = None
         if shape.markov is not None:
             self._markov = _MarkovHead(module, shape.markov.rank, make)
@@ -47,7 +57,6 @@ class MarkovRanker:
         if shape.confidence != "none":
             weight, bias = (module.tensors[f"confidence_head.proj.{part}"].float() for part in ("weight", "bias"))
             self._confidence = (weight, bias)
-        self._reads_token = shape.confidence == "markov"
 
     def rank(
         self, hidden: Tensor, last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
@@ -58,8 +67,9 @@ class MarkovRanker:
         most `siblings` candidates are listed below one.
         """
         base = self._head(hidden.flatten(0, 1))
-        base = self._scale * (base if self._bias is None else base + self._bias).view(*hidden.shape[:2], -1)
-        base = base if self._cap is None else self._cap * (base / self._cap).tanh()
+        scale, cap = self._shape.logit_scale, self._shape.logit_cap
+        base = scale * (base if self._bias is None else base + self._bias).view(*hidden.shape[:2], -1)
+        base = base if cap is None else cap * (base / cap).tanh()
         slots = _Slots(base, hidden, self._markov, self._confident)
         return rank_slots(slots, self._shortlist, tensor_on(hidden.device, list(last), torch.int64), contexts, siblings)
 
@@ -71,8 +81,9 @@ class MarkovRanker:
         if self._confidence is None:
             return confidences
         weight, bias = self._confidence
-        inputs = torch.cat([hidden, embedded], dim=-1) if self._reads_token and embedded is not None else hidden
-        sure = torch.nn.functional.linear(inputs, weight, bias).sigmoid().clamp(_LEAST, 1.0 - _LEAST)
+        if self._shape.confidence == "markov" and embedded is not None:
+            hidden = torch.cat([hidden, embedded], dim=-1)
+        sure = torch.nn.functional.linear(hidden, weight, bias).sigmoid().clamp(_LEAST, 1.0 - _LEAST)
         first, others = confidences[..., :1], confidences[..., 1:]
         others = others * ((1.0 - sure) / (1.0 - first).clamp(min=_LEAST))
         return torch.cat([torch.where(first > 0.0, sure, first), others.clamp(max=1.0)], dim=-1)

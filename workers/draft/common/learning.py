@@ -189,7 +189,10 @@ class LearnedWeights(Protocol):
         ...
 
     def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a draft of these parameters, with its card, into an existing directory. Raises `OSError`."""
+        """Write a draft of these parameters, in the format of the draft's files, into an existing directory.
+
+        What else these files have is copied. Raises `OSError`, and `ValueError` for files that cannot be read.
+        """
         ...
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:

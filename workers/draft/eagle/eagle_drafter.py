@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,16 +12,16 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from workers.draft.common.learning import LearnedWeights, Reservoir
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
-from workers.draft.common.modules.learned_modules import LearnedModules, PassOfSalt
+from workers.draft.common.modules.learned_modules import LearnedModules, LearningDrafter
 from workers.draft.common.modules.module_settings import ContextModuleSettings
+from workers.draft.common.modules.pass_of_salt import PassOfSalt, ValueOfSalt
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.common.modules.served_module import computed_type, load_served_module
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.draft.common.modules.tap_reader import TapReader
-from workers.draft.common.modules.text_collector import TextCollector
+from workers.draft.common.modules.text_collector import CONTEXT, TextCollector
 from workers.draft.common.sessions import Sessions
 from workers.draft.common.trees.calibration import KINDS, Calibration
 from workers.draft.common.trees.pass_cost import PassCost
@@ -38,11 +37,9 @@ from workers.model.fused_taps import fused_width
 
 LEAST_SCRATCH = 64
 """Least number of committed tokens of one sequence that go through the head in one pass."""
-_CONTEXT = 64
-"""Positions before the last one of a prompt that texts to learn from begin with, for the head's keys and values."""
 
 
-class EagleTreeDrafter:
+class EagleTreeDrafter(LearningDrafter):
     """Drafts trees with one pass for each depth. It is a `DraftMethod`.
 
     A sequence whose hidden states at the last position but one are unknown gets no draft. Other unknown positions are
@@ -61,14 +58,14 @@ class EagleTreeDrafter:
         memory: ContextMemory,
         limits: GrowthLimits,
     ) -> None:
-        self._heads = heads
+        self._passes: PassOfSalt[HeadPass] = heads
         self._draft = draft
         self._limits = limits
         self._shortlist = shortlist
-        self._calibrations: WeakKeyDictionary[HeadPass, Calibration] = WeakKeyDictionary()
+        self._calibrations = ValueOfSalt(heads, Calibration)
         """How often the target takes what the weights of a pass draft."""
         self._cost = PassCost()
-        self._collector = TextCollector(taps, _CONTEXT)
+        self._collector = TextCollector(taps, CONTEXT)
         own, store = heads.own, memory.store
         sessions = Sessions(
             lambda start: EagleSession(start, own.context_shape, store, own.device, heads.version(start.cache_salt)),
@@ -77,15 +74,6 @@ class EagleTreeDrafter:
             most=memory.sequences,
         )
         self._context = HeadContext(heads, self._collector, sessions)
-
-    def collect_into(self, reservoir: Reservoir) -> None:
-        """Add the texts of finished sequences to `reservoir` from now on."""
-        self._collector.collect_into(reservoir)
-
-    @property
-    def weights(self) -> LearnedWeights | None:
-        """The weights, where they can be replaced."""
-        return self._heads if isinstance(self._heads, LearnedModules) else None
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
@@ -101,7 +89,7 @@ class EagleTreeDrafter:
                 proposals[row.sequence_id] = last.proposal
             elif budget.max_depth and session.output is not None and session.output[0] == session.anchor - 1:
                 growths.append((row, self._growth(session, session.output[1], budget)))
-        for head, group in self._heads.groups(growths, lambda one: one[1].session.start.cache_salt):
+        for head, group in self._passes.groups(growths, lambda one: one[1].session.start.cache_salt):
             self._grow(head, [growth for _, growth in group], len(growths))
         for row, growth in growths:
             tree, probabilities, origins = growth.tree()
@@ -115,7 +103,7 @@ class EagleTreeDrafter:
         self._context.release(sequence_ids)
 
     def _growth(self, session: EagleSession, output: Tensor, budget: DraftBudget) -> EagleGrowth:
-        shape = self._heads.own.context_shape
+        shape = self._passes.own.context_shape
         return EagleGrowth(session, output, budget, shape.window, shape.scratch)
 
     def _grow(self, head: HeadPass, growths: Sequence[EagleGrowth], rows: int) -> None:
@@ -144,11 +132,7 @@ class EagleTreeDrafter:
 
     def _calibration(self, session: EagleSession) -> Calibration:
         """The calibration of the weights that draft for a sequence."""
-        head = self._heads.of_salt(session.start.cache_salt)
-        found = self._calibrations.get(head)
-        if found is None:
-            found = self._calibrations[head] = Calibration()
-        return found
+        return self._calibrations.of_salt(session.start.cache_salt)
 
     def _add_candidates(self, growths: Sequence[EagleGrowth], logits: Tensor) -> None:
         """Add the candidates below all nodes of the frontiers, whose logits are [nodes, draft vocabulary]."""

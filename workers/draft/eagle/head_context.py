@@ -11,7 +11,7 @@ from torch import Tensor
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from workers.draft.common.modules.context_window import ContextShape
-from workers.draft.common.modules.learned_modules import PassOfSalt
+from workers.draft.common.modules.pass_of_salt import PassOfSalt
 from workers.draft.common.modules.text_collector import TextCollector
 from workers.draft.common.sessions import Sessions
 from workers.draft.eagle.eagle_pass import EaglePiece, committed_piece

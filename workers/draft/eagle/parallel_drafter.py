@@ -18,7 +18,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.context_window import ContextShape
-from workers.draft.common.modules.learned_modules import PassOfSalt
+from workers.draft.common.modules.pass_of_salt import PassOfSalt
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import TreeForm

@@ -13,9 +13,9 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftRow, Evidence, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from workers.draft.common.learning import LearnedWeights, Reservoir
-from workers.draft.common.modules.learned_modules import LearnedModules, PassOfSalt
+from workers.draft.common.modules.learned_modules import LearnedModules, LearningDrafter
 from workers.draft.common.modules.module_settings import ModuleSettings
+from workers.draft.common.modules.pass_of_salt import PassOfSalt
 from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.modules.served_module import load_served_module
@@ -81,27 +81,18 @@ class HeadsSession(DraftingSession):
         return self.hidden is not None and self.hidden_position == len(self.tokens) - 2
 
 
-class HeadsDrafter(PathDrafter[HeadsSession]):
+class HeadsDrafter(LearningDrafter, PathDrafter[HeadsSession]):
     """Drafts trees of the heads' candidates, one pass for all rows. It is a `DraftMethod`.
 
     A sequence without the hidden state before its last token gets no draft.
     """
 
     def __init__(self, heads: PassOfSalt[Heads], reader: TapReader, draft: DraftSection, form: TreeForm) -> None:
-        super().__init__(PathTrees(draft, heads.own.depths, form))
-        self._heads = heads
+        super().__init__(PathTrees(draft, heads.own.depths, form, heads))
+        self._passes: PassOfSalt[Heads] = heads
         self._collector = TextCollector(reader)
         self._siblings = form.siblings
         self._sessions = Sessions(HeadsSession, self._collector.finish, vocabulary_size=heads.own.vocabulary_size)
-
-    def collect_into(self, reservoir: Reservoir) -> None:
-        """Add the texts of finished sequences to `reservoir` from now on."""
-        self._collector.collect_into(reservoir)
-
-    @property
-    def weights(self) -> LearnedWeights | None:
-        """The weights, where they can be replaced."""
-        return self._heads if isinstance(self._heads, LearnedModules) else None
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is stored for these sequences. Unknown ones are no error."""
@@ -121,7 +112,7 @@ class HeadsDrafter(PathDrafter[HeadsSession]):
 
     def _draft(self, wanted: Sequence[Wanted[HeadsSession]], proposals: dict[SequenceId, Proposal]) -> None:
         """Rank the candidates of the rows, those with the same weights together."""
-        for heads, rows in self._heads.groups(wanted, lambda one: one.session.start.cache_salt):
+        for heads, rows in self._passes.groups(wanted, lambda one: one.session.start.cache_salt):
             depths = max(one.budget.max_depth for one in rows)
             sessions = [one.session for one in rows]
             taps = [session.hidden for session in sessions if session.hidden is not None]

@@ -17,7 +17,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextShape
-from workers.draft.common.modules.learned_modules import PassOfSalt
+from workers.draft.common.modules.pass_of_salt import PassOfSalt
 from workers.draft.common.modules.product import make_product
 from workers.draft.common.modules.served_module import computed_type, make_shortlist
 from workers.draft.common.modules.tap_reader import TapReader

@@ -6,9 +6,12 @@ or, for matrices of an int8 file, as int8 with a float32 scale for each row unde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -16,7 +19,16 @@ from torch import Tensor, nn
 
 from cluster.core.drafting import Tap
 from cluster.core.errors import ModelLoadError, shorten
-from workers.model.draft_card import LAYERS, VOCABULARY, WEIGHTS, DraftCard, DraftDescription, is_distilled, read_card
+from workers.model.draft_card import (
+    CARD,
+    LAYERS,
+    VOCABULARY,
+    WEIGHTS,
+    DraftCard,
+    DraftDescription,
+    is_distilled,
+    read_card,
+)
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, Shape, TableShape
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
@@ -27,6 +39,7 @@ from workers.model.drafting.public import PublicModule
 from workers.model.drafting.public_form import obstacle, trained_card
 from workers.model.drafting.table import SuccessorTable
 from workers.model.encoder_decoder.ends import DecoderEnds, read_decoder_ends
+from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.medusa import write_medusa
 from workers.model.formats.pilotfish import SCALE, restored
 from workers.model.formats.registry import DraftWeights, read_draft, read_weights
@@ -37,6 +50,7 @@ _LEAST_INT8 = 65536
 """Elements from which a matrix of an int8 file is stored as int8."""
 
 DraftingModule = MedusaHeads | BlockDrafter | EagleHead | ExitNorm | SuccessorTable
+ModuleType = TypeVar("ModuleType", bound=DraftingModule | PublicModule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +218,37 @@ def save_own(directory: Path, card: DraftCard, module: nn.Module, vocabulary: Te
         tensors[VOCABULARY] = vocabulary.to("cpu", torch.int32)
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     card.write(directory)
+
+
+def parameters_of(module: DraftingModule | PublicModule) -> Mapping[str, Tensor]:
+    """The parameters of a module by name."""
+    return module.tensors if isinstance(module, PublicModule) else module.state_dict()
+
+
+def with_parameters(module: ModuleType, parameters: Mapping[str, Tensor]) -> ModuleType:
+    """A module like this one with other parameters, in the data types and on the device of its own."""
+    if isinstance(module, PublicModule):
+        return replace(module, tensors={name: parameters[name].to(own) for name, own in module.tensors.items()})
+    filled = deepcopy(module)
+    filled.load_state_dict(dict(parameters))
+    return filled
+
+
+def save_with_parameters(source: Path, directory: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write the draft in `source`, in its format and with other parameters, into an existing directory.
+
+    They are stored in bfloat16. Its card or configuration, and its vocabulary or own ends, are copied. Raises `OSError`
+    and `ModelLoadError`.
+    """
+    stored = Checkpoint(source, {})
+    if not stored.files:
+        stored.fail("it has no weights")
+    for name in (CARD, CONFIG):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    others = [name for name in stored.sizes if name.removesuffix(SCALE) not in parameters]
+    own = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in parameters.items()}
+    save_file(stored.tensors(others) | own, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], where: str) -> None:

@@ -63,6 +63,11 @@ def random_module(
     return module
 
 
+def head_of(target: Any) -> Tensor:
+    head: Tensor = target.get_output_embeddings().weight
+    return head
+
+
 def write(module: SparkModule, directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     card = DraftDescription("tiny", tiny.VOCABULARY, 48, (), None, kind="block", taps=TAPS, shape=module.shape)
@@ -173,6 +178,37 @@ def test_rows_hold_whole_texts_with_the_states_of_the_target(
     torch.testing.assert_close(goal.probabilities[row, number, 0], shares, rtol=1e-2, atol=1e-3)
 
 
+def test_rows_of_states_that_are_known_are_those_of_computed_ones(
+    target: PreTrainedModel, answers: tuple[Answer, ...], texts: TextRows
+) -> None:
+    """They differ in the goal alone: the token that was written is certain."""
+
+    def states(answer: Answer) -> Tensor:
+        found = target(torch.tensor([[*answer.prompt, *answer.answer]]), output_hidden_states=True)
+        return torch.cat([found.hidden_states[tap][0] for tap in TAPS], dim=-1)
+
+    with torch.no_grad():
+        found = TextRows.shown(answers, states, length=ROW)
+
+    rows = torch.arange(texts.rows)
+    torch.testing.assert_close(found.taps(rows), texts.taps(rows), rtol=1e-4, atol=1e-4)
+    anchors = torch.tensor([one[:20] for one in texts.all_anchors(rows)])
+    (blocks, goal), (wanted, computed) = (one.blocks(rows, anchors, SLOTS) for one in (found, texts))
+    for name in ("anchors", "starts", "tokens"):
+        assert torch.equal(getattr(blocks, name), getattr(wanted, name))
+    assert torch.equal(goal.following, computed.following) and torch.equal(goal.is_text, computed.is_text)
+    assert torch.equal(goal.tokens[..., 0][goal.is_text], goal.following[goal.is_text])
+    assert goal.probabilities.shape == (*goal.is_text.shape, 1) and bool((goal.probabilities == 1).all())
+
+
+def test_stored_weights_are_loaded_again(target: PreTrainedModel, texts: TextRows) -> None:
+    module, other = (random_module(target, texts) for _ in range(2))
+    other.load({name: value + 1 for name, value in module.weights().tensors.items()})
+    assert not torch.equal(other.fc.weight, module.fc.weight)
+    other.load(module.weights().tensors)
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in other.state_dict().items())
+
+
 def test_the_loss_has_the_gradient_of_its_definition() -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -210,7 +246,8 @@ class Calls(TorchDispatchMode):
 
 def test_a_step_reads_nothing_back_from_the_device(target: Any, texts: TextRows) -> None:
     """Each of these operations waits for a GPU: a step of a few milliseconds would take many times as long."""
-    training = BlockTraining(target, random_module(target, texts), BlockPlan(rows=2, blocks=8, is_bfloat16=False))
+    plan = BlockPlan(rows=2, blocks=8, is_bfloat16=False)
+    training = BlockTraining(head_of(target), random_module(target, texts), plan)
 
     with Calls() as calls:
         training._step(texts, next(training._batches(texts))[1], ())
@@ -224,7 +261,7 @@ def test_activations_that_are_computed_again_give_the_same_gradients(target: Any
     for recomputes in (False, True):
         module = random_module(target, texts)
         plan = BlockPlan(rows=2, blocks=8, recomputes=recomputes, is_bfloat16=False)
-        training = BlockTraining(target, module, plan)
+        training = BlockTraining(head_of(target), module, plan)
         loss, _ = training._losses(texts, next(training._batches(texts))[1])
         found.append(torch.autograd.grad(loss, tuple(module.parameters())))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -237,7 +274,7 @@ def test_a_drafter_learns_to_draft_the_texts(target: Any, texts: TextRows) -> No
     layers = [dict(target.get_decoder().layers[number].named_parameters()) for number in (0, LAYERS - 1)]
     module.start(layers, target.get_decoder().norm.weight)
     plan = BlockPlan(steps=60, rows=4, blocks=16, trees=(4, 8), learning_rate=1e-2, is_bfloat16=False)
-    training = BlockTraining(target, module, plan)
+    training = BlockTraining(head_of(target), module, plan)
     before = training.measure(texts)
     losses: list[float] = []
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.models import drafting_modules
-from workers.distill.modules.online import LearningModule, OnlinePlan, ServedText, train_online
-from workers.model.drafting.eagle import EagleHead
+from cluster.core.errors import ConfigurationError
+from tests.support.models import drafting_modules, public_drafts
+from workers.distill.modules.online import OnlinePlan, ServedText, train_online
 from workers.model.drafting.ends import TargetEnds
-from workers.model.drafting.files import load_ends, make_module
-from workers.model.drafting.heads import MedusaHeads
+from workers.model.drafting.files import DraftingModule, load_drafter, load_ends, make_module, parameters_of
+from workers.model.drafting.public import PublicModule
 
 CPU = torch.device("cpu")
 FIRST, OTHER = (5, 6, 7, 8, 9, 10, 11, 12), (5, 6, 7, 80, 70, 60, 50, 40)
 """Two texts, prompts of two tokens and answers, that the same hidden states come before."""
-TAPS = {"heads": (3,), "eagle": (1, 3)}
+TAPS = {"heads": (3,), "eagle": (1, 3), "block": (1, 3), "dspark": (1, 2, 3), "dflash": (1, 2, 3), "exit": (3,)}
+SLOW = ("eagle", "block", "dspark")
+Make = Callable[[str], DraftingModule | PublicModule]
 
 
 @pytest.fixture
@@ -26,11 +29,20 @@ def ends(target_directory: Path) -> TargetEnds:
     return load_ends(target_directory, card, None, torch.float32, CPU)
 
 
-def module_of(ends: TargetEnds, kind: str) -> LearningModule:
-    torch.manual_seed(0)
-    module = make_module(ends, drafting_modules.shapes(48)[kind], TAPS[kind])
-    assert isinstance(module, MedusaHeads | EagleHead)
-    return module
+@pytest.fixture
+def module_of(ends: TargetEnds, target_directory: Path, tmp_path: Path) -> Make:
+    """Makes a module of a kind."""
+
+    def make(kind: str) -> DraftingModule | PublicModule:
+        torch.manual_seed(0)
+        if kind not in ("dspark", "dflash"):
+            return make_module(ends, drafting_modules.shapes(48)[kind], TAPS[kind])
+        config = public_drafts.speculators_block(kind, aux_hidden_state_layer_ids=TAPS[kind])
+        tensors = public_drafts.spark() if kind == "dspark" else public_drafts.block()
+        draft = public_drafts.write(tmp_path, config, tensors)
+        return load_drafter(draft, target_directory, torch.float32, CPU).module
+
+    return make
 
 
 def text(tokens: tuple[int, ...], kind: str, first: int = 0) -> ServedText:
@@ -38,29 +50,43 @@ def text(tokens: tuple[int, ...], kind: str, first: int = 0) -> ServedText:
     return ServedText(tokens, max(3, first + 2), first, hidden[first:-1])
 
 
-@pytest.mark.parametrize("kind", ["heads", pytest.param("eagle", marks=pytest.mark.slow)])
-def test_the_state_that_predicts_texts_best_that_were_left_out_is_kept(ends: TargetEnds, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["heads", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
+def test_the_state_that_predicts_texts_best_that_were_left_out_is_kept(
+    ends: TargetEnds, module_of: Make, kind: str
+) -> None:
     """Where the texts that are left out differ from the others, learning makes it worse, and nothing of it is kept."""
-    module = module_of(ends, kind)
+    module = module_of(kind)
     plan = OnlinePlan(steps=20, measures=2, learning_rate=1e-2)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    train_online(module, ends, [text(FIRST, kind)] * 12, [text(FIRST, kind)] * 4, plan)
-    learned = {name: value.clone() for name, value in module.state_dict().items()}
+    before = {name: value.clone() for name, value in parameters_of(module).items()}
+    learned = train_online(module, before, ends, [text(FIRST, kind)] * 12, [text(FIRST, kind)] * 4, plan)
+    assert all(torch.equal(before[name], value) for name, value in parameters_of(module).items())
     changed = {name for name in before if not torch.equal(before[name], learned[name])}
     assert changed
     assert not any(name.startswith(("selector.", "output_norm")) for name in changed)
-    train_online(module, ends, [text(OTHER, kind)] * 12, [text(FIRST, kind)] * 4, plan)
-    assert all(torch.equal(learned[name], value) for name, value in module.state_dict().items())
+    kept = train_online(module, learned, ends, [text(OTHER, kind)] * 12, [text(FIRST, kind)] * 4, plan)
+    for name, value in kept.items():
+        torch.testing.assert_close(value, learned[name], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["heads", "eagle"])
-def test_texts_whose_first_hidden_states_are_unknown_are_learned_from(ends: TargetEnds, kind: str) -> None:
-    module = module_of(ends, kind)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    train_online(module, ends, [text(FIRST, kind, first=4)], (), OnlinePlan(steps=2))
-    assert any(not torch.equal(before[name], value) for name, value in module.state_dict().items())
+@pytest.mark.parametrize("kind", ["heads", *SLOW])
+def test_texts_whose_first_hidden_states_are_unknown_are_learned_from(
+    ends: TargetEnds, module_of: Make, kind: str
+) -> None:
+    module = module_of(kind)
+    before = parameters_of(module)
+    learned = train_online(module, before, ends, [text(FIRST, kind, first=4)], (), OnlinePlan(steps=2))
+    assert learned.keys() == before.keys()
+    assert any(not torch.equal(before[name], value) for name, value in learned.items())
 
 
-def test_texts_without_a_token_that_a_draft_can_predict_are_refused(ends: TargetEnds) -> None:
+def test_texts_without_a_token_that_a_draft_can_predict_are_refused(ends: TargetEnds, module_of: Make) -> None:
+    module = module_of("heads")
     with pytest.raises(ValueError, match="texts: none has a position to learn from"):
-        train_online(module_of(ends, "heads"), ends, [text(FIRST[:3], "heads")], (), OnlinePlan(steps=1))
+        train_online(module, parameters_of(module), ends, [text(FIRST[:3], "heads")], (), OnlinePlan(steps=1))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "exit"])
+def test_modules_that_do_not_learn_are_refused(ends: TargetEnds, module_of: Make, kind: str) -> None:
+    module = module_of(kind)
+    with pytest.raises(ConfigurationError, match=r"does not learn|must be a DSpark drafter"):
+        train_online(module, parameters_of(module), ends, [text(FIRST, kind)], (), OnlinePlan(steps=1))

@@ -17,10 +17,11 @@ from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, StepResult
 from deploy.distillation.learner_process import learn
 from tests.support.engines.colocated_decoding import Decoded, decode_together
-from tests.support.models import drafting_modules, tiny
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.models import drafting_modules, public_drafts, tiny
 from workers.draft.common.learning import LearnsOnline, Reservoir
 from workers.draft.registry import create
-from workers.model.draft_shapes import EagleShape, HeadsShape, LayerShape, Shape
+from workers.model.draft_shapes import BlockShape, EagleShape, HeadsShape, LayerShape, Shape
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.messages import Candidate, Task
 from workers.verify.build import build_engine
@@ -34,27 +35,38 @@ PROMPTS = {
     str(number): (tuple(range(7 + number, 13 + number)), SamplingParameters(temperature=temperature, seed=number))
     for number, temperature in enumerate((0.0, 0.0, 0.7, 0.0))
 }
-DRAFTS: dict[str, tuple[tuple[int, ...], Shape, dict[str, int]]] = {
+LAYER = LayerShape(48, 4, 2, 8, 48, window=16)
+DRAFTS: dict[str, tuple[tuple[int, ...], Shape | None, dict[str, int]]] = {
     "heads": ((2,), HeadsShape(3, mix_rank=8, selector_rank=0), {"candidates": 1}),
-    "eagle": ((1, 2), EagleShape(LayerShape(48, 4, 2, 8, 48, window=16)), {"candidates": 1, "width": 1}),
+    "eagle": ((1, 2), EagleShape(LAYER), {"candidates": 1, "width": 1}),
+    "block": ((1, 2), BlockShape(LAYER, block=3, selector_rank=0), {"candidates": 1}),
+    "dspark": ((0, 1, 2), None, {"candidates": 1}),
 }
-"""By method: the taps, the shape of the module, and settings with which drafts are chains."""
+"""By kind: the taps, the shape of the module, and settings with which drafts are chains."""
 
 
 class Served:
     """A tiny target with a draft that knows nothing, and the traffic that it has seen."""
 
-    def __init__(self, directory: Path, method: str = "heads", vocabulary: Sequence[int] | None = None) -> None:
-        target, draft = directory / "target", directory / method
-        taps, shape, settings = DRAFTS[method]
+    def __init__(self, directory: Path, kind: str = "heads", vocabulary: Sequence[int] | None = None) -> None:
+        target, draft = directory / "target", directory / kind
+        self.taps, shape, settings = DRAFTS[kind]
+        taps, method = self.taps, "block" if shape is None else kind
         tiny.save(target, tiny.llama())
-        drafting_modules.save(target, draft, method, taps, vocabulary, shape=shape)
+        if shape is None:
+            tensors = public_drafts.spark()
+            tensors["markov_head.markov_w2.weight"].zero_()  # its corrections would have to be unlearned first
+            config = public_drafts.speculators_block("dspark", aux_hidden_state_layer_ids=list(taps))
+            public_drafts.write(draft, config, tensors)
+        else:
+            drafting_modules.save(target, draft, kind, taps, vocabulary, shape=shape)
         self.values: dict[str, Any] = {
             "target": {
                 "path": str(target),
                 "device": "cpu",
                 "dtype": "float32",
                 "compile": "off",
+                "compile_directory": str(KEPT),  # the learner's process finds compiled kernels there
                 "kv": {"pool_bytes": 4 << 20},
                 "evidence": {"taps": taps},
             },

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import CacheSalt
@@ -21,7 +23,8 @@ from tests.support.models import public_drafts, tiny
 from tests.support.models.drafting_evidence import drafter_of
 from tests.unit.serve.learning.served import BUDGET, PROMPTS, TIMES, TOKENS, Served, accepted, answers, trees
 from workers.draft.common.learning import CollectedText, Reservoir, salt_key
-from workers.model.draft_card import CARD
+from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS
+from workers.model.formats.registry import read_draft
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
 from workers.serve.learning.messages import Candidate, Task
@@ -271,7 +274,7 @@ def test_a_rollback_is_followed_during_a_training(served: Served, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", ["heads", "eagle"], indirect=True)
+@pytest.mark.parametrize("served", ["heads", "dspark"], indirect=True)
 def test_a_stored_version_is_a_draft_that_a_server_can_load(served: Served, tmp_path: Path) -> None:
     for _ in range(TIMES):
         served.serve()
@@ -305,15 +308,30 @@ def test_a_draft_of_other_sizes_in_the_directory_is_left_out(served: Served, tmp
     assert trees(served.serve()) == trees(before)
 
 
-@pytest.mark.parametrize("method", ["heads", "eagle"])
-def test_a_stored_version_with_a_reduced_vocabulary_is_read_again(tmp_path: Path, method: str) -> None:
-    served = Served(tmp_path, method, vocabulary=range(0, 96, 2))
+@pytest.mark.parametrize("kind", ["heads", "eagle", "block", "dspark"])
+def test_a_stored_version_has_the_format_of_the_draft_and_is_read_again(tmp_path: Path, kind: str) -> None:
+    """Own formats have a reduced vocabulary here, and the public one an output head of its own."""
+    served = Served(tmp_path, kind, vocabulary=range(0, 96, 2))
+    draft, version = tmp_path / kind, tmp_path / "version"
+    if kind == "dspark":
+        save_file(load_file(draft / WEIGHTS) | {"lm_head.weight": torch.ones(96, 48)}, draft / WEIGHTS)
     weights = {name: value.bfloat16().float() * 2 for name, value in served.weights.of("").items()}
-    (tmp_path / "version").mkdir()
-    served.weights.save(tmp_path / "version", weights)
-    found = served.weights.read(tmp_path / "version")
+    version.mkdir()
+    served.weights.save(version, weights)
+    found = served.weights.read(version)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert read_draft(version) == read_draft(draft)
+    others = load_file(draft / WEIGHTS).keys() - weights.keys()
+    assert others == {"lm_head.weight" if kind == "dspark" else VOCABULARY}
+    assert all(torch.equal(load_file(version / WEIGHTS)[name], load_file(draft / WEIGHTS)[name]) for name in others)
+
+
+def test_a_version_cannot_be_stored_without_the_files_of_the_draft(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "heads" / WEIGHTS).unlink()
+    (tmp_path / "version").mkdir()
+    with pytest.raises(ValueError, match="heads': it has no weights"):
+        served.weights.save(tmp_path / "version", served.weights.of(""))
 
 
 def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_path: Path) -> None:
@@ -332,14 +350,32 @@ def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_pa
     assert learner.status().clients == 2
 
 
-def test_drafts_of_public_formats_are_refused(tmp_path: Path) -> None:
-    target = tiny.save(tmp_path / "target", tiny.llama(num_hidden_layers=4))
-    config = public_drafts.speculators_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    draft = public_drafts.write(tmp_path / "eagle", config, public_drafts.eagle3("layers.0."))
-    method, _ = drafter_of(target, 4, "eagle", {"path": str(draft)}, learn="on")
-    configuration = load_configuration({"draft": {"method": "eagle", "learn": "on", "eagle": {"path": str(draft)}}})
-    with pytest.raises(ConfigurationError, match="on is refused; drafts of this format of eagle cannot be trained"):
-        start_learner(configuration, method, lambda: True)
+@pytest.mark.parametrize(
+    ("method", "config", "tensors"),
+    [
+        (
+            "eagle",
+            public_drafts.speculators_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+            public_drafts.eagle3("layers.0."),
+        ),
+        ("block", public_drafts.speculators_block("dflash"), public_drafts.block()),
+        (
+            "block",
+            public_drafts.speculators_block("dspark", confidence_head_with_markov=False),
+            public_drafts.spark(confidence="hidden"),
+        ),
+    ],
+    ids=["EAGLE-3", "DFlash", "DSpark with another confidence head"],
+)
+def test_drafts_that_cannot_be_trained_are_refused(
+    tmp_path: Path, method: str, config: dict[str, Any], tensors: public_drafts.Tensors
+) -> None:
+    target = tiny.save(tmp_path / "target", tiny.llama(num_hidden_layers=8))
+    draft = public_drafts.write(tmp_path / "draft", config, tensors)
+    drafter, _ = drafter_of(target, 8, method, {"path": str(draft)}, learn="on")
+    configuration = load_configuration({"draft": {"method": method, "learn": "on", method: {"path": str(draft)}}})
+    with pytest.raises(ConfigurationError, match=f"on is refused; drafts of this format of {method} cannot be trained"):
+        start_learner(configuration, drafter, lambda: True)
 
 
 def collected(salt: str, tokens: int = 8) -> CollectedText:

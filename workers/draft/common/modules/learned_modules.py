@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cluster.core.errors import ModelLoadError
-from workers.draft.common.learning import salt_key
+from workers.draft.common.learning import LearnedWeights, Reservoir, salt_key
+from workers.draft.common.modules.pass_of_salt import PassOfSalt, PassType_co
 from workers.draft.common.modules.served_module import ServedModule
-from workers.model.draft_card import DraftCard, read_card
-from workers.model.drafting.eagle import EagleHead
-from workers.model.drafting.files import save_own
-from workers.model.drafting.heads import MedusaHeads
-from workers.model.formats.registry import read_weights
-
-PassType_co = TypeVar("PassType_co", covariant=True)
-RowType = TypeVar("RowType")
-ModuleType = TypeVar("ModuleType", MedusaHeads, EagleHead)
-
-
-class PassOfSalt(Generic[PassType_co]):
-    """The pass that drafts for the requests of a salt: one for all."""
-
-    def __init__(self, own: PassType_co) -> None:
-        """`own` computes with the weights of the draft's files."""
-        self.own = own
-
-    def of_salt(self, salt: str) -> PassType_co:  # noqa: ARG002 - one for all
-        """The pass that drafts for the requests of a salt."""
-        return self.own
-
-    def version(self, salt: str) -> int:  # noqa: ARG002
-        """A number of the weights of that pass: 0 for those of the draft's files, and never one of former weights."""
-        return 0
-
-    def groups(
-        self, rows: Iterable[RowType], salt_of: Callable[[RowType], str]
-    ) -> list[tuple[PassType_co, list[RowType]]]:
-        """The rows in order, those with the same pass together."""
-        found: dict[int, tuple[PassType_co, list[RowType]]] = {}
-        for row in rows:
-            one = self.of_salt(salt_of(row))
-            found.setdefault(id(one), (one, []))[1].append(row)
-        return list(found.values())
+from workers.draft.common.modules.text_collector import TextCollector
+from workers.model.drafting.files import ModuleType, parameters_of, save_with_parameters, with_parameters
+from workers.model.formats.registry import read_draft, read_weights
 
 
 class _Learned(NamedTuple, Generic[ModuleType, PassType_co]):
@@ -71,19 +39,9 @@ class LearnedModules(PassOfSalt[PassType_co], Generic[PassType_co, ModuleType]):
         super().__init__(own)
         self._module: ModuleType = module
         self._make: Callable[[ModuleType], PassType_co] = make
-        vocabulary, card = loaded.ends.vocabulary, loaded.card
+        vocabulary = loaded.ends.vocabulary
         self._vocabulary = None if vocabulary is None else vocabulary.cpu().long()
-        self._card = DraftCard(
-            card.target,
-            card.target_vocabulary_size,
-            card.hidden_size,
-            card.layers,
-            card.vocabulary_size,
-            kind=card.kind,
-            taps=tuple(tap for tap in card.taps if isinstance(tap, int)),
-            shape=module.shape,
-            tree=card.tree,
-        )
+        self._card, self._settings = loaded.card, loaded.settings
         self._learned: dict[str, _Learned[ModuleType, PassType_co]] = {}
         self._replaced = 0
         """How often weights were replaced."""
@@ -101,11 +59,11 @@ class LearnedModules(PassOfSalt[PassType_co], Generic[PassType_co, ModuleType]):
     def of(self, key: str) -> Mapping[str, Tensor]:
         """The parameters by name, float32, that draft for the requests of a salt with this key."""
         module = self._learned[key].module if key in self._learned else self._module
-        return {name: value.float().cpu() for name, value in module.state_dict().items()}
+        return {name: value.float().cpu() for name, value in parameters_of(module).items()}
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise `ValueError` for parameters of other names or shapes, or with values that are not finite."""
-        wanted = {name: value.shape for name, value in self._module.state_dict().items()}
+        wanted = {name: value.shape for name, value in parameters_of(self._module).items()}
         if {name: value.shape for name, value in weights.items()} != wanted:
             raise ValueError(f"weights: {sorted(weights)} must have the names and shapes of the module's")
         if not all(bool(value.isfinite().all()) for value in weights.values()):
@@ -119,19 +77,22 @@ class LearnedModules(PassOfSalt[PassType_co], Generic[PassType_co, ModuleType]):
         learned = {other: one for other, one in self._learned.items() if other != key}
         if weights is not None:
             self.check(weights)
-            module = self._filled(weights)
+            module = with_parameters(self._module, weights)
             self._replaced += 1
             learned[key] = _Learned(module, self._make(module), self._replaced)
         self._learned = learned  # at once, because `of_salt` reads it in another thread
 
     def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a draft of these parameters, with its card, into an existing directory. Raises `OSError`."""
-        save_own(directory, self._card, self._filled(weights), self._vocabulary, int8=False)
+        """Write a draft of these parameters into an existing directory; see `LearnedWeights`."""
+        try:
+            save_with_parameters(Path(self._settings.path), directory, weights)
+        except ModelLoadError as error:
+            raise ValueError(str(error)) from None
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
         """The parameters of a draft that `save` wrote, float32; see `LearnedWeights`."""
         try:
-            card = read_card(directory)
+            card = read_draft(directory, self._settings.taps)
             found = read_weights(directory, card)
         except ModelLoadError as error:
             raise ValueError(str(error)) from None
@@ -147,7 +108,18 @@ class LearnedModules(PassOfSalt[PassType_co], Generic[PassType_co, ModuleType]):
         learned = self._learned
         return learned.get(salt_key(salt)) if learned else None
 
-    def _filled(self, weights: Mapping[str, Tensor]) -> ModuleType:
-        filled: ModuleType = deepcopy(self._module)
-        filled.load_state_dict(weights)
-        return filled
+
+class LearningDrafter:
+    """What drafters have in common whose weights can be learned: all of a `LearnsOnline` but the drafting."""
+
+    _passes: PassOfSalt[Any]
+    _collector: TextCollector
+
+    @property
+    def weights(self) -> LearnedWeights | None:
+        """The weights, where they can be replaced."""
+        return self._passes if isinstance(self._passes, LearnedModules) else None
+
+    def collect_into(self, reservoir: Reservoir) -> None:
+        """Add the texts of finished sequences to `reservoir` from now on."""
+        self._collector.collect_into(reservoir)

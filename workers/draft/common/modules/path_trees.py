@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
+from workers.draft.common.modules.pass_of_salt import PassOfSalt, ValueOfSalt
 from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, TreeForm, draft_paths
 from workers.draft.common.trees.calibration import KINDS
 from workers.sampling.context import Branch, DecisionContext
@@ -57,12 +58,12 @@ class PathSession(Protocol):
 class PathTrees:
     """Builds the trees of all sequences of a drafter, and learns from the tokens that were committed after them."""
 
-    def __init__(self, draft: DraftSection, depths: int, form: TreeForm) -> None:
-        """`depths` is the number that the module predicts."""
+    def __init__(self, draft: DraftSection, depths: int, form: TreeForm, passes: PassOfSalt[Any] | None = None) -> None:
+        """`depths` is the number that the module predicts. Trees of each of `passes` are learned from apart."""
         self._max_nodes = draft.max_nodes
         self._max_depth = min(draft.max_depth, depths)
         self._nodes = form.nodes
-        self._calibration = PathCalibration(depths)
+        self._calibrations = ValueOfSalt(passes or PassOfSalt(self), lambda: PathCalibration(depths))
 
     def within(self, budget: DraftBudget) -> DraftBudget:
         """The part of a row's budget that a tree can have."""
@@ -75,7 +76,8 @@ class PathTrees:
         if last is not None and len(session.tokens) > last.base_len:
             history.last = None
             taken, kind = session.tokens[last.base_len :], KINDS[session.is_greedy, history.is_streak]
-            history.is_streak = self._calibration.observe(last.ranked, taken, kind)
+            calibration = self._calibrations.of_salt(session.start.cache_salt)
+            history.is_streak = calibration.observe(last.ranked, taken, kind)
 
     def repeated(self, session: PathSession, budget: DraftBudget) -> Proposal | None:
         """The last proposal, if it is the answer to this budget too."""
@@ -87,7 +89,7 @@ class PathTrees:
         tree, probabilities = draft_paths(
             ranked,
             budget,
-            self._calibration,
+            self._calibrations.of_salt(session.start.cache_salt),
             kind=KINDS[session.is_greedy, session.history.is_streak],
             ends=session.start.sampling.end_token_ids,
             shape=self._nodes,

@@ -29,6 +29,7 @@ ModuleType = TypeVar("ModuleType")
 class ServedModule(Generic[ModuleType]):
     """A module that was trained for the target."""
 
+    settings: ModuleSettings
     module: ModuleType
     card: DraftDescription
     ends: TargetEnds
@@ -57,6 +58,7 @@ def load_served_module(
     if not isinstance(loaded.module, expected):
         raise TypeError(f"{type(loaded.module).__name__} is no module of the kind {kind}")
     return ServedModule(
+        settings,
         loaded.module,
         loaded.card,
         loaded.ends,

@@ -12,6 +12,8 @@ from cluster.core.request import SequenceStart
 from workers.draft.common.learning import CollectedText, Reservoir, consecutive
 from workers.draft.common.modules.tap_reader import TapReader
 
+CONTEXT = 64
+"""Positions before the last one of a prompt that texts begin with for a method that keeps keys and values."""
 _MOST_COLLECTED = 1024
 """Most positions of one sequence whose hidden states are collected."""
 

@@ -1,4 +1,4 @@
-"""An EAGLE drafter with other weights for the requests of one salt, and weights that are replaced while it drafts."""
+"""Drafters that keep keys and values: other weights for requests of one salt, and weights that are replaced."""
 
 from __future__ import annotations
 
@@ -11,27 +11,44 @@ import torch
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.ids import SequenceId
+from tests.support.models import public_drafts
 from tests.unit.draft.rows import TAPS, draft, row, shown
+from workers.draft.block.block_drafter import BlockTreeDrafter, ServedBlocks, load_block_drafter
 from workers.draft.common.learning import LearnedWeights, salt_key
 from workers.draft.common.modules.learned_modules import LearnedModules
 from workers.draft.common.modules.module_settings import ContextModuleSettings
+from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.eagle.eagle_drafter import EagleTreeDrafter, load_eagle_drafter
 from workers.draft.eagle.eagle_growth import GrowthLimits
 
 SALT = "a/"
 KEY = salt_key(SALT)
-Make = Callable[[bool], EagleTreeDrafter]
+Drafter = EagleTreeDrafter | BlockTreeDrafter
+Make = Callable[[bool], Drafter]
 
 
-@pytest.fixture
-def make(target: Path, modules: Path) -> Make:
-    """Makes a drafter, with other weights for one salt or with those of its files alone."""
+@pytest.fixture(scope="module")
+def dspark(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A public draft."""
+    config = public_drafts.speculators_block("dspark", aux_hidden_state_layer_ids=TAPS)
+    return public_drafts.write(tmp_path_factory.mktemp("dspark"), config, public_drafts.spark(taps=len(TAPS)))
 
-    def create(is_replaced: bool) -> EagleTreeDrafter:
+
+@pytest.fixture(params=["eagle", "block", "dspark"])
+def make(request: pytest.FixtureRequest, target: Path, modules: Path, dspark: Path) -> Make:
+    """Makes a drafter of each kind, with other weights for one salt or with those of its files alone."""
+    path = dspark if request.param == "dspark" else modules / request.param
+
+    def create(is_replaced: bool) -> Drafter:
         section = TargetSection.model_validate({"path": str(target), "device": "cpu", "evidence": {"taps": TAPS}})
-        settings = ContextModuleSettings.model_validate({"path": str(modules / "eagle"), "weights": "float32"})
-        drafter = load_eagle_drafter(settings, DraftSection(learn="on"), section, GrowthLimits(siblings=3, width=2))
-        assert isinstance(drafter, EagleTreeDrafter)
+        settings = ContextModuleSettings.model_validate({"path": str(path), "weights": "float32"})
+        learning = DraftSection(learn="on")
+        if request.param == "eagle":
+            found = load_eagle_drafter(settings, learning, section, GrowthLimits(siblings=3, width=2))
+            assert isinstance(found, EagleTreeDrafter)
+            drafter: Drafter = found
+        else:
+            drafter = load_block_drafter(settings, learning, section, TreeForm(siblings=3))
         if is_replaced:
             weights_of(drafter).replace(KEY, others(drafter))
         return drafter
@@ -39,12 +56,12 @@ def make(target: Path, modules: Path) -> Make:
     return create
 
 
-def weights_of(drafter: EagleTreeDrafter) -> LearnedWeights:
+def weights_of(drafter: Drafter) -> LearnedWeights:
     assert drafter.weights is not None
     return drafter.weights
 
 
-def others(drafter: EagleTreeDrafter) -> Mapping[str, torch.Tensor]:
+def others(drafter: Drafter) -> Mapping[str, torch.Tensor]:
     """Weights that draft otherwise than those of the files."""
     return {name: value.roll(1, 0) for name, value in weights_of(drafter).of("").items()}
 
@@ -87,4 +104,10 @@ def test_all_weights_share_what_is_the_targets(make: Make) -> None:
     assert isinstance(weights, LearnedModules)
     own, learned = weights.own, weights.of_salt(SALT)
     assert learned is not own
-    assert (learned._head, learned._embedding) == (own._head, own._embedding)
+    if isinstance(own, ServedBlocks):
+        heads = [getattr(getattr(one.rank, "__self__", one.rank), "_head", one.rank) for one in (own, learned)]
+        assert heads[0] is heads[1]
+        own, learned = own.passes, learned.passes
+    else:
+        assert own._head is learned._head
+    assert own._embedding is learned._embedding
