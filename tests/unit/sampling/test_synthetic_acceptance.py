@@ -12,8 +12,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
-from deploy.commands.demo import conclusion
-from deploy.commands.streamed_answer import TimedAnswer
+from deploy.commands.demo import TimedAnswer, conclusion
 from deploy.implied_settings import NOT_LOSSLESS, with_implied_settings
 from tests.support.models import tiny
 from workers.sampling.acceptance import create_rule

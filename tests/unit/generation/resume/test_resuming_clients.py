@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import io
 from contextlib import AsyncExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from rich.console import Console
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import WorkerUnavailable
 from cluster.ingress.http import create_app
-from deploy.commands import streamed_answer
 from deploy.commands.client import connection
-from deploy.commands.client.connection import ChosenServer
+from deploy.commands.client.connection import ChosenServer, stream
+from deploy.commands.demo import MAX_TOKENS, MarkedPrinter, timed_answer
 from deploy.commands.generate import Prompt, answer_prompt
-from deploy.commands.streamed_answer import Chunk, stream_chat
 from deploy.settings import load_settings
 from tests.support.clusters.fake_coordinators import CuttableConnections, FakeReplicas, fake_replicas
 from tests.support.fakes.fake_engine import listening
@@ -37,8 +39,7 @@ BODY: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients try again after a tenth of a second."""
-    for module in (connection, streamed_answer):
-        monkeypatch.setattr(module, "_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "_RETRY_SECONDS", 0.1)
 
 
 async def cut_and_listen_again(connections: CuttableConnections) -> None:
@@ -48,33 +49,57 @@ async def cut_and_listen_again(connections: CuttableConnections) -> None:
 
 
 async def read_chat(cluster: FakeReplicas, cuts: int) -> list[int]:
-    """The tokens that the demo's client reads in a thread. Its connections are cut after chunks 3, 6 and so on."""
-    router, loop = cluster.router(), asyncio.get_running_loop()
+    """The tokens of a streamed chat. Its connections are cut after chunks 3, 6 and so on."""
+    router = cluster.router()
     async with listening(create_app(router, LimitsSection())) as url:
         connections = CuttableConnections(int(url.rpartition(":")[2]))
         await connections.start()
         tokens: list[int] = []
-
-        def read() -> None:
-            for count, chunk in enumerate(stream_chat(f"http://{connections.address}", BODY, 60.0), start=1):
-                assert isinstance(chunk, Chunk)
-                tokens.extend(chunk.tokens)
+        count = 0
+        async with httpx.AsyncClient(base_url=f"http://{connections.address}", timeout=60.0) as client:
+            async for chunk in stream(client, "/v1/chat/completions", BODY):
+                tokens.extend(chunk["choices"][0].get("token_ids", ()))
+                count += 1
                 if count % 3 == 0 and count <= 3 * cuts:
-                    asyncio.run_coroutine_threadsafe(cut_and_listen_again(connections), loop).result()
-
-        await asyncio.to_thread(read)
+                    await cut_and_listen_again(connections)
         await connections.close()
     await router.close()
     return tokens
 
 
-async def test_the_client_of_the_demo_continues_after_every_cut(tmp_path: Path) -> None:
+async def test_a_chat_continues_after_every_cut(tmp_path: Path) -> None:
     async with fake_replicas(tmp_path, 1, step_delay=STEP_SECONDS, draft__method="none") as cluster:
         whole = await read_chat(cluster, cuts=0)
         assert len(whole) == BODY["max_tokens"]
         assert cluster.resumed == []
         assert await read_chat(cluster, cuts=4) == whole
         assert len(cluster.resumed) >= 4
+
+
+async def test_the_demo_times_an_answer_and_marks_its_drafted_tokens(tmp_path: Path) -> None:
+    printed = io.StringIO()
+    printer = MarkedPrinter(Console(file=printed, width=10_000))
+    parts: list[tuple[str, bool]] = []
+
+    def write(text: str, is_drafted: bool) -> None:
+        parts.append((text, is_drafted))
+        printer.write(text, is_drafted)
+
+    async with fake_replicas(tmp_path, 1) as cluster:
+        router = cluster.router()
+        async with listening(create_app(router, LimitsSection())) as url, httpx.AsyncClient(base_url=url) as client:
+            answer = await timed_answer(client, "fake", write)
+        await router.close()
+    printer.end()
+    marked = [list(run) for _, run in groupby(((text, drafted) for text, drafted in parts if text), lambda one: one[1])]
+    texts = ["".join(text for text, _ in run) for run in marked]
+    assert printed.getvalue() == "".join(
+        f"[{text}]" if run[0][1] else text for text, run in zip(texts, marked, strict=True)
+    ) + "\n"
+    assert 0 < len(answer.tokens) <= MAX_TOKENS
+    assert answer.accepted == sum(answer.accepted_by_origin.values()) > 0
+    assert 0 < answer.first_tokens and answer.steps < len(answer.tokens)
+    assert 0 < answer.first_seconds < answer.first_seconds + answer.seconds
 
 
 async def test_generate_continues_after_every_cut(tmp_path: Path) -> None:
@@ -121,13 +146,4 @@ async def test_a_server_that_was_never_reached_is_an_error_at_once(tmp_path: Pat
     server = ChosenServer(load_settings(), f"http://{connections.address}")
     with pytest.raises(WorkerUnavailable, match="the connection is refused"):
         await answer_prompt(server, Prompt("hello"), print, print)
-    failed = threading.Event()
-
-    def read() -> None:
-        with pytest.raises(WorkerUnavailable):
-            list(stream_chat(f"http://{connections.address}", BODY, 60.0))
-        failed.set()
-
-    await asyncio.to_thread(read)
-    assert failed.is_set()
     await connections.close()
