@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.batch.lines import read_lines
 from deploy.batch.run import BatchCounts, BatchRun, Report
-from deploy.commands.client.connection import server_client
+from deploy.commands.client.connection import ChosenServer, connected
 from deploy.commands.options import ConfigOption, SetOption
-from deploy.network.https_client import CacertOption, UrlOption, check_reachable, open_client, verification
+from deploy.network.https_client import CacertOption, UrlOption, check_reachable
 from deploy.progress import ProgressReporter
-from deploy.settings import Settings, load_settings
+from deploy.settings import load_settings
 from deploy.terminal import notices, notify
 
 _TIMEOUT_HEADROOM_SECONDS = 5.0
@@ -53,7 +50,10 @@ def run_batch(
     counts = BatchCounts()
 
     async def run(report: Report) -> None:
-        async with _client(settings, url, cacert, timeout) as client:
+        server = ChosenServer(settings, url, in_process=url is None, cacert=cacert)
+        async with connected(server, notify, timeout + _TIMEOUT_HEADROOM_SECONDS) as client:
+            if url is not None:
+                await check_reachable(client)
             await BatchRun(client, concurrency, timeout, report, counts).run(input_file, output_file)
 
     with ProgressReporter(notices, "run-batch") as report:
@@ -65,29 +65,3 @@ def run_batch(
     notify(f"{counts}, in the order in which they ended: {output_file}")
     if counts.failed:
         raise typer.Exit(1)
-
-
-@asynccontextmanager
-async def _client(
-    settings: Settings, url: str | None, cacert: str | None, timeout_seconds: float
-) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the server at `url`, or of a cluster in this process."""
-    longest = timeout_seconds + _TIMEOUT_HEADROOM_SECONDS
-    if url is not None:
-        async with server_client(settings, url, cacert, longest) as client:
-            await check_reachable(client)
-            yield client
-        return
-    # Importing torch takes seconds, and a client of a running server does not need it.
-    from deploy.local.local_cluster import LocalCluster
-    from deploy.models import resolve_models
-
-    models = resolve_models(settings.configuration, settings.cache_directory, lambda _: None).configuration
-    server = models.server.model_copy(update={"grpc_port": 0, "http_port": 0})
-    async with (
-        LocalCluster(models.model_copy(update={"server": server}), http=True) as cluster,
-        open_client(
-            cluster.http_url, cluster.access.api_key, verification(models.server.tls, is_own=True), longest
-        ) as client,
-    ):
-        yield client

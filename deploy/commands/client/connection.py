@@ -61,13 +61,18 @@ def client_settings(config: str | None, assignments: Iterable[str], url: str | N
 
 
 @asynccontextmanager
-async def connected(server: ChosenServer, notice: Callable[[str], None]) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client of the chosen server. Raises `ConfigurationError` and the errors of loading a model."""
+async def connected(
+    server: ChosenServer, notice: Callable[[str], None], timeout_seconds: float | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the chosen server. Without `timeout_seconds`, it waits as long as the settings allow.
+
+    Raises `ConfigurationError` and the errors of loading a model.
+    """
     settings, url = server.settings, server.url
     if url is not None and server.in_process:
         raise ConfigurationError("--url and --in-process: needed one of them, found both")
     if url is not None or not (server.in_process or listening_url(settings.configuration) is None):
-        async with server_client(settings, url, server.cacert) as client:
+        async with server_client(settings, url, server.cacert, timeout_seconds) as client:
             yield client
         return
     if not server.in_process:
@@ -80,7 +85,7 @@ async def connected(server: ChosenServer, notice: Callable[[str], None]) -> Asyn
     any_port = models.configuration.server.model_copy(update={"http_port": 0, "grpc_port": 0})
     configuration = models.configuration.model_copy(update={"server": any_port})
     verify = verification(configuration.server.tls, is_own=True)
-    timeout = configuration.limits.max_timeout_seconds
+    timeout = configuration.limits.max_timeout_seconds if timeout_seconds is None else timeout_seconds
     async with (
         LocalCluster(configuration, http=True) as cluster,
         open_client(cluster.http_url, cluster.access.api_key, verify, timeout) as client,
