@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from deploy.bench.measuring import measures
 from deploy.bench.measuring.competitors import BenchSettings, Competitor
 from deploy.bench.measuring.results import CellResult
 from deploy.bench.measuring.runner import bench_clusters
-from deploy.bench.measuring.session import BenchSession
+from deploy.bench.measuring.session import BenchSession, Schedule
 from deploy.bench.measuring.setup import context_len, empty_results, render_prompt
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
@@ -33,17 +32,6 @@ from deploy.terminal import notices
 from workers.model.encoder_decoder.generation_defaults import GenerationDefaults, read_generation_defaults
 
 _TASK = "texts"
-
-
-@dataclass(frozen=True, slots=True)
-class _Schedule:
-    """One prompt at a time, greedily, once."""
-
-    max_tokens: int
-    batches: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
-    repeats: int = 1
-    seed: int = 0
 
 
 def run(options: AgreementOptions, settings_source: BenchSettings) -> AgreementReport:
@@ -134,7 +122,7 @@ def _answer(
     tasks: BenchTasks = {_TASK: prompts}
     results = empty_results("agreement")
     with ProgressReporter(notices, "agreement") as report:
-        session = BenchSession(_Schedule(options.max_tokens), tasks, results, report, lambda _: None, 1)
+        session = BenchSession(Schedule(options.max_tokens), tasks, results, report, lambda _: None, 1)
         asyncio.run(bench_clusters(session, plain, [competitor]))
     found = results.of(competitor.name)
     if not found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,10 +24,10 @@ from deploy.bench.evaluation.tasks.translation import TASK as TRANSLATION_TASKS
 from deploy.bench.measuring.competitors import BenchSettings, Competitor, draft_model_directory, find_competitors
 from deploy.bench.measuring.costs import configuration_cost
 from deploy.bench.measuring.meter import ResourceMeter
-from deploy.bench.measuring.results import BenchResults
+from deploy.bench.measuring.results import BenchResults, write_json
 from deploy.bench.measuring.roofs import measure_roofs
 from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
-from deploy.bench.measuring.session import BenchSession, Report, run_to_the_end
+from deploy.bench.measuring.session import BenchSession, Report, Schedule, run_to_the_end
 from deploy.bench.measuring.setup import context_len, empty_results
 from deploy.bench.report.charts import speedup_by_task
 from deploy.models import served_name
@@ -38,17 +38,6 @@ from workers.model.stretch import read_stretch
 
 _WARM_TOKENS = 64
 """Most tokens of the answers before the measurements. In these, every task has a bound of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Schedule:
-    """The options of the session."""
-
-    batches: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    repeats: int
-    seed: int
-    max_tokens: int
 
 
 def run(options: EvaluationOptions, settings_source: BenchSettings) -> tuple[Evaluation, ...]:
@@ -134,7 +123,7 @@ def _session(
 ) -> BenchSession:
     bounds = {task.name: task.max_tokens for task in evaluation.tasks}
     warm = min(_WARM_TOKENS, *bounds.values())
-    schedule = _Schedule(options.batches, options.temperatures, options.repeats, options.seed, warm)
+    schedule = Schedule(warm, options.batches, options.temperatures, options.repeats, options.seed)
     # Without ids, a server at a URL is elsewhere, and this process is only its client.
     meter = ResourceMeter(options.server_pid) if options.server_pid or not options.url else None
 
@@ -157,10 +146,7 @@ def _describe(prompts: BenchTasks) -> str:
 def write(evaluation: Evaluation, directory: Path) -> None:
     """Score what is new, and write the results so far into the directory: JSON, tables and plots."""
     evaluation.quality.update(evaluation.results)
-    directory.mkdir(parents=True, exist_ok=True)
-    building = directory / "tasks.json.part"
-    building.write_text(evaluation.to_json(), encoding="utf-8")
-    building.replace(directory / "tasks.json")
+    write_json(evaluation.to_json(), directory / "tasks.json")
     (directory / "tasks.md").write_text(markdown(evaluation), encoding="utf-8")
     pictures = {"speedup.png": speedup_by_task(evaluation.results), "roofline.png": roofline(evaluation)}
     for name, picture in pictures.items():

@@ -10,7 +10,7 @@ from deploy.bench.evaluation.tasks.task import Task
 from deploy.bench.evaluation.token_costs import token_costs
 from deploy.bench.measuring import measures
 from deploy.bench.measuring.results import CellResult, Entry, Exactness, joined_use, over_tasks
-from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, number, or_unknown
+from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, not_run, number, or_unknown
 from deploy.draft_origins import origin_shares
 
 _MIB = 2**20
@@ -65,7 +65,7 @@ def markdown(evaluation: Evaluation) -> str:
             parts.append(f"## Cost of all tasks in turn, {where}\n\n{_cost_tables(lines)}")
     parts.append(_COST_NOTE)
     parts.append(_settings(evaluation))
-    parts.append(_skipped(evaluation))
+    parts.append(not_run(results))
     if evaluation.roofs is not None:
         parts.append(
             f"Limits of the device, measured with PyTorch: {evaluation.roofs.bytes_per_second / _GIGA:.1f} GB/s, "
@@ -214,11 +214,3 @@ def _peaks(evaluation: Evaluation, entry: Entry) -> str:
     uses = [found.resources for cell in evaluation.results.of(entry.name) for found in cell.passes]
     peaks = sorted(joined_use(uses).peak_bytes.items(), key=lambda item: -item[1])
     return ", ".join(f"{name}: {most / _MIB:.0f}" for name, most in peaks) or UNKNOWN
-
-
-def _skipped(evaluation: Evaluation) -> str:
-    rows = [[skipped.name, skipped.reason] for skipped in evaluation.results.skipped]
-    rows += [
-        [f"{found.competitor}, {found.cell}", found.skipped] for found in evaluation.results.cells if found.skipped
-    ]
-    return f"## Not run\n\n{markdown_table(('competitor', 'reason'), rows)}" if rows else ""

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
 from cluster.core.config.draft_section import NO_DRAFTS
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, PilotfishError, shorten
+from deploy.bench.contest_options import ContestOptions
 from deploy.bench.contestants.answers import RequestOptions
 from deploy.models import resolve_models
 from deploy.settings import Settings, load_settings, parse_assignments, read_list
@@ -57,20 +58,6 @@ class Skipped:
     reason: str
 
 
-class Selection(Protocol):
-    """The competitors that a user chose."""
-
-    @property
-    def method_names(self) -> tuple[str, ...]:
-        """Drafting methods; empty: not chosen."""
-        ...
-
-    @property
-    def configuration(self) -> tuple[str, ...]:
-        """Further competitors, see `read_configurations`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
     """Builds the configuration of each competitor from the settings of the command line."""
@@ -99,7 +86,7 @@ class BenchSettings:
 
 
 def find_competitors(
-    options: Selection, settings_source: BenchSettings
+    options: ContestOptions, settings_source: BenchSettings
 ) -> tuple[tuple[Competitor, ...], tuple[Skipped, ...]]:
     """The competitors in order, and those that cannot run with the reason.
 

@@ -204,9 +204,9 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(known) if known and len(known) == len(values) else None
 
 
-def write_results(results: BenchResults, file: Path) -> None:
-    """Write the results as JSON, replacing an earlier file at once."""
+def write_json(text: str, file: Path) -> None:
+    """Write results, replacing an earlier file at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     building = file.with_name(f"{file.name}.part")
-    building.write_text(results.to_json(), encoding="utf-8")
+    building.write_text(text, encoding="utf-8")
     building.replace(file)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from cluster.core.errors import PilotfishError
 from deploy.bench.contestants.answers import BenchPass, BenchTasks, PassRequest
-from deploy.bench.contestants.contestant import Contestant
 from deploy.bench.contestants.local import LocalContestant
 from deploy.bench.measuring.competitors import Skipped
 from deploy.bench.measuring.exactness import Gap, Judge, compare
@@ -23,33 +22,31 @@ Report = Callable[[float, str], None]
 Save = Callable[[BenchResults], None]
 
 
-class Schedule(Protocol):
-    """How often and with which parameters prompts are answered."""
+class Contestant(Protocol):
+    """The port of everything that answers prompts in a benchmark, and records when each token came.
 
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """Numbers of requests in flight."""
+    A competitor is one entry of the results; its contestant is the running program that answers for it.
+    """
+
+    async def answer(self, request: PassRequest) -> BenchPass:
+        """Answer all prompts of the request. Raises `PilotfishError`."""
         ...
 
-    @property
-    def temperatures(self) -> tuple[float, ...]:
-        """Temperatures; 0 is greedy."""
-        ...
 
-    @property
-    def repeats(self) -> int:
-        """Repetitions of each measurement."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How often and with which parameters prompts are answered; without more, once, greedily, one at a time."""
 
-    @property
-    def seed(self) -> int:
-        """Seed of the first prompt of a task; the next prompt's is one higher."""
-        ...
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens in one answer, where a task has no bound of its own."""
-        ...
+    max_tokens: int
+    """Maximum number of tokens in one answer, where a task has no bound of its own."""
+    batches: tuple[int, ...] = (1,)
+    """Numbers of requests in flight."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Temperatures; 0 is greedy."""
+    repeats: int = 1
+    """Repetitions of each measurement."""
+    seed: int = 0
+    """Seed of the first prompt of a task; the next prompt's is one higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +58,12 @@ class Started:
     judge: Judge
 
 
-def plan_cells(tasks: BenchTasks, options: Schedule) -> tuple[Cell, ...]:
+def plan_cells(tasks: BenchTasks, schedule: Schedule) -> tuple[Cell, ...]:
     """All combinations of batch, temperature and task, in the order in which they run."""
     return tuple(
         Cell(task, batch, temperature)
-        for batch in options.batches
-        for temperature in options.temperatures
+        for batch in schedule.batches
+        for temperature in schedule.temperatures
         for task in tasks
     )
 
@@ -86,7 +83,7 @@ def run_to_the_end(measuring: Coroutine[Any, Any, None], write: Callable[[Path],
 class BenchSession:
     """Measures competitors on the same prompts."""
 
-    options: Schedule
+    schedule: Schedule
     tasks: BenchTasks
     results: BenchResults
     report: Report
@@ -102,7 +99,7 @@ class BenchSession:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        return plan_cells(self.tasks, self.options)
+        return plan_cells(self.tasks, self.schedule)
 
     async def measure(self, started: Sequence[Started], plain: Contestant | None) -> None:
         """Measure competitors in all cells, each in turn between two passes of plain decoding.
@@ -135,8 +132,8 @@ class BenchSession:
         Where passes share stored blocks, all prompts are answered, so that each is stored before the measurements.
         """
         prompts = [prompt for found in self.tasks.values() for prompt in found]
-        for batch in self.options.batches:
-            warming = Cell("", batch, self.options.temperatures[0])
+        for batch in self.schedule.batches:
+            warming = Cell("", batch, self.schedule.temperatures[0])
             some = (prompts * (2 * batch))[: max(2, 2 * batch)]
             is_stored = isinstance(contestant, LocalContestant) and contestant.options.reuses_cache
             with suppress(PilotfishError):  # every cell reports the reason again
@@ -148,7 +145,7 @@ class BenchSession:
         below: list[BenchPass] = []
         try:
             below += await self._around(cell, plain)
-            for _ in range(self.options.repeats):
+            for _ in range(self.schedule.repeats):
                 for index, one in enumerate(started):
                     try:
                         own[index].append(await self._answer(cell, one.contestant))
@@ -184,5 +181,5 @@ class BenchSession:
         """The request of the next pass; every pass has a salt of its own."""
         self.passes += 1
         prompts = self.tasks.get(cell.task, ())
-        most = self.max_tokens.get(cell.task, self.options.max_tokens)
-        return PassRequest(prompts, cell.batch, cell.temperature, self.options.seed, most, f"bench-{self.passes}")
+        most = self.max_tokens.get(cell.task, self.schedule.max_tokens)
+        return PassRequest(prompts, cell.batch, cell.temperature, self.schedule.seed, most, f"bench-{self.passes}")

@@ -12,9 +12,9 @@ from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchTasks
 from deploy.bench.contestants.peers import PEERS
 from deploy.bench.measuring.competitors import BenchSettings, draft_model_directory, find_competitors
-from deploy.bench.measuring.results import BenchResults, write_results
+from deploy.bench.measuring.results import BenchResults, write_json
 from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
-from deploy.bench.measuring.session import BenchSession, Report, run_to_the_end
+from deploy.bench.measuring.session import BenchSession, Report, Schedule, run_to_the_end
 from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results
 from deploy.bench.race.options import RaceOptions
 from deploy.bench.race.report import markdown
@@ -68,12 +68,13 @@ def _run_endpoints(options: RaceOptions, settings: Settings) -> BenchResults:
 def _session(
     options: RaceOptions, tasks: BenchTasks, results: BenchResults, report: Report, total: int
 ) -> BenchSession:
-    return BenchSession(options, tasks, results, report, lambda found: write(found, options.out), total)
+    schedule = Schedule(options.max_tokens, options.batches, options.temperatures, options.repeats, options.seed)
+    return BenchSession(schedule, tasks, results, report, lambda found: write(found, options.out), total)
 
 
 def write(results: BenchResults, directory: Path) -> None:
     """Write the results so far into the directory: JSON, tables and plots."""
-    write_results(results, directory / "race.json")
+    write_json(results.to_json(), directory / "race.json")
     (directory / "race.md").write_text(markdown(results), encoding="utf-8")
     for name, picture in (("speedup.png", speedup_by_task(results)), ("throughput.png", throughput_by_batch(results))):
         if picture is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from deploy.bench.contestants.answers import BenchPass
 from deploy.bench.measuring import measures
 from deploy.bench.measuring.results import BenchResults, CellResult, Entry, Exactness, over_tasks, plain_passes
-from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, number, or_unknown
+from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, not_run, number, or_unknown
 from deploy.draft_origins import origin_shares
 
 _MIB = 2**20
@@ -28,7 +28,7 @@ def markdown(results: BenchResults) -> str:
         parts.append(f"## Speed by task, ÷ plain, {where}{note}\n\n{_by_task(results, batch, temperature)}")
         parts.append(f"## Latency in milliseconds, {where}{note}\n\n{_latency(results, batch, temperature)}")
     parts.append(f"## Settings and memory\n\n{_costs(results)}")
-    parts.append(_skipped(results))
+    parts += [not_run(results), _plain_own(results)]
     parts.append(f"Command:\n\n```sh\n{results.command}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -148,18 +148,6 @@ def _memory(entry: Entry) -> tuple[int, int, int]:
     return entry.cost.target_bytes, entry.cost.draft_bytes, entry.cost.resident_bytes
 
 
-def _skipped(results: BenchResults) -> str:
-    rows = [[skipped.name, skipped.reason] for skipped in results.skipped]
-    rows += [
-        [
-            f"{found.competitor}, {found.cell.task}, batch {found.cell.batch}, temperature {found.cell.temperature:g}",
-            reason,
-        ]
-        for found in results.cells
-        if (reason := found.skipped)
-    ]
+def _plain_own(results: BenchResults) -> str:
     own = [entry.name for entry in results.entries if entry.is_plain_own]
-    notes = (
-        f"\n\nPlain decoding was measured in the same cluster, with speculation off: {', '.join(own)}." if own else ""
-    )
-    return (f"## Not run\n\n{markdown_table(('competitor', 'reason'), rows)}" if rows else "") + notes
+    return f"Plain decoding was measured in the same cluster, with speculation off: {', '.join(own)}." if own else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deploy.bench.measuring.results import BenchResults
+
 UNKNOWN = "–"
 
 
@@ -24,6 +26,13 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
     cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def not_run(results: BenchResults) -> str:
+    """A section about the competitors that did not run, and why; empty if all did."""
+    rows = [[skipped.name, skipped.reason] for skipped in results.skipped]
+    rows += [[f"{found.competitor}, {found.cell}", found.skipped] for found in results.cells if found.skipped]
+    return f"## Not run\n\n{markdown_table(('competitor', 'reason'), rows)}" if rows else ""
 
 
 def or_unknown(value: object) -> str:

@@ -12,7 +12,7 @@ from deploy.bench.contestants.answers import RequestOptions
 from deploy.bench.measuring.competitors import BenchSettings, find_competitors, read_configurations
 from deploy.bench.measuring.results import Cell
 from deploy.bench.measuring.runner import groups
-from deploy.bench.measuring.session import plan_cells
+from deploy.bench.measuring.session import Schedule, plan_cells
 from deploy.bench.race.options import RaceOptions
 from deploy.bench.race.tasks import read_tasks
 from tests.support.models import tiny, tiny_tokenizer
@@ -81,7 +81,7 @@ def test_an_option_out_of_bounds_is_refused(changes: dict[str, object], words: s
 
 
 def test_every_task_runs_at_every_batch_and_temperature() -> None:
-    cells = plan_cells({"qa": (), "mathematics": ()}, options(batches=(1, 8), temperatures=(0.0, 1.0)))
+    cells = plan_cells({"qa": (), "mathematics": ()}, Schedule(8, batches=(1, 8), temperatures=(0.0, 1.0)))
     assert len(cells) == 8
     assert cells[:3] == (Cell("qa", 1, 0.0), Cell("mathematics", 1, 0.0), Cell("qa", 1, 1.0))
 
