@@ -10,7 +10,8 @@ import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import check_at_least, refuse
-from deploy.simulation.capacity.step_times import Roofline, Times, measured_times
+from deploy.simulation.capacity.step_times import Times, measured_times
+from deploy.simulation.simulated_drafter import DrafterSpeed
 
 ROOFLINE = "roofline"
 
@@ -49,7 +50,7 @@ class CapacityOptions:
     bandwidth: Annotated[float, "Roofline: bytes per second that a GPU reads."] = 3.35e12
     flops: Annotated[float, "Roofline: operations per second of a GPU."] = 9.9e14
     kv_bytes_per_token: Annotated[float, "Roofline: bytes of keys and values of a token."] = 131072.0
-    pass_seconds: Annotated[float, "Roofline: constant time of a pass, in seconds."] = 0.0005
+    pass_seconds: Annotated[float, "Roofline: time of a pass that neither reading nor computing explains, in seconds."] = 0.0005
     kv_tokens: Annotated[int, "Tokens whose keys and values a target stores."] = 200_000
     max_sequences: Annotated[int, "Most sequences that a target computes at once."] = 64
     seconds: Annotated[float, "Virtual time of the run, in seconds; the first fifth warms up."] = 20.0
@@ -98,15 +99,16 @@ class CapacityOptions:
 
     def times(self) -> Times:
         """How long steps and proposals take."""
-        if self.step_times != ROOFLINE:
-            return measured_times(Path(self.step_times))
-        return Roofline(
-            self.target_parameters,
-            self.draft_parameters,
-            self.bytes_per_parameter,
-            self.bandwidth,
-            self.flops,
-            self.target_gpus,
-            self.kv_bytes_per_token,
-            self.pass_seconds,
-        ).times()
+        return self._roofline() if self.step_times == ROOFLINE else measured_times(Path(self.step_times))
+
+    def _roofline(self) -> Times:
+        """A step takes the longer of reading memory and computing, and a constant."""
+        bandwidth, flops = self.bandwidth * self.target_gpus, self.flops * self.target_gpus
+
+        def step(rows: int, tokens: int, held: int) -> float:  # noqa: ARG001 - rows share one pass
+            read = self.target_parameters * self.bytes_per_parameter + held * self.kv_bytes_per_token
+            return max(read / bandwidth, 2 * self.target_parameters * tokens / flops) + self.pass_seconds
+
+        one_pass = self.draft_parameters * self.bytes_per_parameter / self.bandwidth + self.pass_seconds
+        per_token = 2 * self.draft_parameters / self.flops
+        return Times(step, DrafterSpeed(0.0, per_token, one_pass, per_token))

@@ -56,35 +56,6 @@ class Times:
         return tuple(StepSample(rows, tokens, self.step(rows, tokens, rows)) for rows, tokens in PROFILED)
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """A machine and its models. A step takes the longer of reading memory and computing, and a constant."""
-
-    target_parameters: float
-    draft_parameters: float
-    bytes_per_parameter: float
-    bandwidth: float
-    """Bytes per second of one GPU."""
-    flops: float
-    """Operations per second of one GPU."""
-    target_gpus: int
-    kv_bytes_per_token: float
-    pass_seconds: float
-    """Time of a pass that neither reading nor computing explains."""
-
-    def times(self) -> Times:
-        """The times of steps and proposals."""
-        bandwidth, flops = self.bandwidth * self.target_gpus, self.flops * self.target_gpus
-
-        def step(rows: int, tokens: int, held: int) -> float:  # noqa: ARG001 - rows share one pass
-            read = self.target_parameters * self.bytes_per_parameter + held * self.kv_bytes_per_token
-            return max(read / bandwidth, 2 * self.target_parameters * tokens / flops) + self.pass_seconds
-
-        one_pass = self.draft_parameters * self.bytes_per_parameter / self.bandwidth + self.pass_seconds
-        per_token = 2 * self.draft_parameters / self.flops
-        return Times(step, DrafterSpeed(0.0, per_token, one_pass, per_token))
-
-
 def measured_times(path: Path) -> Times:
     """The times of a file. Raises `ConfigurationError`."""
     try:
