@@ -46,27 +46,11 @@ def completion_requests(
     options.report |= body.echo
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         sampling.prompt_logprobs = body.logprobs
-    answers = _answer_fields(body)
-    draft_tokens = _max_draft_tokens(body)
     prompts: Sequence[str | list[int]] = body.prompt
     requests = []
     for index, prompt in enumerate(prompts):
-        request = generation_pb2.GenerateRequest(
-            request_id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
-            model=body.model,
-            sampling=sampling,
-            stopping=stopping,
-            cache_salt=body.cache_salt,
-            max_draft_tokens=draft_tokens,
-            prediction_text=_prediction_text(body),
-            prompt_options=options,
-            skip_special_tokens=body.skip_special_tokens,
-            bad_words=body.bad_words,
-            return_drafts=body.return_drafts,
-            priority=body.priority,
-            store=body.store,
-            **answers,
-        )
+        own_id = f"{request_id}-{index}" if len(prompts) > 1 else request_id
+        request = _request(body, own_id, sampling, stopping, options)
         request.sampling.seed = (seed + index * seeds_per_prompt) % _SEEDS
         if isinstance(prompt, str):
             request.text = prompt
@@ -80,16 +64,30 @@ def chat_request(body: ChatRequest, request_id: str, seed: int) -> generation_pb
     """Return the request of a chat. Raises `InvalidRequest`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", body.top_logprobs, "left out unless logprobs is true")
+    chat = chat_input(body, body.messages)
+    sampling = _sampling(body, seed, (body.top_logprobs or 0) if body.logprobs else None)
+    return _request(body, request_id, sampling, _stopping(body, _chat_max_tokens(body)), _prompt_options(body), chat)
+
+
+def _request(
+    body: Parameters,
+    request_id: str,
+    sampling: common_pb2.SamplingParameters,
+    stopping: generation_pb2.StoppingCriteria,
+    prompt_options: generation_pb2.PromptOptions,
+    chat: generation_pb2.ChatInput | None = None,
+) -> generation_pb2.GenerateRequest:
+    """Return a request with what both endpoints have, and the prompt of a chat. Raises `InvalidRequest`."""
     return generation_pb2.GenerateRequest(
         request_id=request_id,
         model=body.model,
-        chat=chat_input(body, body.messages),
-        sampling=_sampling(body, seed, (body.top_logprobs or 0) if body.logprobs else None),
-        stopping=_stopping(body, _chat_max_tokens(body)),
+        chat=chat,
+        sampling=sampling,
+        stopping=stopping,
         cache_salt=body.cache_salt,
         max_draft_tokens=_max_draft_tokens(body),
-        prediction_text=_prediction_text(body),
-        prompt_options=_prompt_options(body),
+        prediction_text="" if body.prediction is None else body.prediction.content,
+        prompt_options=prompt_options,
         skip_special_tokens=body.skip_special_tokens,
         bad_words=body.bad_words,
         return_drafts=body.return_drafts,
@@ -231,7 +229,3 @@ def _prompt_options(body: Parameters) -> generation_pb2.PromptOptions:
         keep_start=body.truncation_side == "right",
         report=body.return_token_ids or body.prompt_logprobs is not None,
     )
-
-
-def _prediction_text(body: Parameters) -> str:
-    return "" if body.prediction is None else body.prediction.content
