@@ -46,7 +46,7 @@ from cluster.ingress.observability.traces import CallTracer
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
 from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, TokenNames
-from cluster.ingress.openai.prompt_report import note_prompt
+from cluster.ingress.openai.stream import note_prompt
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card, system_fingerprint
 from cluster.ingress.openai.stream import chunks, whole_response

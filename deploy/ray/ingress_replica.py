@@ -30,13 +30,16 @@ from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.peer_access import PeerAccess
 from deploy.network.exposure import exposure_warning
 from deploy.network.tracing import make_call_tracer, tracer_provider
-from deploy.ray.demo import kill_drafter
 from deploy.ray.directory import DirectoryClient, member_id
 from deploy.ray.ingress_server import IngressServer
 from deploy.ray.running_serve import with_proxy_address
 from deploy.settings import GARBAGE_THRESHOLD
 from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
+import random
+import ray
+from ray.exceptions import RayError
+from cluster.core.membership import MemberRole, View
 
 logger = logging.getLogger(__name__)
 
@@ -146,3 +149,24 @@ class IngressReplica:
             )
             for one in self._directory.view.of(MemberRole.TARGET)
         )
+
+
+_NAMESPACE = "serve"
+"""Where Serve keeps the actors of replicas."""
+
+
+async def kill_drafter(view: View, application: str) -> bool:
+    """Kill the process of a random drafter in the view. Returns whether there was one."""
+    drafters = view.of(MemberRole.DRAFTER)
+    if not drafters:
+        return False
+    deployment, _, unique_id = random.choice(drafters).id.partition("-")  # noqa: S311 - any of them will do
+    return await asyncio.to_thread(_kill, f"SERVE_REPLICA::{application}#{deployment.capitalize()}#{unique_id}")
+
+
+def _kill(actor: str) -> bool:
+    try:
+        ray.kill(ray.get_actor(actor, namespace=_NAMESPACE))
+    except (ValueError, RayError):  # it has ended since the last heartbeat
+        return False
+    return True

@@ -15,7 +15,7 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.bench.report import Stopwatch
-from workers.kv.populate import POPULATING
+from workers.kv.start_memory import POPULATING
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 

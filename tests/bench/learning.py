@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import httpx
 
 from deploy.bench.evaluation.tasks.correction import read_correction
-from deploy.bench.report.plots import empty_plot, png
+from deploy.bench.report.charts import empty_plot, png
 from tests.bench.machine import describe
 from tests.bench.processes.serve_command import ServeCommand
 from tests.bench.report import heading, keep, percentile, table, write

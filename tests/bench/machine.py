@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cluster.core.config.target_section import TargetSection
-from workers.model.stored.sizes import stored_bytes
+from workers.model.stored.quantized_checkpoint import stored_bytes
 
 MIB = 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -15,7 +15,7 @@ from workers.sampling.noise import gumbel
 from workers.sampling.residual import draft_probabilities, draw, residual
 from workers.sampling.rules.block import Block
 from workers.sampling.rules.rejection import Rejection
-from workers.sampling.uniform import uniform
+from workers.sampling.noise import uniform
 
 pytestmark = pytest.mark.slow
 

@@ -25,11 +25,12 @@ from workers.model.dequantized import write_dequantized_from
 from workers.model.formats.hub import Report, fetch
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian
-from workers.model.packaged.zip_entries import extract_entries
-from workers.model.quantized import dequantize
+from workers.model.packaged.marian import extract_entries
 from workers.model.stored.quantized_checkpoint import DEQUANTIZED, quantization_of
 from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
+from safetensors.torch import save_file
+from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -198,3 +199,30 @@ def end_of_sequence_ids(directory: Path) -> tuple[int, ...]:
             if found is not None:
                 return tuple(found) if isinstance(found, list) else (int(found),)
     return ()
+
+
+def dequantize(directory: Path, destination: Path) -> None:
+    """Write the model in `directory` to `destination` with plain weights, in the type that its configuration states.
+
+    So no library of the format is needed, every device serves it, and it may be quantized again with int8. Raises `ModelLoadError`, which names the tensor, where the checkpoint is not what its configuration says.
+    """
+    weight_map: dict[str, str] = {}
+    source = QuantizedCheckpoint(directory)
+    for file, names in source.files.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            weight = source.matrix_of(name)
+            if weight is None:
+                tensors[name] = source.vector(name)
+            elif weight not in weight_map and weight not in tensors:
+                tensors[weight] = source.matrix(weight).dequantized().to(source.plain_dtype(weight))
+        save_file(tensors, destination / file.name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file.name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (destination / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    for file in directory.iterdir():
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and ".index." not in file.name:
+            shutil.copy(file, destination / file.name)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    del config["quantization_config"]
+    (destination / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from workers.transfer import tensor_on
+import struct
+from hashlib import blake2b
 
 _MASK64 = (1 << 64) - 1
 _CPU_CHUNK = 1 << 16
@@ -206,3 +208,18 @@ def _ln_one_minus(value: Tensor) -> Tensor:
     for odd in range(37, 0, -2):
         series = series * square + 1.0 / odd
     return -2.0 * ratio * series
+
+
+def random_bits(purpose: bytes, *counters: int) -> int:
+    """64 random bits for an acceptance rule: a hash, the same on every machine and after every restart.
+
+    `purpose` has at most 16 bytes; the counters (seed, position, …) are unsigned 64-bit numbers. The bits do not depend
+    on the Gumbel noise, with which drafts and decisions may have been drawn.
+    """
+    digest = blake2b(struct.pack(f"<{len(counters)}Q", *counters), digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "little")
+
+
+def uniform(purpose: bytes, *counters: int) -> float:
+    """A number from 0 (included) to 1 (excluded), in steps of 2⁻⁵³. Arguments are those of `random_bits`."""
+    return (random_bits(purpose, *counters) >> 11) * 2.0**-53

@@ -26,7 +26,6 @@ from cluster.core.errors import PilotfishError, TargetUnavailable
 from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
-from workers.serve.heartbeat import until_lost
 from workers.serve.logs import set_logging
 from workers.serve.node import compute_without_interruption, free_port, node_address, set_threads, use_interface_of
 from workers.serve.rank_placement import RankGroup, RankPlacement, StartedRank
@@ -36,6 +35,7 @@ from workers.serve.worker_server import WorkerHost, host_target
 if TYPE_CHECKING:
     from workers.serve.learning.learner import Learner
     from workers.verify.group import DriverRank
+from collections.abc import Awaitable, Callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,3 +396,36 @@ def _consume(running: asyncio.Future[None]) -> None:
     """Retrieve the error of a killed rank, which is expected."""
     if not running.cancelled():
         running.exception()
+
+
+PING_SECONDS = 5.0
+"""Longest wait for the answer to one ping, in seconds."""
+MOST_UNANSWERED = 4
+"""Pings without an answer in a row after which a process counts as frozen.
+
+Several, because the timer of a ping also expires when the process that sends it was itself stopped for a while.
+"""
+PERIOD_SECONDS = 1.0
+"""Pause between an answer and the next ping, in seconds."""
+
+
+async def until_lost(
+    ping: Callable[[], Awaitable[object]], seconds: float = PING_SECONDS, period_seconds: float = PERIOD_SECONDS
+) -> str:
+    """Ping a process until a ping fails, or `MOST_UNANSWERED` in a row have no answer. Returns the reason.
+
+    A slow process answers late, but one that answers at least one ping of `seconds` in time is not lost.
+    """
+    unanswered = 0
+    while unanswered < MOST_UNANSWERED:
+        try:
+            async with asyncio.timeout(seconds):
+                await ping()
+        except TimeoutError:
+            unanswered += 1
+        except Exception as error:
+            return str(error) or repr(error)
+        else:
+            unanswered = 0
+            await asyncio.sleep(period_seconds)
+    return f"it does not answer {MOST_UNANSWERED} pings of {seconds:g} s: it is frozen"

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from pilotfish.v1 import generation_pb2
+import logging
 
 Fields = dict[str, str | int | float | list[str] | None]
 
@@ -96,3 +97,21 @@ class RequestRecord:
             "queue_seconds": None if self.queue_seconds is None else round(self.queue_seconds, 6),
             "first_token_seconds": None if self.first_seconds is None else round(self.first_seconds, 6),
         }
+
+
+logger = logging.getLogger("pilotfish.requests")
+
+
+def log_request(fields: Fields) -> None:
+    """Log one line: ids, names, counts and times; never prompts, answers, keys or an error's text.
+
+    A formatter for JSON finds the fields in the attribute `fields` of the log record.
+    """
+    if logger.isEnabledFor(logging.INFO):
+        known = {name: value for name, value in fields.items() if value is not None and value != []}
+        text = " ".join(f"{name}={_shown(value)}" for name, value in known.items())
+        logger.info("request %s", text, extra={"fields": known})
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

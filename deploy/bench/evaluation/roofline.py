@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from deploy.bench.evaluation.evaluation import Evaluation
 from deploy.bench.evaluation.token_costs import token_costs
-from deploy.bench.report.plots import empty_plot, png
+from deploy.bench.report.charts import empty_plot, png
 
 _GIGA = 1e9
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.bench.load_test.records import FIGURES, LoadRecord, Measurement
 from deploy.bench.measuring.measures import QUANTILES
-from deploy.bench.report.plots import empty_plot, png
+from deploy.bench.report.charts import empty_plot, png
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table
 from deploy.draft_origins import origin_shares
 

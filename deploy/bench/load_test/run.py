@@ -14,7 +14,7 @@ from deploy.bench.load_test.options import LoadOptions, parse_goodput
 from deploy.bench.load_test.records import LoadRecord, Measurement
 from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.load_test.workload import LoadRequest, arrival_seconds, make_requests
-from deploy.bench.measuring.machine import describe_machine
+from deploy.bench.measuring.setup import describe_machine
 from deploy.commands.client.connection import get, server_client
 from deploy.network.https_client import check_reachable, why_silent
 from deploy.settings import Settings

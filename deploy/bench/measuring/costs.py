@@ -14,7 +14,7 @@ from deploy.bench.measuring.draft_flops import count_draft_flops
 from deploy.bench.measuring.results import Cost, KvLayer
 from workers.kv.eight_bits import record_bytes
 from workers.kv.spec import LayerShape
-from workers.model.stored.sizes import stored_bytes
+from workers.model.stored.quantized_checkpoint import stored_bytes
 from workers.model.weight_counts import count_weights
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

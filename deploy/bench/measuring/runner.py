@@ -21,7 +21,7 @@ from deploy.bench.contestants.peers import ASSISTED, GENERATE, Peer, Transformer
 from deploy.bench.measuring.competitors import Competitor
 from deploy.bench.measuring.costs import configuration_cost
 from deploy.bench.measuring.exactness import ROUNDING, Judge
-from deploy.bench.measuring.machine import resident_bytes
+from deploy.bench.measuring.setup import resident_bytes
 from deploy.bench.measuring.results import Cost, Entry
 from deploy.bench.measuring.session import BenchSession, Started
 from deploy.commands.client.connection import server_client

@@ -24,7 +24,7 @@ from cluster.wire.target_client import GrpcTarget
 from deploy.local.local_cluster import LOOPBACK
 from tests.bench.decoding import Decoding
 from tests.bench.machine import peak_resident_bytes, resident_bytes
-from workers.kv.populate import POPULATING
+from workers.kv.start_memory import POPULATING
 from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import host_target
 from workers.verify.build import build_engine

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.clusters.role_main import RoleSpec, run_role
-from workers.serve.heartbeat import until_lost
+from workers.serve.rank_actors import until_lost
 
 START_SECONDS = 120.0
 """Longest start on a busy machine, in seconds."""

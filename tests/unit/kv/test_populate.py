@@ -16,7 +16,7 @@ import torch
 
 from cluster.core.config.target_section import KvSection
 from workers.kv.pool import KvPool
-from workers.kv.populate import populate
+from workers.kv.start_memory import populate
 from workers.kv.spec import KvCacheSpec, LayerShape
 from workers.kv.start_memory import release_start_memory
 

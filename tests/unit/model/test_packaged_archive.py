@@ -16,7 +16,7 @@ from cluster.core.errors import ModelLoadError
 from tests.support.translation.tiny_marian import marian_tokenizer
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.packaged.catalogue import PACKAGED_MODELS, PackagedModel
-from workers.model.packaged.zip_entries import extract_entries
+from workers.model.packaged.marian import extract_entries
 
 TRANSLATORS = Path(__file__).parents[3] / "deploy" / "translators.txt"
 

@@ -12,7 +12,7 @@ from tests.support.fakes.echo_workers import EchoEngine, Gate, draft_row, propos
 from tests.unit.serve.conftest import HeldRunAhead
 from workers.serve.compute_thread import ComputeThread
 from workers.serve.draft_servicer import DraftServicer
-from workers.serve.heartbeat import MOST_UNANSWERED, until_lost
+from workers.serve.rank_actors import MOST_UNANSWERED, until_lost
 from workers.serve.worker_server import host_target
 
 

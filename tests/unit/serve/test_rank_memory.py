@@ -21,7 +21,7 @@ SCRIPT = """
 import asyncio, json, os, sys, threading
 import psutil
 from cluster.wire.peer_access import OPEN
-from workers.kv.populate import POPULATING
+from workers.kv.start_memory import POPULATING
 from workers.serve.rank_actors import FirstRank
 from workers.serve.rank_placement import RankGroup
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from workers.forward.code_folder import UnsafeFolder, is_private_file, make_private_folder
-from workers.forward.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, processor_flags
 from workers.ranks import found_by_all, is_equal_on_all
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -236,8 +236,49 @@ def _compile(compiler: str, flags: Sequence[str], name: str, directory: Path) ->
 
 def _processor() -> bytes:
     """A description of the processor: the effect of `-march=native` depends on it."""
+    lines = _processor_lines()
+    return "".join(lines if lines is not None else [platform.processor()])[:8192].encode()
+
+
+def _processor_lines() -> list[str] | None:
+    """Lines of /proc/cpuinfo with the names and the flags of the cores; `None` on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
-        return platform.processor().encode()
-    return "".join(line for line in lines if line.startswith(("model name", "flags")))[:8192].encode()
+        return None
+    return [line for line in lines if line.startswith(("model name", "flags"))]
+
+
+# The instruction sets that images carry kernels for.
+_AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A set of instructions, by the names of Linux and of the compiler."""
+
+    name: str
+    needed: frozenset[str]
+    """Flags in /proc/cpuinfo of a processor that has these instructions."""
+    compiler_flags: tuple[str, ...]
+
+
+INSTRUCTION_SETS = (
+    InstructionSet(
+        "x86-64-v4-bf16",
+        _AVX512 | {"avx512_bf16", "avx512_vnni"},
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    ),
+    InstructionSet("x86-64-v4", _AVX512, ("-march=x86-64-v4",)),
+    InstructionSet("x86-64-v3", _AVX2, ("-march=x86-64-v3",)),
+)
+"""The largest first."""
+
+
+def processor_flags() -> frozenset[str]:
+    """The flags of this machine's processor in /proc/cpuinfo; empty on other processors and systems."""
+    if platform.machine() != "x86_64":
+        return frozenset()
+    lines = _processor_lines() or []
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))

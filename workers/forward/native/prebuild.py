@@ -9,7 +9,7 @@ import platform
 import sys
 
 from workers.forward.native.build import PREBUILT, build_for
-from workers.forward.native.instruction_sets import INSTRUCTION_SETS
+from workers.forward.native.build import INSTRUCTION_SETS
 
 
 def main() -> None:

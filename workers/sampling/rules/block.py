@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cluster.core.config.base import PluginSettings
 from cluster.core.tree import ROOT, TokenTree
 from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, register_rule
-from workers.sampling.uniform import uniform
+from workers.sampling.noise import uniform
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.engines.kept_kernels import KEPT, copy_library, portable
 from workers.forward.native import build
-from workers.forward.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, processor_flags
+from workers.forward.native.build import INSTRUCTION_SETS, InstructionSet, processor_flags
 from workers.forward.native.packed_linear import PackedLinear
 
 FITTING = [one for one in INSTRUCTION_SETS if one.needed <= processor_flags()]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.generation.text.prediction_match import PredictionMatch
+from cluster.generation.text.output_processor import PredictionMatch
 
 
 def counts(prediction: list[int], answer: list[int], step: int = 1) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest
-from cluster.ingress.endpoints.conversations import Conversations
+from cluster.ingress.endpoints.responses import Conversations
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import MODEL, listening
 from tests.support.fakes.http_app import HI, HttpApi, api_that_writes, error_of, openai_client, prompt_of

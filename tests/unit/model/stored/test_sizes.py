@@ -23,7 +23,7 @@ from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
-from workers.model.stored.sizes import stored_bytes
+from workers.model.stored.quantized_checkpoint import stored_bytes
 from workers.model.stored.source import write_stored_in
 from workers.model.weight_counts import count_weights
 from workers.serve.configuration import load_configuration
