@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.core.errors import WorkerUnavailable
-from deploy.bench.agreement.options import AgreementOptions
-from deploy.bench.evaluation.options import EvaluationOptions
+from deploy.bench.options import AgreementOptions
+from deploy.bench.options import EvaluationOptions
 from deploy.bench.load_test.options import LoadOptions
-from deploy.bench.race.options import RaceOptions
+from deploy.bench.options import RaceOptions
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
-from deploy.bench.agreement.options import AgreementOptions
+from deploy.bench.options import AgreementOptions
 from deploy.bench.agreement.positions import Text, compare
 from deploy.bench.agreement.prediction import RoundTimes
 from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, markdown

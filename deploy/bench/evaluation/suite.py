@@ -8,7 +8,7 @@ from dataclasses import replace
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
-from deploy.bench.evaluation.options import EvaluationOptions
+from deploy.bench.options import EvaluationOptions
 from deploy.bench.evaluation.tasks.arithmetic import read_arithmetic
 from deploy.bench.evaluation.tasks.code import read_code
 from deploy.bench.evaluation.tasks.correction import read_correction

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from cluster.core.config.draft_section import NO_DRAFTS
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, PilotfishError, shorten
-from deploy.bench.contest_options import ContestOptions
+from deploy.bench.options import ContestOptions
 from deploy.bench.contestants.answers import RequestOptions
 from deploy.models import resolve_models
 from deploy.settings import Settings, load_settings, parse_assignments, read_list

@@ -14,7 +14,7 @@ import psutil
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
-from deploy.bench.contest_options import ContestOptions
+from deploy.bench.options import ContestOptions
 from deploy.bench.contestants.endpoint import EndpointContestant
 from deploy.bench.contestants.local import LocalContestant, local_contestant
 from deploy.bench.contestants.peers import ASSISTED, GENERATE, Peer, TransformersPeer, load_assistant, load_target

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.core.errors import ConfigurationError
-from deploy.bench.agreement.options import AgreementOptions
+from deploy.bench.options import AgreementOptions
 from deploy.bench.agreement.positions import MAX_RANK, Agreement, Text, compare
 from deploy.bench.agreement.prediction import RoundTimes, TreeShape, tau_of_rate, tau_on_texts, tau_with_prompts
 from deploy.bench.agreement.report import AgreementReport, Measured, markdown

@@ -12,7 +12,7 @@ import pytest
 from cluster.core.config.sections import Configuration
 from deploy.bench.measuring.competitors import BenchSettings
 from deploy.bench.measuring.runner import has_room_for_two
-from deploy.bench.race.options import RaceOptions
+from deploy.bench.options import RaceOptions
 from deploy.bench.race.race import run
 from deploy.local.local_cluster import LocalCluster
 from tests.unit.deploy.bench.conftest import SETTINGS, command

@@ -1,0 +1,223 @@
+"""The options of `pilotfish bench race`, `tasks` and `agreement`. Each is declared once, with type, default and help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from cluster.core.errors import ConfigurationError
+from deploy.dataclass_options import check_at_least, flag, refuse
+from deploy.network.https_client import CacertOption, server_root
+from typing import Annotated, ClassVar, Literal
+from deploy.bench.evaluation.tasks.translation import languages
+from deploy.dataclass_options import check_at_least, flag
+from typing import Annotated
+from deploy.dataclass_options import check_at_least, refuse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContestOptions:
+    """The options that `pilotfish bench race` and `pilotfish bench tasks` share, with type, default and help text.
+
+    Raises `ConfigurationError` for a value out of bounds.
+    """
+
+    POSITIVE: ClassVar[tuple[str, ...]] = ("repeats", "together", "devices")
+    """Options that must be at least 1."""
+    WITH_URL: ClassVar[tuple[str, ...]] = ("plain_url", "cacert")
+    """Options that mean something only with `url`."""
+
+    out: Annotated[Path, "Directory for the results in JSON and Markdown, and for the plots."]
+    tasks: Annotated[str, typer.Option(metavar="NAMES", help="Tasks to run, with commas between them. Unset: all")] = ""
+    batches: Annotated[tuple[int, ...], "Numbers of requests in flight, with commas between them."] = (1,)
+    temperatures: Annotated[tuple[float, ...], "Temperatures, with commas between them; 0 is greedy."] = (0.0,)
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Drafting methods, with commas between them; `none` measures plain decoding against itself. "
+            "Unset: all methods that can run, or only the configurations if there are any",
+        ),
+    ] = ""
+    configuration: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="NAME=KEY=VALUE,KEY=VALUE",
+            help="A further competitor: its name, its settings, and what its requests change (`request.beams=4`). Or "
+            "a YAML file with a list of `name` and `set`, or the name of a combination that comes with Pilotfish: "
+            "int8, prefix-cache, window, beams, long-context. May be repeated.",
+        ),
+    ] = ()
+    peers: Annotated[bool, "Run the decoding methods of transformers on the same prompts."] = True
+    peer_seconds: Annotated[
+        int,
+        "Longest time of one method of transformers for one task, in seconds. A slower one is left out there, "
+        "with the reason. 0: two seconds for each token that may be asked, at least 600.",
+    ] = 0
+    repeats: Annotated[int, "Repetitions of each measurement."] = 1
+    together: Annotated[
+        int,
+        "Competitors that are held in memory at a time. They answer one after another, between two passes of "
+        "plain decoding that they share.",
+    ] = 1
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Measure this OpenAI-compatible server instead of own clusters.")
+    ] = None
+    plain_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="The same model without drafts, to compare --url with.")
+    ] = None
+    cacert: CacertOption = None
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name at --url and --plain-url.")] = None
+    devices: Annotated[int, "Devices behind --url; --plain-url counts as one."] = 1
+    seed: Annotated[int, "Seed of the first prompt of a task; the next prompt's is one higher."] = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(self, dict.fromkeys(self.POSITIVE, 1) | {"peer_seconds": 0})
+        if not self.batches or any(batch < 1 for batch in self.batches):
+            refuse(self, "batches", "each must be at least 1")
+        if not self.temperatures or any(not 0 <= temperature <= 2 for temperature in self.temperatures):
+            refuse(self, "temperatures", "each must be within 0 and 2")
+        if not 0 <= self.seed < 1 << 63:
+            refuse(self, "seed", f"it must be within 0 and {(1 << 63) - 1}")
+        self._check_url()
+
+    def _check_url(self) -> None:
+        if (self.url is None) != (self.model is None):
+            raise ConfigurationError("--url and --model: needed both or neither, found one")
+        for name in ("url", "plain_url"):
+            if getattr(self, name) is not None:
+                server_root(getattr(self, name), flag(name))
+        if self.url is None:
+            for name in self.WITH_URL:
+                if getattr(self, name):
+                    raise ConfigurationError(f"{flag(name)}: needed with --url, found alone")
+        elif self.methods or self.configuration:
+            raise ConfigurationError("--url: needed without --methods and --configuration, found with them")
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The chosen tasks; empty: all."""
+        return _names(self.tasks)
+
+    @property
+    def method_names(self) -> tuple[str, ...]:
+        """The chosen methods; empty: not chosen."""
+        return _names(self.methods)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceOptions(ContestOptions):
+    """The options of one race. Raises `ConfigurationError` for a value out of bounds."""
+
+    POSITIVE: ClassVar[tuple[str, ...]] = (*ContestOptions.POSITIVE, "prompts_per_task", "max_tokens")
+
+    prompts: Annotated[
+        tuple[Path, ...],
+        "A JSONL file of prompts: Spec-Bench, HumanEval, GSM8K, Self-Instruct, chat messages or plain text. "
+        "May be repeated.",
+    ]
+    prompts_per_task: Annotated[int, "Prompts of each task."] = 8
+    max_tokens: Annotated[int, "Maximum number of tokens in one answer."] = 128
+
+    def __post_init__(self) -> None:
+        ContestOptions.__post_init__(self)
+        if not self.prompts:
+            raise ConfigurationError("--prompts: needed at least one file, found none")
+
+
+_FILES = ("translation", "correction", "spec_bench", "arithmetic", "code")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationOptions(ContestOptions):
+    """The options of one evaluation. Raises `ConfigurationError` for a value out of bounds."""
+
+    POSITIVE: ClassVar[tuple[str, ...]] = (*ContestOptions.POSITIVE, "examples", "sentences_per_prompt")
+    WITH_URL: ClassVar[tuple[str, ...]] = (*ContestOptions.WITH_URL, "server_pid", "send_prediction")
+
+    translation: Annotated[Path | None, "JSONL with one sentence in several languages per line, as in Multi30k."] = None
+    languages: Annotated[str, typer.Option(metavar="PAIR", help="Source and target of the translation.")] = "fr-en"
+    translator: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Another target, for --translation alone: a directory, hub id or packaged name. Its results are in "
+            "the directory `translation` of --out. Unset: target.path of the settings.",
+        ),
+    ] = ""
+    correction: Annotated[Path | None, "JSONL with `source` and `references` per line, as in JFLEG."] = None
+    sentences_per_prompt: Annotated[int, "Consecutive sentences of --correction in a prompt."] = 1
+    spec_bench: Annotated[
+        Path | None, "Spec-Bench's JSONL: retrieval, summarization, mathematics, translation, qa."
+    ] = None
+    arithmetic: Annotated[Path | None, "JSONL with `question` and `answer` (`#### NUMBER`) per line, as in GSM8K."] = (
+        None
+    )
+    code: Annotated[Path | None, "JSONL with `prompt`, `entry_point` and `test` per line, as in HumanEval."] = None
+    execute_code: Annotated[
+        bool,
+        "Run the functions that the model writes for --code, each in a process with limits of time and "
+        "memory, which is no sandbox. Without this, --code is left out.",
+    ] = False
+    examples: Annotated[int, "Prompts of each task."] = 32
+    max_tokens: Annotated[int, "Maximum number of tokens in one answer; 0 takes the bound of each task."] = 0
+    form: Annotated[
+        Literal["auto", "instruction", "source"],
+        "`instruction` asks in a sentence, `source` sends the source text alone; `auto` does that for "
+        "encoder-decoder models.",
+    ] = "auto"
+    server_pid: Annotated[
+        tuple[int, ...],
+        typer.Option(help="Process of the server at --url on this machine, measured with its children. Repeatable."),
+    ] = ()
+    send_prediction: Annotated[bool, "Send the source text as `prediction` to --url, where a task copies it."] = False
+
+    def __post_init__(self) -> None:
+        ContestOptions.__post_init__(self)
+        if not any(getattr(self, name) for name in _FILES):
+            raise ConfigurationError(f"needed at least one of {', '.join(map(flag, _FILES))}, found none")
+        if self.translator and (self.translation is None or self.url):
+            raise ConfigurationError("--translator: needed with --translation and without --url, found otherwise")
+        check_at_least(self, {"max_tokens": 0})
+        languages(self.languages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementOptions:
+    """The options of one comparison. Raises `ConfigurationError` for a value out of bounds."""
+
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="JSONL of prompts (Spec-Bench, GSM8K, chat messages, …) or of lines with `text`, or plain text with "
+            "one text per line. For a target with an encoder: JSONL with a source and a text per line, as in Multi30k."
+        ),
+    ]
+    fields: Annotated[
+        str,
+        typer.Option(metavar="SOURCE,TEXT", help="Fields of each line, for a target with an encoder."),
+    ] = "fr,en"
+    draft: Annotated[str, "The draft model: a directory, hub id or packaged name. Unset: the target's own."] = ""
+    target: Annotated[str, "The target: a directory, hub id or packaged name. Unset: target.path of the settings."] = ""
+    texts: Annotated[int, "Texts of the file that are read."] = 16
+    text_tokens: Annotated[int, "First tokens of each text that are compared."] = 256
+    max_tokens: Annotated[int, "Maximum number of tokens in each of the target's answers."] = 64
+    temperature: Annotated[float, "Temperature of the distributions for Σ min(p, q)."] = 1.0
+    measure: Annotated[
+        bool,
+        "Also answer the texts as prompts, with and without the draft model, and compare the predicted with "
+        "the measured speed.",
+    ] = True
+    out: Annotated[Path | None, "Directory for agreement.json and agreement.md."] = None
+
+    def __post_init__(self) -> None:
+        check_at_least(self, {"texts": 1, "max_tokens": 1, "text_tokens": 1})
+        if not 0 < self.temperature <= 10:
+            refuse(self, "temperature", "it must be above 0, at most 10")
