@@ -1,4 +1,4 @@
-"""Findings about the machine and the installed software. Starts nothing."""
+"""Findings about the machine, the installed software and the compiled CPU kernels. Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from pathlib import Path
 
 from deploy.doctor.finding import Finding
 from deploy.machine import local_resources
+import stat
+from workers.forward.code_folder import folder_fault
+from workers.forward.native.build import load_library
 
 OLDEST_PYTHON = (3, 11)
 _PACKAGES = ("torch", "transformers", "ray", "grpcio")
@@ -79,3 +82,25 @@ def _read(file: Path) -> str:
         return file.read_text("utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def kernel_findings(directory: Path) -> Iterator[Finding]:
+    """Whether the kernels can be built and loaded, and whether only this user can write where they are kept.
+
+    Builds them into `directory` if they are not there.
+    """
+    if load_library(str(directory)) is None:
+        yield Finding(
+            "CPU kernels", "none: models on CPU use a slower path", "install a C compiler with OpenMP (gcc or clang)"
+        )
+    else:
+        yield Finding("CPU kernels", "loaded")
+    if directory.is_dir():
+        yield folder_finding(directory)
+
+
+def folder_finding(directory: Path) -> Finding:
+    """Whether nobody else can replace a file of the folder, from which libraries are loaded."""
+    status, fault = directory.stat(), folder_fault(directory)
+    found = f"{directory}, owned by user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
+    return Finding("folder of compiled code", found, None if fault is None else f"nothing is loaded from it: {fault}")

@@ -18,6 +18,8 @@ import grpc
 from pilotfish.v1 import common_pb2, draft_pb2, draft_pb2_grpc, lease_pb2, lease_pb2_grpc
 from pilotfish_vllm.exchange import Exchange, StreamEnded
 from pilotfish_vllm.settings import RefusedSettings, Settings
+import queue
+from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -206,3 +208,49 @@ def _said(error: BaseException) -> str:
     """The status and the message of a failed call."""
     code = _code(error)
     return str(error) if code is None else f"{code.name}: {error.details()}"  # type: ignore[attr-defined]
+
+
+class StreamEnded(Exception):
+    """The server has ended the stream."""
+
+
+class Exchange:
+    """Alternates requests and answers on one stream. After an error it is of no use; close it.
+
+    A stream that stays open costs half of the time of a call, for which gRPC starts a thread and opens a stream.
+    """
+
+    def __init__(self, open_stream: Callable[[Iterator[Any]], Any]) -> None:
+        """`open_stream` calls a streaming method with an iterator of requests, and returns gRPC's call."""
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = open_stream(iter(self._requests.get, None))
+        threading.Thread(target=self._read, name="pilotfish-drafts", daemon=True).start()
+
+    def ask(self, request: Any, seconds: float) -> Any:
+        """Send a request and return its answer.
+
+        Raises gRPC's `RpcError`, `StreamEnded`, and `TimeoutError` without an answer in time.
+        """
+        self._requests.put(request)
+        try:
+            answer = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the stream and its threads."""
+        self._requests.put(None)
+        self._call.cancel()
+
+    def _read(self) -> None:
+        try:
+            for answer in self._call:
+                self._answers.put(answer)
+        except Exception as error:  # the caller raises it
+            self._answers.put(error)
+        else:
+            self._answers.put(StreamEnded("the drafter has ended the stream"))

@@ -17,7 +17,7 @@ from deploy.bench.evaluation.evaluation import Evaluation
 from deploy.bench.options import EvaluationOptions
 from deploy.bench.evaluation.quality import Scoreboard
 from deploy.bench.evaluation.report import markdown
-from deploy.bench.evaluation.roofline import roofline
+from deploy.bench.evaluation.report import roofline
 from deploy.bench.evaluation.suite import read_suite, with_prompts
 from deploy.bench.evaluation.tasks.task import Task
 from deploy.bench.evaluation.tasks.translation import TASK as TRANSLATION_TASKS

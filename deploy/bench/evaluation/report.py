@@ -1,4 +1,4 @@
-"""The tables of an evaluation. Every table with a speed has the quality beside it."""
+"""The tables of an evaluation, each speed with the quality beside it, and its roofline."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from deploy.bench.measuring import measures
 from deploy.bench.measuring.results import CellResult, Entry, Exactness, joined_use, over_tasks
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, not_run, number, or_unknown
 from deploy.draft_origins import origin_shares
+from dataclasses import dataclass
+from deploy.bench.report.charts import empty_plot, png
 
 _MIB = 2**20
 _MEGA, _GIGA = 1e6, 1e9
@@ -214,3 +216,60 @@ def _peaks(evaluation: Evaluation, entry: Entry) -> str:
     uses = [found.resources for cell in evaluation.results.of(entry.name) for found in cell.passes]
     peaks = sorted(joined_use(uses).peak_bytes.items(), key=lambda item: -item[1])
     return ", ".join(f"{name}: {most / _MIB:.0f}" for name, most in peaks) or UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One competitor at one batch."""
+
+    name: str
+    intensity: float
+    """Floating-point operations per byte that is read."""
+    flops_per_second: float
+
+
+def points(evaluation: Evaluation) -> list[Point]:
+    """A point for each competitor and batch, at the first temperature: what its passes computed and read, prompts
+    included. Those with unknown arithmetic have none.
+    """
+    found: list[Point] = []
+    settings = evaluation.settings
+    for batch, temperature in settings:
+        if temperature != settings[0][1]:
+            continue
+        for line in evaluation.lines(batch, temperature):
+            costs = token_costs(line.cost, line.passes)
+            if costs.intensity is not None and costs.flops_per_second is not None:
+                found.append(Point(f"{line.name}, batch {batch}", costs.intensity, costs.flops_per_second))
+    return found
+
+
+def roofline(evaluation: Evaluation) -> bytes | None:
+    """The roofline as a PNG: where competitors are between reading memory and arithmetic (Williams et al. 2009).
+
+    `None` without matplotlib, which is optional, without points or without a roof.
+    """
+    found, roofs = points(evaluation), evaluation.roofs
+    if not found or roofs is None:
+        return None
+    results = evaluation.results
+    plot = empty_plot((results.title, results.stretch), "arithmetic intensity and attained speed", 8.0)
+    if plot is None:
+        return None
+    figure, axes = plot
+    ridge = roofs.flops_per_second / roofs.bytes_per_second
+    least = min(0.1 * ridge, *(0.5 * point.intensity for point in found))
+    most = max(10 * ridge, *(2 * point.intensity for point in found))
+    axes.plot(
+        [least, ridge, most],
+        [least * roofs.bytes_per_second / _GIGA, roofs.flops_per_second / _GIGA, roofs.flops_per_second / _GIGA],
+        "k--",
+        label="roof: reading memory, then multiplying matrices",
+    )
+    for point in found:
+        axes.plot([point.intensity], [point.flops_per_second / _GIGA], "o", label=point.name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("floating-point operations per byte that is read")
+    axes.set_ylabel("GFLOP/s")
+    return png(figure, axes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.sampling.most_probable import most_probable
+from workers.verify.decider import most_probable
 
 
 @pytest.mark.parametrize("size", [5, 64, 640, 1000, 49152])

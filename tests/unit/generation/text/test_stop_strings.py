@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.generation.text.stop_strings import Matched, StopMatcher
+from cluster.generation.text.output_processor import Matched, StopMatcher
 
 stops = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
 texts = st.text("abc", max_size=20)

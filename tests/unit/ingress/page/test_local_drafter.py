@@ -9,7 +9,7 @@ import pytest
 from cluster.core.config.load import load
 from cluster.core.errors import DrafterUnavailable
 from cluster.wire.peer_access import OPEN
-from deploy.local.local_drafter import LocalDrafter
+from deploy.local.local_cluster import LocalDrafter
 from tests.support.deadline import deadline
 
 SECONDS = 30.0

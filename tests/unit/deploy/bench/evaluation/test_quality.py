@@ -13,7 +13,7 @@ from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, Re
 from deploy.bench.evaluation.evaluation import Evaluation
 from deploy.bench.evaluation.quality import Scoreboard
 from deploy.bench.evaluation.report import markdown, status
-from deploy.bench.evaluation.roofline import points, roofline
+from deploy.bench.evaluation.report import points, roofline
 from deploy.bench.evaluation.tasks.arithmetic import score_arithmetic
 from deploy.bench.evaluation.tasks.task import Example, Task
 from deploy.bench.evaluation.token_costs import token_costs
