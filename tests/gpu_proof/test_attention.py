@@ -21,7 +21,7 @@ from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.backends.triton import TritonBackend
 from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
-from workers.forward.packed_step import PackedBuffers
+from workers.forward.cuda_graphs import PackedBuffers
 from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape

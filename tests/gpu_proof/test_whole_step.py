@@ -19,7 +19,7 @@ from workers.forward.backends.triton import TritonBackend
 from workers.forward.gpu_product import GpuProduct
 from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
-from workers.forward.packed_step import PackedBuffers
+from workers.forward.cuda_graphs import PackedBuffers
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore

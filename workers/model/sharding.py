@@ -24,9 +24,11 @@ from workers.forward.adapters.base import OWN_HEADS
 from workers.forward.layer_lists import plan_name
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import StoredLinear
-from workers.model.expert_styles import OWN_EXPERTS, WHOLE_EXPERTS, register_expert_styles
 from workers.model.head_counts import ranks_that_divide
 from workers.model.share import Share
+from torch.distributed.tensor import Shard, distribute_tensor
+from workers.forward.experts import FIRST_EXPERT
+from workers.ranks import sum_over_ranks
 
 
 def _divided(part: str, columns: tuple[str, ...], rows: str) -> dict[str, str]:
@@ -379,3 +381,50 @@ def keep_outputs(layer: Any, outputs: slice | torch.Tensor) -> None:
 def _range(part: slice) -> torch.Tensor:
     """The indices of a slice."""
     return torch.arange(part.start, part.stop)
+
+
+# Two styles of plans by which each rank holds whole experts. All ranks route alike; a rank computes its own experts
+# for all tokens, and the sum of all ranks is the output.
+WHOLE_EXPERTS = "whole_experts"
+"""The style, in a plan, of experts' parameters `[experts, …]` of which each rank holds those of its own experts."""
+OWN_EXPERTS = "own_experts"
+"""The style, in a plan, of a layer of such experts."""
+
+
+class _WholeExperts(TensorParallelLayer):
+    """Divides a parameter by experts. Raises `ConfigurationError` if the ranks do not divide their number."""
+
+    def shard_param(self, module: Any, param: str, mesh: Any) -> None:
+        whole = module._parameters.get(param)
+        if whole is None:
+            return
+        own = Share(mesh.get_local_rank(), mesh.size()).experts(len(whole))
+        setattr(module, FIRST_EXPERT, own.start)
+        module.all_experts, module.num_experts = len(whole), own.stop - own.start
+        module._is_expert_parallel = True
+        divided = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(divided, requires_grad=whole.requires_grad)
+
+
+class _OwnExperts(TensorParallelLayer):
+    """Computes this rank's experts. A choice of another rank's expert is the number after the last, with weight 0."""
+
+    def should_use_local_tensors(self, module: Any) -> bool:  # noqa: ARG002 - of the base class
+        return True
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        x, chosen, weights = args
+        local = chosen - getattr(module, FIRST_EXPERT)
+        is_other = (local < 0) | (local >= module.num_experts)
+        return (x, local.masked_fill(is_other, module.num_experts), weights.masked_fill(is_other, 0.0)), kwargs
+
+    def transform_output_post_forward(self, module: Any, output: torch.Tensor, mesh: Any) -> torch.Tensor:  # noqa: ARG002
+        output = output.contiguous()
+        sum_over_ranks(output)
+        return output
+
+
+def register_expert_styles() -> None:
+    """Let `transformers` know both styles."""
+    ALL_PARALLEL_STYLES.register(WHOLE_EXPERTS, _WholeExperts())  # type: ignore[arg-type]
+    ALL_PARALLEL_STYLES.register(OWN_EXPERTS, _OwnExperts())  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.options import AgreementOptions
 from deploy.bench.agreement.positions import Text, compare
-from deploy.bench.agreement.prediction import RoundTimes
+from deploy.bench.agreement.report import RoundTimes
 from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, markdown
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
 from deploy.bench.contestants.local import is_encoder_decoder

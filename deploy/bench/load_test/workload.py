@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count, cycle, islice, zip_longest
 
 from deploy.bench.load_test.options import Endpoint, LoadOptions
-from deploy.bench.race.tasks import read_tasks
+from deploy.bench.measuring.setup import read_tasks
 
 _WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "

@@ -20,6 +20,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 import psutil
+from collections.abc import Sequence
+from itertools import islice
+from cluster.core.errors import ConfigurationError
+from deploy.bench.contestants.answers import BenchTasks
+from workers.distill.prompts import by_task, read_prompts
 
 
 def empty_results(title: str) -> BenchResults:
@@ -95,3 +100,38 @@ def _processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+TASK_NAMES = {
+    "mt_bench": "conversation",
+    "qa": "question-answering",
+    "math_reasoning": "mathematics",
+    "rag": "retrieval",
+}
+"""Names of Spec-Bench's tasks in the tables, where they differ from the names in its file (Xia et al. 2024)."""
+
+
+def read_tasks(
+    files: Sequence[Path], names: Sequence[str], per_task: int, tokenizer: Tokenizer | None, longest: int | None
+) -> BenchTasks:
+    """The first turns of the first `per_task` prompts of each task; with `names`, of these tasks only.
+
+    A task is the category in a line, or else the file's name without its suffix. A task of several categories takes
+    one prompt of each in turn. Without a tokenizer, prompts have no tokens. A prompt of more than `longest` tokens is
+    left out. Raises `ConfigurationError`, which names the file and the line, or the unknown task and the known ones.
+    """
+    texts: dict[str, list[str]] = {}
+    for file in files:
+        turns = [prompt for prompt in read_prompts(file) if prompt.turns]
+        for task, prompts in by_task(turns).items():
+            name = TASK_NAMES.get(task, task) or file.stem
+            texts.setdefault(name, []).extend(prompt.turns[0] for prompt in prompts)
+    unknown = [name for name in names if name not in texts]
+    if unknown or not texts:
+        known = ", ".join(texts) or "none"
+        raise ConfigurationError(f"--tasks: {', '.join(unknown) or 'nothing'} is not in the prompts; there are {known}")
+    chosen = {name: texts[name] for name in names or texts}
+    return {
+        name: tuple(islice(filter(None, (render_prompt(text, tokenizer, longest) for text in found)), per_task))
+        for name, found in chosen.items()
+    }

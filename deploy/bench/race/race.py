@@ -18,7 +18,7 @@ from deploy.bench.measuring.session import BenchSession, Report, Schedule, run_t
 from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results
 from deploy.bench.options import RaceOptions
 from deploy.bench.race.report import markdown
-from deploy.bench.race.tasks import read_tasks
+from deploy.bench.measuring.setup import read_tasks
 from deploy.bench.report.charts import speedup_by_task, throughput_by_batch
 from deploy.models import served_name
 from deploy.progress import ProgressReporter

@@ -1,6 +1,6 @@
 """Recurrent modules of `transformers` over all tokens of a step: their projections and norms around our recurrences.
 
-A module's kind is told by what it has; a trial against the module's own code (`workers.forward.recurrence.trial`)
+A module's kind is told by what it has; a trial against the module's own code (`workers.forward.recurrent`)
 shows whether it is that kind.
 """
 

@@ -18,7 +18,7 @@ from tests.support.models.draft_references import norm
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import load_served_module
-from workers.draft.heads.heads_pass import ParallelHeads
+from workers.draft.heads.heads_drafter import ParallelHeads
 from workers.draft.heads.own_heads import OwnHeads
 from workers.model.draft_card import CARD, WEIGHTS
 from workers.model.draft_shapes import HeadsShape

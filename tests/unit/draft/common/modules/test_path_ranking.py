@@ -12,7 +12,7 @@ from cluster.core.request import SamplingParameters
 from tests.support.models import drafting_modules, tiny
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.served_module import load_served_module
-from workers.draft.heads.heads_pass import ParallelHeads
+from workers.draft.heads.heads_drafter import ParallelHeads
 from workers.model.draft_shapes import HeadsShape
 from workers.model.drafting.files import Drafter, load_drafter
 from workers.model.drafting.heads import MedusaHeads
