@@ -23,12 +23,11 @@ from deploy.fitting import Fit, fit
 from deploy.placement import Group, Placement, Resources, RolePlacement
 from deploy.settings import Settings
 from workers.model.draft_card import is_distilled, read_card
+from workers.model.formats.checkpoint import safetensors_header
 from workers.model.head_counts import ranks_that_divide
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_LONGEST_HEADER = 100 * 1024 * 1024
-"""Bytes; the bound that safetensors itself sets on its headers."""
 _MOST_NODES = 8
 """Nodes that a problem names."""
 
@@ -307,7 +306,11 @@ def weight_bytes(directory: Path, dtype: str) -> int:
         rows = card.target_vocabulary_size + (card.vocabulary_size or card.target_vocabulary_size)
         total += rows * card.hidden_size * _DTYPE_BYTES[dtype]
     for file in sorted(directory.glob("*.safetensors")):
-        for entry in _safetensors_header(file).values():
+        try:
+            header = safetensors_header(file)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"weights {str(file)!r} are not safetensors; {error}") from None
+        for entry in header.values():
             first, last = entry["data_offsets"]
             total += (last - first) // _STORED_BYTES.get(entry["dtype"], 1) * _DTYPE_BYTES[dtype]
     return total
@@ -323,19 +326,6 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         raise ConfigurationError(f"model directory {str(directory)!r}: config.json holds no object")
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
-
-
-def _safetensors_header(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > _LONGEST_HEADER:
-                raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(stream.read(length))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"weights {str(file)!r} are not safetensors; {error}") from None
-    header.pop("__metadata__", None)
-    return dict(header)
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:

@@ -34,6 +34,18 @@ _NEUTRAL = frozenset(
 """Keys of that kind that do not change what a trained model computes."""
 
 
+def safetensors_header(file: Path) -> dict[str, Any]:
+    """What a safetensors file says of each of its tensors, by name. Raises `OSError`, `ValueError`."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"its header claims {length} bytes")
+        header = json.loads(stream.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header holds no object")
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A directory with `config.json` and weights."""
@@ -175,13 +187,8 @@ class Checkpoint:
 
     def _header(self, file: Path) -> Sizes:
         try:
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                if length > _LONGEST_HEADER:
-                    raise ValueError(f"its header claims {length} bytes")
-                header = json.loads(stream.read(length))
-                return {name: tuple(map(int, one["shape"])) for name, one in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return {name: tuple(map(int, one["shape"])) for name, one in safetensors_header(file).items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             self.fail(f"{file.name} is no safetensors file: {error}")
 
     def _pickled_sizes(self, file: Path) -> Sizes:
