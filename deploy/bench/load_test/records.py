@@ -63,21 +63,16 @@ FIGURES: Mapping[str, str] = {
 """The figures of a request, by their names in `--goodput`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Mean and percentiles of a figure, in seconds."""
-
-    mean: float
-    percentiles: tuple[float, ...]
-    """At each of `QUANTILES`."""
+PERCENTILES = {f"p{100 * share:.0f}": share for share in QUANTILES}
+"""Percentiles of a figure, by name."""
 
 
-def distribution(values: Sequence[float]) -> Distribution | None:
-    """The distribution of the values; `None` without values."""
+def distribution(values: Sequence[float]) -> dict[str, float] | None:
+    """The `mean` and the percentiles of some values; `None` without values."""
     if not values:
         return None
-    found = [percentile(values, share) for share in QUANTILES]
-    return Distribution(statistics.fmean(values), tuple(value for value in found if value is not None))
+    found = {name: percentile(values, share) or 0.0 for name, share in PERCENTILES.items()}
+    return {"mean": statistics.fmean(values), **found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +149,8 @@ class Measurement:
         """A count divided by the duration; 0 for a measurement that took no time."""
         return count / self.seconds if self.seconds else 0.0
 
-    def latency(self, figure: str) -> Distribution | None:
-        """The distribution of one of `FIGURES`. That of ITL is over all gaps of all requests."""
+    def latency(self, figure: str) -> dict[str, float] | None:
+        """The distribution of one of `FIGURES`, in seconds. That of ITL is over all gaps of all requests."""
         if figure == "itl":
             return distribution([gap for record in self.completed for gap in record.gaps])
         values = [record.figures[figure] for record in self.completed]

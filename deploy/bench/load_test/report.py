@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.load_test.records import FIGURES, LoadRecord, Measurement
-from deploy.bench.measuring.measures import QUANTILES
+from deploy.bench.load_test.records import FIGURES, PERCENTILES, LoadRecord, Measurement
 from deploy.bench.report.charts import empty_plot, png
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table
 from deploy.draft_origins import origin_shares
@@ -82,14 +81,14 @@ def _throughput(measurements: Sequence[Measurement]) -> str:
 
 
 def _latency(measurements: Sequence[Measurement]) -> str:
-    columns = ["requests/s sent, in flight", "figure", "mean", *(f"p{100 * share:.0f}" for share in QUANTILES)]
+    columns = ["requests/s sent, in flight", "figure", "mean", *PERCENTILES]
     rows = []
     for found in measurements:
         for name, title in FIGURES.items():
             latency = found.latency(name)
-            values = [UNKNOWN] * (1 + len(QUANTILES))
+            values = [UNKNOWN] * (1 + len(PERCENTILES))
             if latency is not None:
-                values = [f"{1e3 * value:.1f}" for value in (latency.mean, *latency.percentiles)]
+                values = [f"{1e3 * value:.1f}" for value in latency.values()]
             rows.append([_place(found), title, *values])
     note = (
         "TPOT: time after the first token, per token after it. ITL: between one part of a stream and the next; with "
@@ -115,12 +114,10 @@ def chart(results: LoadResults) -> bytes | None:
             )
             axes.step(values, [(index + 1) / len(values) for index in range(len(values))], label=FIGURES[name])
             continue
-        for index, share in enumerate(QUANTILES):
-            points = [
-                None if (found := each.latency(name)) is None else found.percentiles[index] for each in measurements
-            ]
+        for percentile in PERCENTILES:
+            points = [None if (found := each.latency(name)) is None else found[percentile] for each in measurements]
             style = "o-" if name == "ttft" else "s--"
-            axes.plot(range(len(points)), points, style, label=f"{FIGURES[name]}, p{100 * share:.0f}")
+            axes.plot(range(len(points)), points, style, label=f"{FIGURES[name]}, {percentile}")
     if len(measurements) == 1:
         axes.set(xlabel="seconds", ylabel="share of the requests")
     else:
@@ -141,7 +138,6 @@ def as_json(results: LoadResults) -> dict[str, Any]:
 
 
 def _measurement(found: Measurement) -> dict[str, Any]:
-    latency = {name: found.latency(name) for name in FIGURES}
     return {
         "request_rate": None if math.isinf(found.request_rate) else found.request_rate,
         "max_concurrency": found.max_concurrency or None,
@@ -159,14 +155,9 @@ def _measurement(found: Measurement) -> dict[str, Any]:
         "accepted_by_origin": found.accepted_by_origin,
         "goodput": found.goodput,
         "goodput_bounds_seconds": dict(found.goodput_bounds),
-        "latency_seconds": {name: None if each is None else _distribution(each) for name, each in latency.items()},
+        "latency_seconds": {name: found.latency(name) for name in FIGURES},
         "requests": [_record(record) for record in found.records],
     }
-
-
-def _distribution(found: Any) -> dict[str, float]:
-    names = [f"p{100 * share:.0f}" for share in QUANTILES]
-    return {"mean": found.mean, **dict(zip(names, found.percentiles, strict=True))}
 
 
 def _record(record: LoadRecord) -> dict[str, Any]:
