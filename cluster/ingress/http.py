@@ -35,7 +35,7 @@ from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.cluster_status import add_cluster_status
 from cluster.ingress.endpoints.documentation import add_documentation
 from cluster.ingress.endpoints.messages import add_messages
-from cluster.ingress.endpoints.operations import add_operations
+from cluster.ingress.endpoints.cluster_status import add_operations
 from cluster.ingress.endpoints.page import Page, add_page
 from cluster.ingress.endpoints.responses import add_responses
 from cluster.ingress.endpoints.tokens import add_tokens

@@ -1,6 +1,6 @@
-"""`GET /cluster`: what every coordinator does, as JSON for the page and for `pilotfish top`.
+"""The HTTP routes for operators, load balancers, the page and `pilotfish top`.
 
-The numbers are read from the metrics. Those that end in `_total` count since the coordinator's start.
+`GET /cluster` says what every coordinator does. Its numbers are read from the metrics. Those that end in `_total` count since the coordinator's start.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.ingress.client import StatusClient
 from cluster.ingress.router.metrics_text import LABEL
+from collections.abc import Callable
+from importlib.metadata import version
+from cluster.ingress.observability.ingress_metrics import IngressMetrics
 
 _FIELDS: Mapping[str, str] = {
     "vllm:num_requests_running": "running",
@@ -47,7 +50,7 @@ _DRAFTER_FIELDS: Mapping[str, str] = {
 
 
 def add_cluster_status(app: FastAPI, client: StatusClient) -> None:
-    """Add the route."""
+    """Add `GET /cluster`."""
 
     @app.get("/cluster")
     async def cluster() -> Response:
@@ -86,3 +89,34 @@ def _drafter(replica: dict[str, Any], name: str) -> dict[str, Any]:
         replica["drafting"].append(entry)
     found: dict[str, Any] = entry
     return found
+
+
+def add_operations(app: FastAPI, client: StatusClient, own_metrics: IngressMetrics, running: Callable[[], int]) -> None:
+    """Add the routes for operators and load balancers. `running` returns the number of requests that the application is answering."""
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> Response:
+        is_reachable = await client.is_reachable()
+        return JSONResponse({"status": "alive" if is_reachable else "no coordinator"}, 200 if is_reachable else 503)
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return Response(status_code=200 if await client.is_reachable() else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready = await client.is_ready()
+        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        exposition, content_type = await client.metrics()
+        return Response(own_metrics.appended_to(exposition), headers={"content-type": content_type})
+
+    @app.get("/version")
+    async def server_version() -> Response:
+        return JSONResponse({"version": version("pilotfish")})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": running()})

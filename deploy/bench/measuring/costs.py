@@ -10,12 +10,28 @@ from transformers import AutoConfig
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
-from deploy.bench.measuring.draft_flops import count_draft_flops
 from deploy.bench.measuring.results import Cost, KvLayer
 from workers.kv.eight_bits import record_bytes
 from workers.kv.spec import LayerShape
 from workers.model.stored.quantized_checkpoint import stored_bytes
 from workers.model.weight_counts import count_weights
+import math
+from dataclasses import dataclass
+from cluster.core.config.draft_section import DraftModuleSection
+from workers.draft.common.modules.ranked_paths import MOST_PARENTS
+from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
+from workers.model.draft_card import DraftDescription
+from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
+from workers.model.formats.registry import read_draft
+from workers.model.public_shapes import FeatureShape, HydraShape, MaskedBlockShape, MedusaShape, Sizes
+from workers.model.weight_counts import (
+    count_layers,
+    count_matrices,
+    count_mtp_layer,
+    count_part,
+    count_weights,
+    tensor_shapes,
+)
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WITHOUT_KV = {"conv", "linear_attention", "mamba", "mlp", "moe"}
@@ -85,3 +101,97 @@ def _weight_bytes(section: ModelSection, parameters: int) -> int:
     return (
         stored if stored is not None else parameters * (1 if section.quantization == "int8" else _BYTES[section.dtype])
     )
+
+
+_EXIT, _MTP = "early_exit", "mtp"
+_OF_CONTEXT = ("fusion.", "contexts.")
+"""Weights of a block drafter that compute once for each committed token."""
+_PER_DEPTH = ("layers.", "selector.")
+"""Weights of a module that compute for each depth of a draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFlops:
+    """Floating-point operations of drafting for one sequence."""
+
+    proposed: float = 0.0
+    """For each proposed token, where a pass drafts one: an upper bound for trees, whose leaves take no pass."""
+    step: float = 0.0
+    """For each draft, where one pass drafts all depths."""
+    committed: float = 0.0
+    """For each committed token, whose hidden states a module reads."""
+
+
+def count_draft_flops(configuration: Configuration) -> DraftFlops:
+    """The operations of all selected methods. Raises `ModelLoadError`, and `ConfigurationError` for a wrong module."""
+    proposed, step, committed = _without_modules(configuration), 0, 0
+    for name, section in configuration.draft.modules.items():
+        directory = Path(section.path)
+        card = read_draft(directory, section.taps if isinstance(section, DraftModuleSection) else ())
+        match card.shape:
+            case HeadsShape(depths=depths):
+                step += _one_pass(directory, card, depths)
+            case BlockShape(block=depths):
+                matrices = count_matrices(directory)
+                committed += sum(count for name, count in matrices.items() if name.startswith(_OF_CONTEXT))
+                step += _one_pass(directory, card, depths)
+            case FeatureShape(depths=depths) as shape if depths:
+                layers = _matrices(shape.tensors())
+                committed += layers
+                step += (depths - 1) * layers + depths * _head(card)
+            case FeatureShape() as shape:
+                proposed += _matrices(shape.tensors()) + _head(card)
+            case MedusaShape() as shape:
+                step += _matrices(shape.tensors()) + (0 if shape.rows else shape.depths * _head(card))
+            case HydraShape() as shape:
+                first = {name: size for name, size in shape.tensors().items() if name.startswith("0.")}
+                step += _matrices(first) + MOST_PARENTS * (_matrices(shape.tensors()) - _matrices(first))
+            case MaskedBlockShape() as shape:
+                entered, layers, later = _of_block(shape.tensors())
+                committed += entered
+                parents = 1 + (shape.depths - 1) * MOST_PARENTS
+                step += shape.slots * layers + shape.depths * _head(card) + parents * later
+            case TableShape():
+                pass  # it looks tokens up
+            case _ if name == _MTP:
+                proposed += _matrices(tensor_shapes(directory)) + _head(card)
+            case _ if name != _EXIT:
+                proposed += count_weights(directory).multiply_adds
+    return DraftFlops(2.0 * proposed, 2.0 * step, 2.0 * committed)
+
+
+def _without_modules(configuration: Configuration) -> int:
+    """Multiply-adds for each proposed token of a draft model, and of methods that draft with parts of the target."""
+    found, target = 0, Path(configuration.target.path)
+    if (weights := configuration.draft.weights) is not None:
+        found += count_weights(Path(weights.path)).multiply_adds
+    if _EXIT in configuration.draft.selected("method"):
+        part = part_of(configuration.draft.settings(_EXIT, EarlyExitSettings), configuration.target)
+        part = part or default_part(count_layers(target))
+        found += count_part(target, part.layers, part.skip_attention, part.skip_mlp)
+    if _MTP in configuration.draft.selected("method") and _MTP not in configuration.draft.modules:
+        found += count_mtp_layer(target)
+    return found
+
+
+def _one_pass(directory: Path, card: DraftDescription, depths: int) -> int:
+    """Multiply-adds of a pass that drafts `depths` tokens: the head, layers and selector compute for each of them."""
+    matrices = {name: count for name, count in count_matrices(directory).items() if not name.startswith(_OF_CONTEXT)}
+    deep = sum(count for name, count in matrices.items() if name.startswith(_PER_DEPTH))
+    return sum(matrices.values()) - deep + depths * (deep + _head(card))
+
+
+def _of_block(sizes: Sizes) -> tuple[int, int, int]:
+    """Multiply-adds of a public block drafter: for a committed token, a slot, and heads below a candidate."""
+    layers = {name: size for name, size in sizes.items() if name.startswith("layers.")}
+    context = {name: size for name, size in layers.items() if ".k_proj." in name or ".v_proj." in name}
+    heads = {name: size for name, size in sizes.items() if "_head." in name and not name.endswith("markov_w1.weight")}
+    return _matrices(context | {"fc.weight": sizes["fc.weight"]}), _matrices(layers), _matrices(heads)
+
+
+def _head(card: DraftDescription) -> int:
+    return (card.vocabulary_size or card.target_vocabulary_size) * card.hidden_size
+
+
+def _matrices(sizes: Sizes) -> int:
+    return sum(math.prod(size) for size in sizes.values() if len(size) == 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass
 from deploy.bench.measuring import measures
-from deploy.bench.measuring.draft_flops import DraftFlops, count_draft_flops
+from deploy.bench.measuring.costs import DraftFlops, count_draft_flops
 from deploy.bench.measuring.results import Cost
 from deploy.settings import load_settings
 from tests.support.models import public_drafts

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.core.errors import ConfigurationError
 from deploy.bench.options import EvaluationOptions
-from deploy.bench.evaluation.suite import read_suite, with_prompts
+from deploy.bench.evaluation.evaluate import read_suite, with_prompts
 from deploy.bench.evaluation.tasks.arithmetic import read_arithmetic
 from deploy.bench.evaluation.tasks.code import passes, program_of, read_code
 from deploy.bench.evaluation.tasks.correction import read_correction

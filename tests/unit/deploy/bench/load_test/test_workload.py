@@ -13,7 +13,7 @@ import pytest
 
 from cluster.core.errors import ConfigurationError
 from deploy.bench.load_test.options import Endpoint, LoadOptions, parse_goodput
-from deploy.bench.load_test.workload import arrival_seconds, make_requests
+from deploy.bench.load_test.run import arrival_seconds, make_requests
 
 
 def test_all_requests_are_sent_at_once_without_a_rate() -> None:
