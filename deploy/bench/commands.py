@@ -13,7 +13,7 @@ import typer
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.options import AgreementOptions
 from deploy.bench.options import EvaluationOptions
-from deploy.bench.load_test.options import LoadOptions
+from deploy.bench.options import LoadOptions
 from deploy.bench.options import RaceOptions
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options

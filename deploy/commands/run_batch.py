@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.batch.lines import read_lines
+from deploy.batch.run import read_lines
 from deploy.batch.run import BatchCounts, BatchRun, Report
 from deploy.commands.client.connection import ChosenServer, connected
 from deploy.commands.options import ConfigOption, SetOption

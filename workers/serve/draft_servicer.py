@@ -22,7 +22,7 @@ from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.common.idle_work import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
 from workers.serve.lease_servicer import LeasedServicer
-from workers.serve.leases import Leases
+from workers.serve.lease_servicer import Leases
 
 logger = logging.getLogger(__name__)
 

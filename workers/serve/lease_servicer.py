@@ -14,7 +14,11 @@ from cluster.core.ids import SequenceId
 from cluster.wire.codec.common import decode_client
 from pilotfish.v1 import lease_pb2, lease_pb2_grpc
 from workers.serve.compute_thread import ComputeThread
-from workers.serve.leases import Leases
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from cluster.core.config.cluster_section import LEASE_SECONDS
 
 Released = TypeVar("Released")
 
@@ -67,3 +71,71 @@ class LeasedServicer(Generic[Released]):
     def _release_of(self, client: str, sequence_ids: Sequence[SequenceId]) -> Released:
         self.leases.forget(client, sequence_ids)
         return self._release(sequence_ids)
+
+
+class Leases:
+    """What a client stores on a worker belongs to its lease, which every call renews. Used by several threads.
+
+    Clients are named by the prefix of their sequence ids.
+    """
+
+    def __init__(self, seconds: float = LEASE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        """How long a client may be silent, in seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[str, _Lease] = {}
+
+    @contextmanager
+    def call(self, client: str) -> Iterator[None]:
+        """Renew the client's lease, and keep it for as long as the block runs."""
+        with self._lock:
+            lease = self._leases.setdefault(client, _Lease())
+            lease.calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                lease.calls -= 1
+                lease.renewed_at = self._clock()
+
+    def store(self, client: str, sequence_ids: Iterable[SequenceId]) -> None:
+        """Record that a call of the client stores these sequences. The call is under way."""
+        with self._lock:
+            self._leases.setdefault(client, _Lease(self._clock())).sequence_ids.update(sequence_ids)
+
+    def stored(self, client: str) -> tuple[SequenceId, ...]:
+        """The sequences that the client stores here."""
+        with self._lock:
+            lease = self._leases.get(client)
+            return () if lease is None else tuple(lease.sequence_ids)
+
+    def forget(self, client: str, sequence_ids: Iterable[SequenceId]) -> None:
+        """Record that the client has released these sequences."""
+        with self._lock:
+            lease = self._leases.get(client)
+            if lease is not None:
+                lease.sequence_ids.difference_update(sequence_ids)
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether `expire` would end a lease."""
+        with self._lock:
+            return any(self._is_over(lease) for lease in self._leases.values())
+
+    def expire(self) -> tuple[SequenceId, ...]:
+        """End the leases of clients that have been silent for too long. Returns the sequences that they stored."""
+        with self._lock:
+            over = [client for client, lease in self._leases.items() if self._is_over(lease)]
+            return tuple(sequence_id for client in over for sequence_id in self._leases.pop(client).sequence_ids)
+
+    def _is_over(self, lease: _Lease) -> bool:
+        return not lease.calls and self._clock() - lease.renewed_at > self.seconds
+
+
+class _Lease:
+    def __init__(self, renewed_at: float = 0.0) -> None:
+        self.renewed_at = renewed_at
+        self.calls = 0
+        """Number of calls under way."""
+        self.sequence_ids: set[SequenceId] = set()

@@ -29,7 +29,7 @@ from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from pilotfish.v1 import target_pb2, target_pb2_grpc
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
 from workers.serve.lease_servicer import LeasedServicer
-from workers.serve.leases import Leases
+from workers.serve.lease_servicer import Leases
 
 
 class StepEngine(Protocol):

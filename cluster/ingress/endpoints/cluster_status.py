@@ -1,6 +1,7 @@
 """The HTTP routes for operators, load balancers, the page and `pilotfish top`.
 
-`GET /cluster` says what every coordinator does. Its numbers are read from the metrics. Those that end in `_total` count since the coordinator's start.
+`GET /cluster` says what every coordinator does. Its numbers are read from the metrics. Those that end in `_total` count
+since the coordinator's start.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import GENERATE, PEERS, Peer
 from deploy.bench.evaluation.evaluation import Evaluation
 from deploy.bench.options import EvaluationOptions
-from deploy.bench.evaluation.quality import Scoreboard
+from deploy.bench.evaluation.evaluation import Scoreboard
 from deploy.bench.evaluation.report import markdown
 from deploy.bench.evaluation.report import roofline
 from deploy.bench.evaluation.tasks.task import Task

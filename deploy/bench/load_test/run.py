@@ -10,7 +10,7 @@ import httpx
 
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.contestants.endpoint import StreamReader
-from deploy.bench.load_test.options import LoadOptions, parse_goodput
+from deploy.bench.options import LoadOptions, parse_goodput
 from deploy.bench.load_test.records import LoadRecord, Measurement
 from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.measuring.setup import describe_machine
@@ -22,7 +22,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, cycle, islice, zip_longest
-from deploy.bench.load_test.options import Endpoint, LoadOptions
+from deploy.bench.options import Endpoint, LoadOptions
 from deploy.bench.measuring.setup import read_tasks
 
 Report = Callable[[float, str], None]

@@ -27,7 +27,7 @@ from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase
-from workers.serve.leases import Leases
+from workers.serve.lease_servicer import Leases
 
 ALICE, BOB = "alice-key-0123456789", "bob-key-0123456789"
 KEYS = parse_keys(f"alice {ALICE} admin learn requests_per_minute=9999\nbob {BOB}", "keys")

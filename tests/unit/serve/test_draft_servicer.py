@@ -17,7 +17,7 @@ from pilotfish.v1 import draft_pb2
 from tests.support.fakes.echo_workers import POISON, EchoDrafter, Gate, draft_row, drafter_at, propose, release
 from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.serve.draft_servicer import DraftServicer
-from workers.serve.leases import Leases
+from workers.serve.lease_servicer import Leases
 
 
 async def test_proposals_arrive_unchanged() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.core.ids import SequenceId
-from workers.serve.leases import Leases
+from workers.serve.lease_servicer import Leases
 
 A, B = SequenceId("one/a"), SequenceId("two/a")
 

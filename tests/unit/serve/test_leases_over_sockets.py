@@ -28,7 +28,7 @@ from workers.draft.ngram import NgramDrafter, NgramSettings
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve.draft_servicer import DraftServicer
-from workers.serve.leases import Leases
+from workers.serve.lease_servicer import Leases
 from workers.serve.target_servicer import TargetServicer
 from workers.serve.worker_server import DRAFT_SERVICE, TARGET_SERVICE, WorkerHost
 from workers.verify.decider import LocalDecider

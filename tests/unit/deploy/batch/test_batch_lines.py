@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy.batch.lines import PATHS, BatchResult, InvalidLine, parse_line
+from deploy.batch.run import PATHS, BatchResult, InvalidLine, parse_line
 
 LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": PATHS[0], "body": {"messages": []}}
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, ResourceUse
 from deploy.bench.evaluation.evaluation import Evaluation
-from deploy.bench.evaluation.quality import Scoreboard
+from deploy.bench.evaluation.evaluation import Scoreboard
 from deploy.bench.evaluation.report import markdown, status
 from deploy.bench.evaluation.report import points, roofline
 from deploy.bench.evaluation.tasks.arithmetic import score_arithmetic

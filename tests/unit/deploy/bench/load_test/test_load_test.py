@@ -13,7 +13,7 @@ import pytest
 
 from cluster.core.errors import WorkerUnavailable
 from deploy import cli
-from deploy.bench.load_test.options import Endpoint, LoadOptions
+from deploy.bench.options import Endpoint, LoadOptions
 from deploy.bench.load_test.records import Measurement
 from deploy.bench.load_test.run import LoadTest
 from deploy.commands.client.connection import server_client

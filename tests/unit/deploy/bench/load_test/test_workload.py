@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import ConfigurationError
-from deploy.bench.load_test.options import Endpoint, LoadOptions, parse_goodput
+from deploy.bench.options import Endpoint, LoadOptions, parse_goodput
 from deploy.bench.load_test.run import arrival_seconds, make_requests
 
 
