@@ -14,8 +14,7 @@ import grpc
 
 from cluster.core.ids import check_request_id
 from cluster.ingress.client import AbortClient, GenerateClient, ModelClient, TextClient
-from cluster.ingress.observability.request_record import log_request
-from cluster.ingress.observability.request_record import Fields, RequestRecord
+from cluster.ingress.observability.request_record import Fields, RequestRecord, log_request
 from cluster.wire.request_values import traceparent_of
 from pilotfish.v1 import generation_pb2, generation_pb2_grpc
 

@@ -32,10 +32,9 @@ from cluster.ingress.asgi import (
 from cluster.ingress.client import ServiceClient
 from cluster.ingress.connections.pacing import MarkMiddleware
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.endpoints.cluster_status import add_cluster_status
+from cluster.ingress.endpoints.cluster_status import add_cluster_status, add_operations
 from cluster.ingress.endpoints.documentation import add_documentation
 from cluster.ingress.endpoints.messages import add_messages
-from cluster.ingress.endpoints.cluster_status import add_operations
 from cluster.ingress.endpoints.page import Page, add_page
 from cluster.ingress.endpoints.responses import add_responses
 from cluster.ingress.endpoints.tokens import add_tokens
@@ -46,10 +45,9 @@ from cluster.ingress.observability.traces import CallTracer
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
 from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, TokenNames
-from cluster.ingress.openai.stream import note_prompt
+from cluster.ingress.openai.stream import chunks, note_prompt, whole_response
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card, system_fingerprint
-from cluster.ingress.openai.stream import chunks, whole_response
 from cluster.ingress.openai.translate import (
     chat_request,
     completion_requests,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import httpx
 
-from cluster.core.errors import ConfigurationError
-from deploy.network.https_client import why_silent
-from collections.abc import Iterator, Mapping
-from typing import Any
 from cluster.core.errors import ConfigurationError, shorten
+from deploy.network.https_client import why_silent
 
 Report = Callable[[float, str], None]
 """Called with the share of the lines that are done, and a description."""

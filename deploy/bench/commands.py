@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.core.errors import WorkerUnavailable
-from deploy.bench.options import AgreementOptions
-from deploy.bench.options import EvaluationOptions
-from deploy.bench.options import LoadOptions
-from deploy.bench.options import RaceOptions
+from deploy.bench.options import AgreementOptions, EvaluationOptions, LoadOptions, RaceOptions
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import check_at_least, flag, refuse
-from deploy.network.https_client import CacertOption, server_root
-from typing import Annotated, ClassVar, Literal
+from deploy.network.https_client import CacertOption, UrlOption, server_root
 from deploy.bench.evaluation.tasks.translation import languages
-from deploy.dataclass_options import check_at_least, flag
-from typing import Annotated
-from deploy.dataclass_options import check_at_least, refuse
 import math
 from collections.abc import Sequence
 from enum import StrEnum
-from deploy.network.https_client import CacertOption, UrlOption, server_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.batch.run import read_lines
-from deploy.batch.run import BatchCounts, BatchRun, Report
+from deploy.batch.run import BatchCounts, BatchRun, Report, read_lines
 from deploy.commands.client.connection import ChosenServer, connected
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption, check_reachable

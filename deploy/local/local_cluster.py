@@ -15,7 +15,7 @@ from typing import Any, Self
 import uvicorn
 
 from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, DrafterUnavailable
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.key_ring import KeyRing
@@ -32,15 +32,10 @@ from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer
 from deploy.implied_settings import with_implied_settings
 from deploy.network.cluster_token import draw_token
-from workers.draft.registry import create
-from workers.serve.learning.learner import start_learner
-from workers.serve.worker_server import host_target
-from workers.verify.build import build_engine
-from typing import Self
-from cluster.core.errors import DrafterUnavailable
-from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, described
-from workers.serve.worker_server import WorkerHost, host_draft
+from workers.serve.learning.learner import start_learner
+from workers.serve.worker_server import WorkerHost, host_draft, host_target
+from workers.verify.build import build_engine
 
 LOOPBACK = "127.0.0.1"
 

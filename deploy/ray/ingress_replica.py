@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.core.membership import MemberRole
+from cluster.core.membership import MemberRole, View
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.key_ring import KeyRing
@@ -39,7 +39,6 @@ from workers.serve.logs import set_logging
 import random
 import ray
 from ray.exceptions import RayError
-from cluster.core.membership import MemberRole, View
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,6 @@ from deploy.simulation.simulated_target import SimulatedTarget
 from deploy.simulation.virtual_time import Process, now
 from pilotfish.v1 import draft_pb2, generation_pb2, target_pb2
 from collections import Counter as Sums
-from collections.abc import Callable, Sequence
 from typing import Any
 from cluster.coordinator.metrics import Metrics
 

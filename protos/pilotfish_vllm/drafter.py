@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +19,6 @@ from pilotfish.v1 import common_pb2, draft_pb2, draft_pb2_grpc, lease_pb2, lease
 from pilotfish_vllm.exchange import Exchange, StreamEnded
 from pilotfish_vllm.settings import RefusedSettings, Settings
 import queue
-from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 

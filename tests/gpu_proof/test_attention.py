@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout

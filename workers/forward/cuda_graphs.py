@@ -18,13 +18,13 @@ from enum import IntEnum
 import torch
 
 from workers.forward.attention import StepPlan
-from workers.forward.backends.base import AttentionSetting, StepKind
+from workers.forward.backends.base import AttentionBackend, AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend
 from workers.forward.graph_buffers import GraphBuffers
 from workers.forward.graph_sizes import (
+    GraphSize,
     LONGEST,
     WORD,
-    GraphSize,
     gathered_graph_sizes,
     packed_graph_sizes,
     padded_graph_sizes,
@@ -33,14 +33,10 @@ from workers.forward.graph_sizes import (
 from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass
-from workers.forward.recurrence.plan import RecurrenceColumns, RecurrencePlan, recurrence_columns
+from workers.forward.recurrence.plan import RecurrenceBuffers, RecurrenceColumns, RecurrencePlan, recurrence_columns
 from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
-from collections.abc import Sequence
 from typing import Any
 import numpy as np
-from workers.forward.backends.base import AttentionBackend
-from workers.forward.graph_sizes import GraphSize
-from workers.forward.recurrence.plan import RecurrenceBuffers
 from workers.transfer import StepArray, joined, split_together, words_together
 
 logger = logging.getLogger(__name__)

@@ -26,15 +26,11 @@ from workers.forward.attention import UnsupportedModel
 from workers.forward.linear import FastLinear, MergedLinear
 from workers.forward.recurrence.base import RecurrenceKernels
 from workers.forward.recurrence.mixers import Mixer, make_mixer
-from workers.forward.recurrence.plan import RecurrencePlan
+from workers.forward.recurrence.plan import RecurrencePlan, StateRow, plan_recurrence
 from workers.forward.weights.modules import StoredLinear
 from workers.kv.state_slots import LayerState, StatePart, StateShape
 from workers.ranks import found_by_all
-from collections.abc import Callable
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.forward.recurrence.mixers import Mixer
-from workers.forward.recurrence.plan import RecurrencePlan, StateRow, plan_recurrence
-from workers.kv.state_slots import LayerState, StateShape
 from workers.kv.states import SequenceStates
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,11 @@ from cluster.core.errors import ModelLoadError
 from workers.model.dequantized import write_dequantized_from
 from workers.model.formats.hub import Report, fetch
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
-from workers.model.packaged.marian import convert_marian
-from workers.model.packaged.marian import extract_entries
-from workers.model.stored.quantized_checkpoint import DEQUANTIZED, quantization_of
+from workers.model.packaged.marian import convert_marian, extract_entries
+from workers.model.stored.quantized_checkpoint import DEQUANTIZED, QuantizedCheckpoint, quantization_of
 from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 from safetensors.torch import save_file
-from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from cluster.wire.codec.draft import decode_draft_rows, encode_description, enco
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 from workers.draft.common.idle_work import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
-from workers.serve.lease_servicer import LeasedServicer
-from workers.serve.lease_servicer import Leases
+from workers.serve.lease_servicer import LeasedServicer, Leases
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -16,7 +16,6 @@ from pilotfish.v1 import lease_pb2, lease_pb2_grpc
 from workers.serve.compute_thread import ComputeThread
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from cluster.core.config.cluster_section import LEASE_SECONDS
 

@@ -28,8 +28,7 @@ from cluster.wire.codec.step import decode_step_batch, encode_step_result
 from cluster.wire.codec.target_info import encode_occupancy, encode_target_info
 from pilotfish.v1 import target_pb2, target_pb2_grpc
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
-from workers.serve.lease_servicer import LeasedServicer
-from workers.serve.lease_servicer import Leases
+from workers.serve.lease_servicer import LeasedServicer, Leases
 
 
 class StepEngine(Protocol):

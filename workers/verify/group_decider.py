@@ -17,8 +17,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
-from workers.verify.decider import most_probable
-from workers.verify.decider import Decisions, LocalDecider, decide_where_possible
+from workers.verify.decider import Decisions, LocalDecider, decide_where_possible, most_probable
 
 
 class GroupDecider:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from cluster.core.answer_format import AnswerFormat, CallFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.fair_queue import flow_of
-from cluster.core.grammar import Grammar, GrammarKind, lark_source
+from cluster.core.grammar import Grammar, GrammarKind, lark_source, parser_limits, source_of
 from cluster.core.request import GenerationRequest
 from cluster.generation.grammar.tool_calls import Specials, functions_of, text_before, tool_call_grammar, written
 from cluster.generation.text.prompts import ChatPrompt
@@ -17,7 +17,6 @@ from cluster.generation.validate import ValidatedRequest
 import json
 from collections import OrderedDict
 from pathlib import Path
-from cluster.core.grammar import Grammar, GrammarKind, parser_limits, source_of
 from cluster.generation.grammar.compiler_process import Compiled, CompilerProcess
 from cluster.generation.grammar.compiler_queue import CompilerQueue
 from cluster.generation.grammar.endless import endless_rule, endless_schema

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cluster.core.draft_origin import NO_ORIGINS
 from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, Usage
@@ -13,7 +13,6 @@ from cluster.generation.text.tokenizer import Detokenizer
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from dataclasses import dataclass
 
 
 class OutputProcessor:

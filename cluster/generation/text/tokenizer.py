@@ -5,16 +5,16 @@ from __future__ import annotations
 import codecs
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import tokenizers
 
 from cluster.core.answer_format import CallFormat, ReasoningFormat
 from cluster.core.answer_format_rows import call_format, call_format_of, reasoning_format
-from cluster.core.errors import ConfigurationError, InvalidRequest
+from cluster.core.errors import ConfigurationError, InvalidRequest, Overloaded
 from cluster.core.token_bytes import METASPACE, PieceToBytes, reader
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions
@@ -23,10 +23,7 @@ from cluster.generation.text.response_template import NONE_OWN, Inexpressible, O
 from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
-from cluster.core.errors import Overloaded
 
 log = logging.getLogger(__name__)
 

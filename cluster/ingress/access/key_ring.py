@@ -5,15 +5,12 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import ConfigurationError, Unauthenticated
-from cluster.ingress.access.api_keys import ApiKey, check_keys, digest
-from collections.abc import Iterator
+from cluster.ingress.access.api_keys import ApiKey, check_keys, digest, parse_key, parse_keys
 from pathlib import Path
-from cluster.core.errors import ConfigurationError
-from cluster.ingress.access.api_keys import ApiKey, check_keys, parse_key, parse_keys
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ since the coordinator's start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.ingress.client import StatusClient
 from cluster.ingress.router.metrics_text import LABEL
-from collections.abc import Callable
 from importlib.metadata import version
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from cluster.core.config.sections import LimitsSection
-from cluster.core.errors import UnsupportedParameter
+from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.ingress.access.http_access import named
 from cluster.ingress.client import GenerateClient
 from cluster.ingress.endpoints.bodies import read_parsed
@@ -23,8 +23,6 @@ from cluster.ingress.openai.requests import ChatRequest, part_text
 from cluster.ingress.openai.responses import reduced_tokens
 from pilotfish.v1 import generation_pb2
 from collections import Counter, OrderedDict
-from cluster.core.errors import InvalidRequest
-from cluster.ingress.openai.parsing.parts import Json
 
 _NAMES = {
     r"response_format(\.json_schema)?\b": "text.format",

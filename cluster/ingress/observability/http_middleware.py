@@ -11,8 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.core.errors import PilotfishError
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
-from cluster.ingress.observability.request_record import log_request
-from cluster.ingress.observability.request_record import RequestRecord, current
+from cluster.ingress.observability.request_record import RequestRecord, current, log_request
 from cluster.ingress.observability.traces import CallTracer
 from cluster.ingress.openai.errors import ErrorResponse, error_response
 from cluster.wire.request_values import TRACEPARENT

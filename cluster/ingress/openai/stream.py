@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 
 from pydantic_core import to_json
 
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import EventId, EventIds, Stage
-from cluster.ingress.openai.formats import Choice, reported_prompt, streamed_prompt
+from cluster.ingress.openai.formats import Choice, EndpointFormat, finite, reported_prompt, streamed_prompt, token_text
 from cluster.ingress.openai.parsing.parts import Json
 from cluster.ingress.openai.responses import (
     ResponseMetadata,
@@ -21,10 +21,7 @@ from cluster.ingress.openai.responses import (
     whole_choice,
 )
 from pilotfish.v1 import generation_pb2
-from collections.abc import Mapping
 from typing import Any
-from cluster.ingress.openai.formats import Choice, EndpointFormat, finite, token_text
-from cluster.ingress.openai.responses import ResponseOptions
 
 Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
 """Pairs of the index of a choice and an event."""

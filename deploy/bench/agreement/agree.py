@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.options import AgreementOptions
 from deploy.bench.agreement.positions import Text, compare
-from deploy.bench.agreement.report import RoundTimes
-from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, markdown
+from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, RoundTimes, markdown
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
 from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import load_assistant, load_target
@@ -30,7 +29,6 @@ from deploy.progress import ProgressReporter
 from deploy.terminal import notices
 from workers.model.encoder_decoder.generation_defaults import GenerationDefaults, read_generation_defaults
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from deploy.bench.evaluation.tasks.jsonl import read_rows
 from workers.distill.prompts import read_prompts

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from deploy.bench.agreement.positions import Agreement
 from deploy.bench.report.tables import UNKNOWN, markdown_table, number
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 _WIDTHS = (1, 2, 4, 8)
 _TREES = (

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
-from deploy.bench.contestants.answers import BenchPass
-from deploy.bench.evaluation.tasks.task import Task
-from deploy.bench.measuring.results import BenchResults, CellResult, Cost, Entry, over_tasks
+from deploy.bench.contestants.answers import BenchAnswer, BenchPass
+from deploy.bench.evaluation.tasks.task import Scores, Task
+from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry, over_tasks
 from deploy.bench.measuring.roofs import Roofs
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from deploy.bench.contestants.answers import BenchAnswer
 from deploy.bench.evaluation.tasks.metrics import chrf
-from deploy.bench.evaluation.tasks.task import Scores, Task
-from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Entry
 
 
 @dataclass(frozen=True, slots=True)

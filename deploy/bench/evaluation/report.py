@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deploy.bench.evaluation.evaluation import Evaluation, Line
-from deploy.bench.evaluation.evaluation import Quality
+from deploy.bench.evaluation.evaluation import Evaluation, Line, Quality
 from deploy.bench.evaluation.tasks.task import Task
 from deploy.bench.evaluation.token_costs import token_costs
 from deploy.bench.measuring import measures

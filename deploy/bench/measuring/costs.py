@@ -14,7 +14,14 @@ from deploy.bench.measuring.results import Cost, KvLayer
 from workers.kv.eight_bits import record_bytes
 from workers.kv.spec import LayerShape
 from workers.model.stored.quantized_checkpoint import stored_bytes
-from workers.model.weight_counts import count_weights
+from workers.model.weight_counts import (
+    count_layers,
+    count_matrices,
+    count_mtp_layer,
+    count_part,
+    count_weights,
+    tensor_shapes,
+)
 import math
 from dataclasses import dataclass
 from cluster.core.config.draft_section import DraftModuleSection
@@ -24,14 +31,6 @@ from workers.model.draft_card import DraftDescription
 from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
 from workers.model.formats.registry import read_draft
 from workers.model.public_shapes import FeatureShape, HydraShape, MaskedBlockShape, MedusaShape, Sizes
-from workers.model.weight_counts import (
-    count_layers,
-    count_matrices,
-    count_mtp_layer,
-    count_part,
-    count_weights,
-    tensor_shapes,
-)
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WITHOUT_KV = {"conv", "linear_attention", "mamba", "mlp", "moe"}

@@ -12,7 +12,6 @@ import psutil
 from cluster.core.errors import ConfigurationError
 from deploy.bench.contestants.answers import ResourceUse
 import ctypes
-from collections.abc import Mapping
 
 _PROC = Path("/proc")
 _RESET_PEAK = "5"

@@ -22,8 +22,6 @@ from typing import Any
 import psutil
 from collections.abc import Sequence
 from itertools import islice
-from cluster.core.errors import ConfigurationError
-from deploy.bench.contestants.answers import BenchTasks
 from workers.distill.prompts import by_task, read_prompts
 
 

@@ -15,10 +15,9 @@ from deploy.bench.measuring.competitors import BenchSettings, draft_model_direct
 from deploy.bench.measuring.results import BenchResults, write_json
 from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
 from deploy.bench.measuring.session import BenchSession, Report, Schedule, run_to_the_end
-from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results
+from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results, read_tasks
 from deploy.bench.options import RaceOptions
 from deploy.bench.race.report import markdown
-from deploy.bench.measuring.setup import read_tasks
 from deploy.bench.report.charts import speedup_by_task, throughput_by_batch
 from deploy.models import served_name
 from deploy.progress import ProgressReporter

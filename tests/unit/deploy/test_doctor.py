@@ -15,9 +15,15 @@ import psutil
 import pytest
 
 from cluster.wire.peer_access import OPEN, PeerAccess
-from deploy.doctor.environment import gpu_finding, package_finding, processor, python_finding, shared_memory_finding
+from deploy.doctor.environment import (
+    folder_finding,
+    gpu_finding,
+    package_finding,
+    processor,
+    python_finding,
+    shared_memory_finding,
+)
 from deploy.doctor.finding import Finding
-from deploy.doctor.environment import folder_finding
 from deploy.doctor.models import model_finding
 from deploy.doctor.network import Exposure, exposures, network_findings
 from deploy.network.cluster_token import draw_token

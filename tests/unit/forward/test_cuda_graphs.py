@@ -36,10 +36,9 @@ from workers.forward.backends import choice
 from workers.forward.backends.base import REFERENCE, AttentionSetting, all_backends
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.flex import CAPABILITIES, Flex, FlexBackend
-from workers.forward.cuda_graphs import CudaGraphRunner
+from workers.forward.cuda_graphs import CudaGraphRunner, PackedBuffers
 from workers.forward.graph_sizes import GraphSize, gathered_graph_sizes, packed_graph_sizes
 from workers.forward.loaded_model import PassOptions, PassOutput
-from workers.forward.cuda_graphs import PackedBuffers
 from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool

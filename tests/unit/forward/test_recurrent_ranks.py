@@ -20,8 +20,7 @@ from tests.support.engines.rank_processes import free_port, start_ranks
 from tests.support.models.hybrids import save_hybrid
 from workers.forward import recurrent
 from workers.forward.native import build
-from workers.forward.recurrent import difference
-from workers.forward.recurrent import bind_recurrent
+from workers.forward.recurrent import bind_recurrent, difference
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model

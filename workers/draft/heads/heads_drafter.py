@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.pass_of_salt import PassOfSalt
 from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
-from workers.draft.common.modules.served_module import load_served_module
+from workers.draft.common.modules.served_module import ServedModule, load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.modules.text_collector import CollectedStates, TextCollector
 from workers.draft.common.sessions import DraftingSession, Sessions
@@ -28,14 +28,10 @@ from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
-from collections.abc import Sequence
 from copy import copy
-from typing import Any
 from torch.nn.functional import silu
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.product import MakeProduct, Product
-from workers.draft.common.modules.ranked_paths import RankedPaths
-from workers.draft.common.modules.served_module import ServedModule
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.selector import Selector
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import platform
 import sys
 
-from workers.forward.native.build import PREBUILT, build_for
-from workers.forward.native.build import INSTRUCTION_SETS
+from workers.forward.native.build import INSTRUCTION_SETS, PREBUILT, build_for
 
 
 def main() -> None:

@@ -5,30 +5,31 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import BartConfig, MarianConfig, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError
-from workers.forward.attention import UnsupportedModel
-from workers.forward.encoder_decoder.decoder import SourcedDecoder, take_projections, take_relative_biases
+from workers.forward.attention import ATTENTION_NAME, UnsupportedModel
+from workers.forward.encoder_decoder.decoder import (
+    RelativePositionBias,
+    SourcedDecoder,
+    take_projections,
+    take_relative_biases,
+)
 from workers.forward.encoder_decoder.encoder import SourceEncoder, input_embedding
 from workers.forward.loaded_model import SourceParts
 from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
 from workers.model.share import Share
 from workers.model.target_ends import decoder_vocabulary_size
 from collections.abc import Iterator, Sequence
-from workers.forward.encoder_decoder.decoder import RelativePositionBias, SourcedDecoder
 from workers.forward.linear import FastLinear, make_linear_kernel
 from workers.forward.weights.choice import store
 from workers.model.sharding import keep_outputs
-from typing import Any
-from transformers import BartConfig, MarianConfig, PreTrainedConfig
 from transformers.models.bart.modeling_bart import BartDecoder
 from transformers.models.marian.modeling_marian import MarianDecoder, MarianEncoder
-from workers.forward.attention import ATTENTION_NAME, UnsupportedModel
 
 _DEFAULT_CONTEXT = 512
 """Longest source and answer of a model whose configuration does not bound them, as for T5's relative positions."""

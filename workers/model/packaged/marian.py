@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig
@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig
 from cluster.core.errors import ModelLoadError
 import struct
 import zlib
-from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 _WEIGHTS = "pytorch_model.bin"

@@ -11,8 +11,7 @@ import pytest
 from cluster.core.errors import InvalidRequest, Overloaded
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.chat_template import RENDER_SECONDS, ChatTemplate
-from cluster.generation.text.tokenizer import LONG_CHARS, TextExecutor
-from cluster.generation.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import LONG_CHARS, TextExecutor, Tokenizer
 from tests.support.models.tiny_tokenizer import byte_level
 
 

@@ -13,8 +13,16 @@ import torch
 from cluster.core.errors import ConfigurationError
 from deploy.bench.options import AgreementOptions
 from deploy.bench.agreement.positions import MAX_RANK, Agreement, Text, compare
-from deploy.bench.agreement.report import RoundTimes, TreeShape, tau_of_rate, tau_on_texts, tau_with_prompts
-from deploy.bench.agreement.report import AgreementReport, Measured, markdown
+from deploy.bench.agreement.report import (
+    AgreementReport,
+    Measured,
+    RoundTimes,
+    TreeShape,
+    markdown,
+    tau_of_rate,
+    tau_on_texts,
+    tau_with_prompts,
+)
 from deploy.bench.agreement.agree import Pair, read_pairs, read_texts
 
 

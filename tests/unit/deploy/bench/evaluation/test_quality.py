@@ -10,10 +10,8 @@ import pytest
 
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, ResourceUse
-from deploy.bench.evaluation.evaluation import Evaluation
-from deploy.bench.evaluation.evaluation import Scoreboard
-from deploy.bench.evaluation.report import markdown, status
-from deploy.bench.evaluation.report import points, roofline
+from deploy.bench.evaluation.evaluation import Evaluation, Scoreboard
+from deploy.bench.evaluation.report import markdown, points, roofline, status
 from deploy.bench.evaluation.tasks.arithmetic import score_arithmetic
 from deploy.bench.evaluation.tasks.task import Example, Task
 from deploy.bench.evaluation.token_costs import token_costs

@@ -11,8 +11,7 @@ import pytest
 
 from cluster.core.errors import ConfigurationError
 from deploy.bench.contestants.answers import ResourceUse
-from deploy.bench.measuring.meter import EnergyCounters, gpu_joules
-from deploy.bench.measuring.meter import ResourceMeter
+from deploy.bench.measuring.meter import EnergyCounters, ResourceMeter, gpu_joules
 from deploy.bench.measuring.results import joined_use
 
 NO_LIBRARY = "libno-such-library.so"
