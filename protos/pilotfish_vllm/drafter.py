@@ -16,7 +16,6 @@ from uuid import uuid4
 import grpc
 
 from pilotfish.v1 import common_pb2, draft_pb2, draft_pb2_grpc, lease_pb2, lease_pb2_grpc
-from pilotfish_vllm.exchange import Exchange, StreamEnded
 from pilotfish_vllm.settings import RefusedSettings, Settings
 import queue
 

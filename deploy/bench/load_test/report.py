@@ -23,7 +23,7 @@ class LoadResults:
 
     title: str
     machine: Mapping[str, Any]
-    """The machine of the client, from `deploy.bench.measuring.machine.describe_machine`."""
+    """The machine of the client, from `deploy.bench.measuring.setup.describe_machine`."""
     command: str
     measurements: list[Measurement] = field(default_factory=list)
     was_stopped: bool = False
