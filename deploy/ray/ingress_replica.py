@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.core.membership import MemberRole, View
+from cluster.core.membership import Member, MemberRole, View
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.key_ring import KeyRing
@@ -23,7 +23,6 @@ from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.endpoints.page import Page
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
-from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
@@ -134,20 +133,9 @@ class IngressReplica:
         await self._directory.beat()  # a drafter may be newer than the last view
         return await kill_drafter(self._directory.view, self._application)
 
-    def _coordinators(self) -> tuple[CoordinatorView, ...]:
+    def _coordinators(self) -> tuple[Member, ...]:
         """The coordinators, also those that drain."""
-        return tuple(
-            CoordinatorView(
-                one.id,
-                one.address,
-                one.load.waiting,
-                one.load.running,
-                one.load.kv_usage,
-                one.is_draining,
-                one.load.stalled_seconds,
-            )
-            for one in self._directory.view.of(MemberRole.TARGET)
-        )
+        return self._directory.view.of(MemberRole.TARGET)
 
 
 _NAMESPACE = "serve"

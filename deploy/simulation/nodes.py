@@ -18,7 +18,7 @@ from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.text.vocabulary import JsonVocabulary
-from cluster.ingress.router.choice import CoordinatorView
+from cluster.core.membership import Load, Member, MemberRole
 from cluster.wire.codec.common import decode_client, decode_sequence_ids
 from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
 from cluster.wire.codec.opening import decode_open_rows, encode_open_result
@@ -171,16 +171,12 @@ class CoordinatorNode:
         await asyncio.gather(self._starting, return_exceptions=True)
         await self.coordinator.stop(drain_seconds)
 
-    def view(self) -> CoordinatorView:
+    def view(self) -> Member:
         """What a heartbeat says of the coordinator."""
-        gauges = self.metrics.gauges
-        return CoordinatorView(
-            self._client,
-            self.process.name,
-            int(gauges["vllm:num_requests_waiting"]()),
-            int(gauges["vllm:num_requests_running"]()),
-            gauges["vllm:kv_cache_usage_perc"](),
-        )
+        names = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+        waiting, running, kv_usage = (self.metrics.gauges[f"vllm:{name}"]() for name in names)
+        load = Load(int(waiting), int(running), kv_usage)
+        return Member(MemberRole.TARGET, self._client, self.process.name, "", load)
 
     async def _abort(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - there is nothing to compute
         message = generation_pb2.AbortRequest.FromString(request)

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import cast
 
+from cluster.core.membership import Member
 from cluster.ingress.client import FullClient
-from cluster.ingress.router.choice import CoordinatorView
 from cluster.ingress.router.router import Router
 from deploy.simulation.network import Call, Endpoint, Network
 from deploy.simulation.nodes import CoordinatorNode
@@ -24,7 +24,7 @@ class SimulatedDirectory:
     """The view of the coordinators: what the latest heartbeats said."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, tuple[CoordinatorView, float]] = {}
+        self._heard: dict[str, tuple[Member, float]] = {}
 
     def beat(self, nodes: Sequence[CoordinatorNode]) -> None:
         """Let the coordinators that run and are ready send a heartbeat."""
@@ -33,14 +33,12 @@ class SimulatedDirectory:
                 view = node.view()
                 self._heard[view.address] = view, now()
 
-    def members(self) -> Sequence[CoordinatorView]:
+    def members(self) -> Sequence[Member]:
         """The coordinators that were heard of lately."""
         return [view for view, at in self._heard.values() if now() - at < EXPIRY_SECONDS]
 
 
-def routed(
-    network: Network, members: Callable[[], Sequence[CoordinatorView]], patience_seconds: float = 30.0
-) -> Router:
+def routed(network: Network, members: Callable[[], Sequence[Member]], patience_seconds: float = 30.0) -> Router:
     """The real router over the simulated network."""
 
     def connect(address: str) -> FullClient:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
+from cluster.core.membership import Member
 from cluster.core.errors import ModelChanged
 from cluster.core.ids import scoped_salt
 from pilotfish.v1 import generation_pb2
@@ -31,30 +31,9 @@ WAITING_BLOCKS = 16
 """Load of a sequence in a coordinator's queue, whose prompt is another ingress's, in blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorView:
-    """A coordinator that accepts requests, as the directory describes it."""
-
-    id: str
-    """Distinct for each start of a coordinator, because a new one has stored nothing. What stands before the last
-    colon is the version of its answers: a stream goes on at coordinators of its version only."""
-    address: str
-    """`host:port` of its gRPC services."""
-    waiting: int = 0
-    """Sequences that wait in its queue."""
-    running: int = 0
-    """Sequences that it computes."""
-    kv_usage: float = 0.0
-    """Share of its KV blocks in use, 0 to 1."""
-    is_draining: bool = False
-    """Whether it finishes its requests and takes no more."""
-    stalled_seconds: float = 0.0
-    """How long it has ended no step although it has requests, in seconds."""
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether its requests should go elsewhere, as if it were lost."""
-        return self.stalled_seconds > STALLED_SECONDS
+def is_stalled(coordinator: Member) -> bool:
+    """Whether the requests of a coordinator should go elsewhere, as if it were lost."""
+    return coordinator.load.stalled_seconds > STALLED_SECONDS
 
 
 def prefix_hashes(request: generation_pb2.GenerateRequest, *, shares_between_keys: bool = False) -> tuple[bytes, ...]:
@@ -107,13 +86,13 @@ class PrefixMemory:
             self._seen.popitem(last=False)
 
 
-def compatible(coordinators: Sequence[CoordinatorView], earlier: str) -> Sequence[CoordinatorView]:
+def compatible(coordinators: Sequence[Member], earlier: str) -> Sequence[Member]:
     """Return the coordinators whose answers are those of the coordinator with the id `earlier`."""
     version = _version(earlier)
     return [view for view in coordinators if not version or _version(view.id) in ("", version)]
 
 
-def continuing(coordinators: Sequence[CoordinatorView], earlier: str) -> Sequence[CoordinatorView]:
+def continuing(coordinators: Sequence[Member], earlier: str) -> Sequence[Member]:
     """Return the coordinators that can continue a stream of the coordinator with the id `earlier`.
 
     That are all if it is empty, or has no version. A coordinator without a version continues every stream. Raises
@@ -127,12 +106,12 @@ def continuing(coordinators: Sequence[CoordinatorView], earlier: str) -> Sequenc
 
 def choose(
     hashes: Sequence[bytes],
-    coordinators: Sequence[CoordinatorView],
+    coordinators: Sequence[Member],
     in_flight: Mapping[str, int],
     memory: PrefixMemory,
     excluded: Collection[str] = (),
     preferred: str = "",
-) -> CoordinatorView | None:
+) -> Member | None:
     """Return the coordinator with the least work to do before the first token; `None` if all are excluded or drain.
 
     A resumed request goes to the `preferred` coordinator, if it is present: it may still hold the request's tokens.
@@ -142,20 +121,24 @@ def choose(
     matches = memory.matches(hashes)
     first = hashes[0] if hashes else b""
 
-    def cost(view: CoordinatorView) -> tuple[bool, bool, float, bytes]:
+    def cost(view: Member) -> tuple[bool, bool, float, bytes]:
         # The report is some time old and includes this ingress's requests, which are counted at once.
-        reported = RUNNING_BLOCKS * view.running + WAITING_BLOCKS * view.waiting
-        load = max(in_flight.get(view.id, 0), reported) + view.kv_usage
+        reported = RUNNING_BLOCKS * view.load.running + WAITING_BLOCKS * view.load.waiting
+        load = max(in_flight.get(view.id, 0), reported) + view.load.kv_usage
         missing = len(hashes) - matches.get(view.id, 0)
         tie = blake2b(view.id.encode(), digest_size=8, key=first).digest()
-        return view.is_stalled, view.id != preferred, missing + load, tie
+        return is_stalled(view), view.id != preferred, missing + load, tie
 
     accepting = (view for view in coordinators if view.id not in excluded and not view.is_draining)
     return min(accepting, key=cost, default=None)
 
 
 def _version(coordinator: str) -> str:
-    """Return the version in the id of a coordinator; empty if there is none."""
+    """Return the version of its answers in the id of a coordinator, before the last colon; empty if there is none.
+
+    A stream goes on at coordinators of its version only. The rest of an id is distinct for each start of a coordinator,
+    because a new one has stored nothing.
+    """
     return coordinator.rpartition(":")[0]
 
 

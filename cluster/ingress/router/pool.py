@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from cluster.core.ids import RequestId
 from cluster.ingress.client import FullClient
-from cluster.ingress.router.choice import RUNNING_BLOCKS, CoordinatorView, compatible
+from cluster.core.membership import Member
+from cluster.ingress.router.choice import RUNNING_BLOCKS, compatible, is_stalled
 
 WATCH_SECONDS = 0.5
 """How often running streams are compared with the view, in seconds."""
@@ -23,7 +24,7 @@ class RunningStream:
     """A stream on one coordinator."""
 
     request_id: RequestId
-    coordinator: CoordinatorView
+    coordinator: Member
     client: FullClient
     blocks: int
     """Load of the stream: blocks of its prompt that must be computed, and `RUNNING_BLOCKS` for decoding."""
@@ -66,7 +67,7 @@ class CoordinatorPool:
     A silent stream is ended if its coordinator left the view, or is stalled while another one is not.
     """
 
-    def __init__(self, members: Callable[[], Sequence[CoordinatorView]], connect: Callable[[str], FullClient]) -> None:
+    def __init__(self, members: Callable[[], Sequence[Member]], connect: Callable[[str], FullClient]) -> None:
         self._members = members
         self._connect = connect
         self._clients: dict[tuple[str, str], FullClient] = {}  # by id and address
@@ -75,7 +76,7 @@ class CoordinatorPool:
         self._watch: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
-    def members(self) -> Sequence[CoordinatorView]:
+    def members(self) -> Sequence[Member]:
         """Return the coordinators in the view."""
         return self._members()
 
@@ -84,7 +85,7 @@ class CoordinatorPool:
         """Load of the streams by coordinator, in blocks."""
         return self._in_flight
 
-    def client(self, view: CoordinatorView) -> FullClient:
+    def client(self, view: Member) -> FullClient:
         """Return the client of a coordinator."""
         key = (view.id, view.address)
         if key not in self._clients:
@@ -98,7 +99,7 @@ class CoordinatorPool:
         return streams[-1] if streams else None
 
     @contextmanager
-    def running(self, request_id: RequestId, view: CoordinatorView, missing: int) -> Iterator[RunningStream]:
+    def running(self, request_id: RequestId, view: Member, missing: int) -> Iterator[RunningStream]:
         """Count a stream as in flight inside the block. `missing` blocks of its prompt must be computed first."""
         now = asyncio.get_running_loop().time()
         stream = RunningStream(request_id, view, self.client(view), missing + RUNNING_BLOCKS, now)
@@ -165,7 +166,7 @@ class CoordinatorPool:
             closing.add_done_callback(self._closing.discard)
 
 
-def _has_better(view: CoordinatorView, others: Collection[CoordinatorView]) -> bool:
+def _has_better(view: Member, others: Collection[Member]) -> bool:
     """Whether the coordinator is stalled, and another one could continue its streams at once."""
-    accepting = [one for one in others if not one.is_stalled and not one.is_draining]
-    return view.is_stalled and bool(accepting) and bool(compatible(accepting, view.id))
+    accepting = [one for one in others if not is_stalled(one) and not one.is_draining]
+    return is_stalled(view) and bool(accepting) and bool(compatible(accepting, view.id))

@@ -13,7 +13,8 @@ from cluster.core.errors import Aborted, DeadlineExceeded, NotReady, Overloaded,
 from cluster.core.ids import scoped_request_id
 from cluster.ingress.client import FullClient
 from cluster.ingress.router.attempts import Arrivals, Attempts
-from cluster.ingress.router.choice import CoordinatorView, PrefixMemory, choose, continuing, prefix_hashes
+from cluster.core.membership import Member
+from cluster.ingress.router.choice import PrefixMemory, choose, continuing, prefix_hashes
 from cluster.ingress.router.metrics_text import merged
 from cluster.ingress.router.pool import CoordinatorPool, RunningStream
 from cluster.ingress.router.progress import StreamProgress
@@ -37,7 +38,7 @@ class Router:
 
     def __init__(
         self,
-        members: Callable[[], Sequence[CoordinatorView]],
+        members: Callable[[], Sequence[Member]],
         connect: Callable[[str], FullClient],
         patience_seconds: float = 30.0,
         *,
@@ -163,7 +164,7 @@ class Router:
         """Return the answer or error of every coordinator, by its id."""
         views = self._pool.members()
 
-        async def one(view: CoordinatorView) -> _Answer | PilotfishError:
+        async def one(view: Member) -> _Answer | PilotfishError:
             try:
                 return await call(self._pool.client(view))
             except PilotfishError as error:

@@ -122,11 +122,11 @@ class FaultCluster:
         for coordinator in self.coordinators:
             if not coordinator.coordinator.ready:
                 continue
-            view, name = coordinator.view(), coordinator.process.name
-            if view.running > limits.max_sequences:
-                self.ledger.violate(f"{name} runs {view.running} of {limits.max_sequences} sequences")
-            if view.running + view.waiting > limits.max_sequences + limits.max_waiting:
-                self.ledger.violate(f"{name} has {view.waiting} waiting sequences, {limits.max_waiting} are allowed")
+            load, name = coordinator.view().load, coordinator.process.name
+            if load.running > limits.max_sequences:
+                self.ledger.violate(f"{name} runs {load.running} of {limits.max_sequences} sequences")
+            if load.running + load.waiting > limits.max_sequences + limits.max_waiting:
+                self.ledger.violate(f"{name} has {load.waiting} waiting sequences, {limits.max_waiting} are allowed")
             if len(coordinator.process.tasks) > MAX_TASKS:
                 self.ledger.violate(f"{name} has {len(coordinator.process.tasks)} tasks")
         if self.network.under_way > MAX_CALLS:

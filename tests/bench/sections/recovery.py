@@ -13,7 +13,7 @@ import time
 from itertools import pairwise
 
 from cluster.core.config.target_section import TargetSection
-from cluster.ingress.router.choice import CoordinatorView
+from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
@@ -82,7 +82,7 @@ async def _stream(
     address: str, prompt: tuple[int, ...], tokens: int, victim: str = "", victims: ServeVictims | None = None
 ) -> tuple[tuple[int, ...], float]:
     """The answer and its longest pause. A process of the role `victim` is killed in the middle."""
-    view = CoordinatorView("server", address)
+    view = coordinator("server", address)
     client = Router(lambda: (view,), lambda _: GenerationClient(fixed_address(address)))
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),

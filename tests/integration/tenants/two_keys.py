@@ -18,7 +18,7 @@ from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.http import create_app
-from cluster.ingress.router.choice import CoordinatorView
+from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
@@ -90,7 +90,7 @@ class TwoKeys:
 async def two_keys(settings: Configuration) -> AsyncIterator[TwoKeys]:
     """A cluster, its ingress and its clients."""
     async with LocalCluster(settings, api_keys=KEYS) as cluster:
-        view = CoordinatorView("version:coordinator", cluster.grpc_address)
+        view = coordinator("version:coordinator", cluster.grpc_address)
         shares = settings.server.sharing_between_keys == "on"
         router = Router(
             lambda: (view,),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.config.sections import Configuration
-from cluster.ingress.router.choice import CoordinatorView
+from tests.support.clusters.coordinators import coordinator
+from cluster.core.membership import Member
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
@@ -95,11 +96,11 @@ class FakeReplica:
         self._connections: CuttableConnections | None = None
 
     @property
-    def view(self) -> CoordinatorView:
+    def view(self) -> Member:
         """The entry of the replica in a directory, which may be out of date."""
         assert self._connections is not None
         stalled = 0.0 if self._server is None else self._server.load.stalled_seconds
-        return CoordinatorView(f"{self.name}-{self.starts}", self._connections.address, stalled_seconds=stalled)
+        return coordinator(f"{self.name}-{self.starts}", self._connections.address, stalled_seconds=stalled)
 
     @property
     def is_alive(self) -> bool:
@@ -159,7 +160,7 @@ class FakeReplicas:
     draining: set[str] = field(default_factory=set)
     """Names of the replicas that the view calls draining."""
 
-    def members(self) -> list[CoordinatorView]:
+    def members(self) -> list[Member]:
         return [
             replace(one.view, is_draining=one.name in self.draining)
             for one in self.replicas

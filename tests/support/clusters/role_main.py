@@ -29,7 +29,7 @@ from cluster.core.errors import PilotfishError
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.operations import RoutedOperationsServicer
-from cluster.ingress.router.choice import CoordinatorView
+from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
@@ -202,7 +202,7 @@ async def _start_coordinator(role: RoleSpec, configuration: Configuration, stack
 
 
 async def _start_ingress(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
-    views = tuple(CoordinatorView(f"coordinator-{n}", address) for n, address in enumerate(role.coordinators))
+    views = tuple(coordinator(f"coordinator-{n}", address) for n, address in enumerate(role.coordinators))
     router = Router(lambda: views, lambda address: CoordinatorClient(fixed_address(address)))
     stack.push_async_callback(router.close)
     server = await stack.enter_async_context(WireServer(LOOPBACK, 0))

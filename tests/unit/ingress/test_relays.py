@@ -17,7 +17,7 @@ from cluster.core.config.server import ClientLimitsSection
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.http import create_app
-from cluster.ingress.router.choice import CoordinatorView
+from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
@@ -44,7 +44,7 @@ async def deployed(directory: Path) -> AsyncIterator[tuple[ScriptedEngine, str]]
     servicer = CoordinatorServicer(GenerationServicer(generation).responses)
     async with WireServer("127.0.0.1", 0) as server:
         server.add(COORDINATOR_SERVICE, coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer)
-        view = CoordinatorView("version:one", f"127.0.0.1:{await server.start()}")
+        view = coordinator("version:one", f"127.0.0.1:{await server.start()}")
         router = Router(lambda: (view,), lambda address: CoordinatorClient(fixed_address(address)))
         client = PublicClient(router, lambda _: ClientLimitsSection())
         async with listening(create_app(client, LIMITS)) as url:

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 from cluster.ingress.client import ServiceClient
-from cluster.ingress.router.choice import CoordinatorView
+from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
@@ -61,7 +61,7 @@ async def _measure(options: Options) -> None:
         clients = [GenerationClient(fixed_address(cluster.grpc_address)) for cluster in clusters]
         for client in clients:
             stack.push_async_callback(client.close)
-        views = [CoordinatorView(cluster.grpc_address, cluster.grpc_address) for cluster in clusters]
+        views = [coordinator(cluster.grpc_address, cluster.grpc_address) for cluster in clusters]
         for repeat in range(options.repeats):
             router = Router(lambda: views, lambda address: GenerationClient(fixed_address(address)))
             turns = itertools.cycle(clients)

@@ -7,17 +7,18 @@ from collections import OrderedDict
 
 import pytest
 
+from tests.support.clusters.coordinators import coordinator
+from cluster.core.membership import Member
 from cluster.ingress.router.choice import (
     BLOCK_BYTES,
     RUNNING_BLOCKS,
-    CoordinatorView,
     PrefixMemory,
     choose,
     prefix_hashes,
 )
 from pilotfish.v1 import common_pb2, generation_pb2
 
-A, B, C = (CoordinatorView(name, f"127.0.0.1:{port}") for port, name in enumerate("abc", 1))
+A, B, C = (coordinator(name, f"127.0.0.1:{port}") for port, name in enumerate("abc", 1))
 PRESENT = ("a", "b", "c")
 
 
@@ -29,7 +30,7 @@ def long_text(seed: int, blocks: int) -> str:
     return "".join(random.Random(seed).choices("abcdefgh", k=blocks * BLOCK_BYTES))
 
 
-def chosen(hashes: tuple[bytes, ...], views: list[CoordinatorView], memory: PrefixMemory, **in_flight: int) -> str:
+def chosen(hashes: tuple[bytes, ...], views: list[Member], memory: PrefixMemory, **in_flight: int) -> str:
     view = choose(hashes, views, in_flight, memory)
     assert view is not None
     return view.id
@@ -62,16 +63,16 @@ def test_load_outweighs_a_short_known_beginning_and_not_a_long_one() -> None:
 
 
 def test_the_queue_the_running_sequences_and_the_kv_usage_count_as_load() -> None:
-    memory, idle = PrefixMemory(), CoordinatorView("z", "127.0.0.1:9")
+    memory, idle = PrefixMemory(), coordinator("z", "127.0.0.1:9")
     for busy in (
-        CoordinatorView("x", "127.0.0.1:8", waiting=1),
-        CoordinatorView("x", "127.0.0.1:8", running=1),
-        CoordinatorView("x", "127.0.0.1:8", kv_usage=0.2),
+        coordinator("x", "127.0.0.1:8", waiting=1),
+        coordinator("x", "127.0.0.1:8", running=1),
+        coordinator("x", "127.0.0.1:8", kv_usage=0.2),
     ):
         for seed in range(8):
             assert chosen(prefix_hashes(text_request(long_text(seed, 3))), [busy, idle], memory) == "z"
-    full = CoordinatorView("x", "127.0.0.1:8", running=4, waiting=4)
-    assert chosen((), [full, CoordinatorView("y", "127.0.0.1:7", running=7)], memory) == "y"
+    full = coordinator("x", "127.0.0.1:8", running=4, waiting=4)
+    assert chosen((), [full, coordinator("y", "127.0.0.1:7", running=7)], memory) == "y"
 
 
 def test_other_salts_share_nothing() -> None:
@@ -159,7 +160,7 @@ def simulated(policy: str, coordinators: int = 2, groups: int = 8, requests: int
     Groups of requests share a long beginning. Each coordinator stores what it was sent; ten requests are in flight.
     """
     draw, memory = random.Random(1), PrefixMemory()
-    views = [CoordinatorView(f"c{index}", f"127.0.0.1:{index}") for index in range(coordinators)]
+    views = [coordinator(f"c{index}", f"127.0.0.1:{index}") for index in range(coordinators)]
     stored: dict[str, OrderedDict[bytes, None]] = {view.id: OrderedDict() for view in views}
     running: list[str] = []
     counts = dict.fromkeys(stored, 0)

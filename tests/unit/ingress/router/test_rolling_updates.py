@@ -14,7 +14,8 @@ from cluster.core.config.target_section import answer_version
 from cluster.core.errors import ModelChanged
 from cluster.ingress.http import create_app
 from cluster.ingress.router import pool
-from cluster.ingress.router.choice import CoordinatorView, continuing
+from tests.support.clusters.coordinators import coordinator
+from cluster.ingress.router.choice import continuing
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.fake_coordinators import fake_replicas
 from tests.support.clusters.routed_requests import KINDS, TIMEOUT_SECONDS, answers_of, collect, request_of
@@ -52,7 +53,7 @@ def test_settings_of_speed_and_memory_leave_the_version_and_those_of_answers_cha
 
 
 def test_only_coordinators_of_its_version_and_those_without_one_continue_a_stream() -> None:
-    old, new, single = (CoordinatorView(name, "127.0.0.1:1") for name in ("old:a", "new:b", "server"))
+    old, new, single = (coordinator(name, "127.0.0.1:1") for name in ("old:a", "new:b", "server"))
     assert continuing([old, new, single], "old:lost") == [old, single]
     assert continuing([old, new, single], "") == [old, new, single]
     assert continuing([old, new], "server") == [old, new]

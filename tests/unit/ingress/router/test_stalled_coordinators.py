@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.ingress.router import choice, pool
-from cluster.ingress.router.choice import CoordinatorView, PrefixMemory, choose
+from tests.support.clusters.coordinators import coordinator
+from cluster.ingress.router.choice import PrefixMemory, choose
 from tests.support.clusters.fake_coordinators import FakeReplicas, fake_replicas
 from tests.support.clusters.routed_requests import KINDS, answers_of, request_of
 
@@ -88,8 +89,8 @@ async def test_a_stream_leaves_a_stalled_coordinator_once(tmp_path: Path) -> Non
 
 def test_a_request_goes_to_a_stalled_coordinator_only_where_there_is_no_other() -> None:
     memory = PrefixMemory()
-    stalled = CoordinatorView("a", "127.0.0.1:1", stalled_seconds=10.0)
-    busy = CoordinatorView("b", "127.0.0.1:2", waiting=100)
+    stalled = coordinator("a", "127.0.0.1:1", stalled_seconds=10.0)
+    busy = coordinator("b", "127.0.0.1:2", waiting=100)
     chosen = choose((), [stalled, busy], {}, memory)
     assert chosen is busy
     assert choose((), [stalled, busy], {}, memory, excluded=("b",)) is stalled
