@@ -1,4 +1,4 @@
-"""Runs a batch file against an HTTP API: so many requests in flight, each answered once, refusals repeated."""
+"""Runs a batch file in OpenAI's format: so many requests in flight, each answered once, refusals repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `pilotfish bench race`, `tasks` and `agreement`. Each is declared once, with type, default and help."""
+"""The options of the commands of `pilotfish bench`. Each is declared once, with its type, default and help text."""
 
 from __future__ import annotations
 

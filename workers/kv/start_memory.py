@@ -1,4 +1,4 @@
-"""The release of memory that only the start of a process needed."""
+"""Memory at the start: a KV pool gets its pages before steps write to it, and what only the start needed is released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gumbel noise that depends on (seed, position, token) alone.
+"""Gumbel noise that depends on (seed, position, token) alone; at the end, other random numbers of acceptance rules.
 
 The generator is counter-based: it hashes the token under a 64-bit key made of seed and position. Any part of any row
 can therefore be drawn alone, in any order, on any rank. The 32 uniform bits are computed by wrapping integer

@@ -1,4 +1,4 @@
-"""`LeaseService`, and the servicers of workers whose clients hold leases."""
+"""The leases of a worker's clients, `LeaseService`, and the servicers of workers whose clients hold leases."""
 
 # ruff: noqa: N802, ARG002 - names and signatures are the schema's
 

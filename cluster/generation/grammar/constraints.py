@@ -1,4 +1,4 @@
-"""The grammars of requests: those that clients send, and those of required calls of tools."""
+"""The grammars of requests: those that clients send, which are compiled once, and those of required calls of tools."""
 
 from __future__ import annotations
 

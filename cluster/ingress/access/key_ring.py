@@ -1,4 +1,4 @@
-"""The API keys in force, and the search for the one that a caller presents."""
+"""The API keys in force, also those of a file that changes, and the search for the one that a caller presents."""
 
 from __future__ import annotations
 

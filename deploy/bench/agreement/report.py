@@ -1,4 +1,4 @@
-"""The tables of `pilotfish bench agreement`."""
+"""The tables of `pilotfish bench agreement`, and the τ and speed-up that they predict."""
 
 from __future__ import annotations
 

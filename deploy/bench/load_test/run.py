@@ -1,4 +1,4 @@
-"""Runs a load test: every request at its time, at most so many in flight, each answer timed as it streams."""
+"""Runs a load test: draws requests, sends each at its time, at most so many in flight, and times their streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and arithmetic of a configuration."""
+"""Memory and arithmetic of a configuration: of the target, of drafting models and modules, and of the target's parts."""
 
 from __future__ import annotations
 

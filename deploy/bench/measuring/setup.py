@@ -1,4 +1,4 @@
-"""What every benchmark begins with: empty results, the length of the context, and a line about the prompts."""
+"""What every benchmark begins with: its machine, its prompts, and empty results."""
 
 from __future__ import annotations
 

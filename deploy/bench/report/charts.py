@@ -1,4 +1,4 @@
-"""The plots of a race: speed-up by task, and throughput by batch."""
+"""Plots as PNG files, which need no display, but matplotlib, which is optional; among them those of a race."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Takes a loaded encoder-decoder model apart: a decoder that is called as a decoder-only model is, and an encoder."""
+"""Takes a loaded encoder-decoder model apart: a decoder that is called as a decoder-only model is, and an encoder.
+
+Under tensor parallelism, each rank keeps its part of the decoder.
+"""
 
 from __future__ import annotations
 
