@@ -1,4 +1,4 @@
-"""Memory at the start: a KV pool gets its pages before steps write to it, and what only the start needed is released."""
+"""Memory at the start: a KV pool gets its pages before steps write to it; what only the start needed is released."""
 
 from __future__ import annotations
 

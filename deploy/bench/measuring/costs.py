@@ -1,4 +1,4 @@
-"""Memory and arithmetic of a configuration: of the target, of drafting models and modules, and of the target's parts."""
+"""Memory and arithmetic of a configuration: the target, its parts that draft, drafting models and modules."""
 
 from __future__ import annotations
 
