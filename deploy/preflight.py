@@ -287,7 +287,9 @@ def _needs(
 ) -> _Needs:
     weights = weight_bytes(directory, section.dtype)
     if section.quantization == "stored":
-        from workers.model.stored.quantized_checkpoint import stored_bytes  # imports torch, which other checks do without
+        from workers.model.stored.quantized_checkpoint import (
+            stored_bytes,  # imports torch, which other checks do without
+        )
 
         weights = stored_bytes(directory, section.dtype) or weights
     process = -(-weights // ranks) + (section.kv.pool_bytes or 0)

@@ -45,9 +45,9 @@ from cluster.ingress.observability.traces import CallTracer
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import HEADER, EventId, Stage, body_digest, parse_event_id, restore
 from cluster.ingress.openai.formats import ChatFormat, Choice, CompletionFormat, EndpointFormat, TokenNames
-from cluster.ingress.openai.stream import chunks, note_prompt, whole_response
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from cluster.ingress.openai.responses import ResponseMetadata, ResponseOptions, model_card, system_fingerprint
+from cluster.ingress.openai.stream import chunks, note_prompt, whole_response
 from cluster.ingress.openai.translate import (
     chat_request,
     completion_requests,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import typer
 
 from cluster.core.errors import ConfigurationError
+from deploy.bench.evaluation.tasks.translation import languages
 from deploy.dataclass_options import check_at_least, flag, refuse
 from deploy.network.https_client import CacertOption, UrlOption, server_root
-from deploy.bench.evaluation.tasks.translation import languages
-import math
-from collections.abc import Sequence
-from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

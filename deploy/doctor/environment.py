@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +12,6 @@ from pathlib import Path
 
 from deploy.doctor.finding import Finding
 from deploy.machine import local_resources
-import stat
 from workers.forward.code_folder import folder_fault
 from workers.forward.native.build import load_library
 

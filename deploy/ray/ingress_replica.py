@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from cluster.core.membership import Member, MemberRole, View
@@ -35,9 +38,6 @@ from deploy.ray.running_serve import with_proxy_address
 from deploy.settings import GARBAGE_THRESHOLD
 from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
-import random
-import ray
-from ray.exceptions import RayError
 
 logger = logging.getLogger(__name__)
 

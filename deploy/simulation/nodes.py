@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter as Sums
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import tokenizers
 
 from cluster.coordinator.coordinator import Coordinator
+from cluster.coordinator.metrics import Metrics
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import Proposal
 from cluster.core.ids import SequenceId
+from cluster.core.membership import Load, Member, MemberRole
 from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.text.vocabulary import JsonVocabulary
-from cluster.core.membership import Load, Member, MemberRole
 from cluster.wire.codec.common import decode_client, decode_sequence_ids
 from cluster.wire.codec.draft import decode_draft_rows, encode_proposals
 from cluster.wire.codec.opening import decode_open_rows, encode_open_result
@@ -31,9 +34,6 @@ from deploy.simulation.simulated_drafter import SimulatedDrafter
 from deploy.simulation.simulated_target import SimulatedTarget
 from deploy.simulation.virtual_time import Process, now
 from pilotfish.v1 import draft_pb2, generation_pb2, target_pb2
-from collections import Counter as Sums
-from typing import Any
-from cluster.coordinator.metrics import Metrics
 
 
 class TargetNode:

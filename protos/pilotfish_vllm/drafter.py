@@ -7,6 +7,7 @@ failed call, the next ones wait for a pause that doubles up to `LONGEST_PAUSE_SE
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ import grpc
 
 from pilotfish.v1 import common_pb2, draft_pb2, draft_pb2_grpc, lease_pb2, lease_pb2_grpc
 from pilotfish_vllm.settings import RefusedSettings, Settings
-import queue
 
 logger = logging.getLogger(__name__)
 

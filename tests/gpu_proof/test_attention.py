@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
@@ -18,9 +19,9 @@ from workers.forward.backends import choice
 from workers.forward.backends.base import AttentionSetting, StepKind, all_backends
 from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.backends.triton import TritonBackend
+from workers.forward.cuda_graphs import PackedBuffers
 from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
-from workers.forward.cuda_graphs import PackedBuffers
 from workers.kv.eight_bits import STORED_TYPES, record_bytes
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape

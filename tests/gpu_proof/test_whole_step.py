@@ -16,10 +16,10 @@ from deploy.simulation.device.step import ALL_REDUCE, WAIT, Rows, StepCount, cou
 from workers.forward import fused_layers, linear
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.triton import TritonBackend
+from workers.forward.cuda_graphs import PackedBuffers
 from workers.forward.gpu_product import GpuProduct
 from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
-from workers.forward.cuda_graphs import PackedBuffers
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import torch
 
 from workers.forward.attention import StepPlan
@@ -22,9 +24,9 @@ from workers.forward.backends.base import AttentionBackend, AttentionSetting, St
 from workers.forward.backends.choice import ChosenBackend, choose_backend
 from workers.forward.graph_buffers import GraphBuffers
 from workers.forward.graph_sizes import (
-    GraphSize,
     LONGEST,
     WORD,
+    GraphSize,
     gathered_graph_sizes,
     packed_graph_sizes,
     padded_graph_sizes,
@@ -35,8 +37,6 @@ from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.recurrence.plan import RecurrenceBuffers, RecurrenceColumns, RecurrencePlan, recurrence_columns
 from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
-from typing import Any
-import numpy as np
 from workers.transfer import StepArray, joined, split_together, words_together
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ attention returns. The logits are the same up to rounding.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +19,12 @@ import torch
 from torch import nn
 
 from workers.forward.native.build import load_library
+from workers.forward.native.packed_experts import Routing, c_function
 from workers.forward.native.packed_linear import PackedMatrix, can_pack, kernel_layout
+from workers.forward.native.structures import Matrix
 from workers.forward.operators import define
 from workers.forward.weights.base import KernelLayout, LinearKernel, Storage
 from workers.forward.weights.plain import PlainStorage
-import ctypes
-from workers.forward.native.packed_experts import Routing, c_function
-from workers.forward.native.structures import Matrix
 
 _NAME = "latent_heads"
 """The attribute of an attention module that holds its `LatentHeads`."""

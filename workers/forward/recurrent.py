@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import UnsupportedModel
 from workers.forward.linear import FastLinear, MergedLinear
 from workers.forward.recurrence.base import RecurrenceKernels
@@ -29,9 +30,8 @@ from workers.forward.recurrence.mixers import Mixer, make_mixer
 from workers.forward.recurrence.plan import RecurrencePlan, StateRow, plan_recurrence
 from workers.forward.weights.modules import StoredLinear
 from workers.kv.state_slots import LayerState, StatePart, StateShape
-from workers.ranks import found_by_all
-from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.kv.states import SequenceStates
+from workers.ranks import found_by_all
 
 logger = logging.getLogger(__name__)
 

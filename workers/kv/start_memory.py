@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-import os
-import weakref
+
 from workers.kv.pool import KvPool
 
 _LASTING = 1.0

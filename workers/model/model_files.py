@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from gguf import GGUFReader
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -28,7 +29,6 @@ from workers.model.packaged.marian import convert_marian, extract_entries
 from workers.model.stored.quantized_checkpoint import DEQUANTIZED, QuantizedCheckpoint, quantization_of
 from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
-from safetensors.torch import save_file
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,8 @@ def end_of_sequence_ids(directory: Path) -> tuple[int, ...]:
 def dequantize(directory: Path, destination: Path) -> None:
     """Write the model in `directory` to `destination` with plain weights, in the type that its configuration states.
 
-    So no library of the format is needed, every device serves it, and it may be quantized again with int8. Raises `ModelLoadError`, which names the tensor, where the checkpoint is not what its configuration says.
+    So no library of the format is needed, every device serves it, and it may be quantized again with int8. Raises
+    `ModelLoadError`, which names the tensor, where the checkpoint is not what its configuration says.
     """
     weight_map: dict[str, str] = {}
     source = QuantizedCheckpoint(directory)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
@@ -21,13 +22,12 @@ from transformers.pytorch_utils import Conv1D
 
 from cluster.core.errors import ConfigurationError
 from workers.forward.adapters.base import OWN_HEADS
+from workers.forward.experts import FIRST_EXPERT
 from workers.forward.layer_lists import plan_name
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import StoredLinear
 from workers.model.head_counts import ranks_that_divide
 from workers.model.share import Share
-from torch.distributed.tensor import Shard, distribute_tensor
-from workers.forward.experts import FIRST_EXPERT
 from workers.ranks import sum_over_ranks
 
 

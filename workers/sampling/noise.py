@@ -14,15 +14,15 @@ octave of the distance to the nearer end of (0, 1). The interpolation differs fr
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from workers.transfer import tensor_on
-import struct
-from hashlib import blake2b
 
 _MASK64 = (1 << 64) - 1
 _CPU_CHUNK = 1 << 16

@@ -4,20 +4,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import grpc
 
+from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.ids import SequenceId
 from cluster.wire.codec.common import decode_client
 from pilotfish.v1 import lease_pb2, lease_pb2_grpc
 from workers.serve.compute_thread import ComputeThread
-import threading
-import time
-from contextlib import contextmanager
-from cluster.core.config.cluster_section import LEASE_SECONDS
 
 Released = TypeVar("Released")
 

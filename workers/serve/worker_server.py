@@ -20,7 +20,7 @@ from cluster.wire.peer_access import OPEN, PeerAccess
 from cluster.wire.server import WireServer
 from pilotfish.v1 import draft_pb2_grpc, lease_pb2_grpc, target_pb2_grpc
 from workers.serve.draft_servicer import DraftServicer
-from workers.serve.lease_servicer import LeaseServicer, LeasedServicer, Leases
+from workers.serve.lease_servicer import LeasedServicer, Leases, LeaseServicer
 from workers.serve.target_servicer import StepEngine, TargetServicer
 
 logger = logging.getLogger(__name__)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from cluster.core.answer_format import AnswerFormat, CallFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.fair_queue import flow_of
 from cluster.core.grammar import Grammar, GrammarKind, lark_source, parser_limits, source_of
 from cluster.core.request import GenerationRequest
+from cluster.generation.grammar.compiler_process import Compiled, CompilerProcess
+from cluster.generation.grammar.compiler_queue import CompilerQueue
+from cluster.generation.grammar.endless import endless_rule, endless_schema
 from cluster.generation.grammar.tool_calls import Specials, functions_of, text_before, tool_call_grammar, written
 from cluster.generation.text.prompts import ChatPrompt
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.validate import ValidatedRequest
-import json
-from collections import OrderedDict
-from pathlib import Path
-from cluster.generation.grammar.compiler_process import Compiled, CompilerProcess
-from cluster.generation.grammar.compiler_queue import CompilerQueue
-from cluster.generation.grammar.endless import endless_rule, endless_schema
 
 _LINE_ENDS = r"/\n{0,2}/"
 

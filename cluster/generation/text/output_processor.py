@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from cluster.core.draft_origin import NO_ORIGINS
 from cluster.core.request import Commit, FinishReason, GeneratedPart, GenerationRequest, Usage
@@ -10,9 +13,6 @@ from cluster.core.tree import EMPTY_TREE
 from cluster.generation.events import Delta, Finished, VerifiedDraft
 from cluster.generation.text.thinking import ReasoningCount
 from cluster.generation.text.tokenizer import Detokenizer
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
 
 
 class OutputProcessor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -21,9 +24,6 @@ from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateO
 from cluster.generation.text.marian_vocabulary import MarianVocabulary, is_marian
 from cluster.generation.text.response_template import NONE_OWN, Inexpressible, OwnFormats, own_formats
 from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
-import asyncio
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 
 log = logging.getLogger(__name__)
 

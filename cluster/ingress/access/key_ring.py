@@ -6,11 +6,11 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import ConfigurationError, Unauthenticated
 from cluster.ingress.access.api_keys import ApiKey, check_keys, digest, parse_key, parse_keys
-from pathlib import Path
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ since the coordinator's start.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -14,9 +15,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.ingress.client import StatusClient
-from cluster.ingress.router.metrics_text import LABEL
-from importlib.metadata import version
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
+from cluster.ingress.router.metrics_text import LABEL
 
 _FIELDS: Mapping[str, str] = {
     "vllm:num_requests_running": "running",
@@ -92,7 +92,7 @@ def _drafter(replica: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def add_operations(app: FastAPI, client: StatusClient, own_metrics: IngressMetrics, running: Callable[[], int]) -> None:
-    """Add the routes for operators and load balancers. `running` returns the number of requests that the application is answering."""
+    """Add the other routes. `running` returns the number of requests that the application is answering."""
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,6 @@ from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
 from cluster.ingress.openai.requests import ChatRequest, part_text
 from cluster.ingress.openai.responses import reduced_tokens
 from pilotfish.v1 import generation_pb2
-from collections import Counter, OrderedDict
 
 _NAMES = {
     r"response_format(\.json_schema)?\b": "text.format",

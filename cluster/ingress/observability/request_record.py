@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from pilotfish.v1 import generation_pb2
-import logging
 
 Fields = dict[str, str | int | float | list[str] | None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from typing import Any
 
 from pydantic_core import to_json
 
@@ -21,7 +22,6 @@ from cluster.ingress.openai.responses import (
     whole_choice,
 )
 from pilotfish.v1 import generation_pb2
-from typing import Any
 
 Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
 """Pairs of the index of a choice and an event."""

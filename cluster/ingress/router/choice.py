@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 
-from cluster.core.membership import Member
 from cluster.core.errors import ModelChanged
 from cluster.core.ids import scoped_salt
+from cluster.core.membership import Member
 from pilotfish.v1 import generation_pb2
 
 BLOCK_BYTES = 128

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cluster.core.ids import RequestId
-from cluster.ingress.client import FullClient
 from cluster.core.membership import Member
+from cluster.ingress.client import FullClient
 from cluster.ingress.router.choice import RUNNING_BLOCKS, compatible, is_stalled
 
 WATCH_SECONDS = 0.5

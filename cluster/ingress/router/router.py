@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from cluster.core.errors import Aborted, DeadlineExceeded, NotReady, Overloaded, PilotfishError
 from cluster.core.ids import scoped_request_id
+from cluster.core.membership import Member
 from cluster.ingress.client import FullClient
 from cluster.ingress.router.attempts import Arrivals, Attempts
-from cluster.core.membership import Member
 from cluster.ingress.router.choice import PrefixMemory, choose, continuing, prefix_hashes
 from cluster.ingress.router.metrics_text import merged
 from cluster.ingress.router.pool import CoordinatorPool, RunningStream

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -12,26 +14,24 @@ from transformers.utils import logging as transformers_logging
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
-from deploy.bench.options import AgreementOptions
 from deploy.bench.agreement.positions import Text, compare
 from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, RoundTimes, markdown
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
 from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import load_assistant, load_target
+from deploy.bench.evaluation.tasks.jsonl import read_rows
 from deploy.bench.measuring import measures
 from deploy.bench.measuring.competitors import BenchSettings, Competitor
 from deploy.bench.measuring.results import CellResult
 from deploy.bench.measuring.runner import bench_clusters
 from deploy.bench.measuring.session import BenchSession, Schedule
 from deploy.bench.measuring.setup import context_len, empty_results, render_prompt
+from deploy.bench.options import AgreementOptions
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
 from deploy.terminal import notices
-from workers.model.encoder_decoder.generation_defaults import GenerationDefaults, read_generation_defaults
-import json
-from dataclasses import dataclass
-from deploy.bench.evaluation.tasks.jsonl import read_rows
 from workers.distill.prompts import read_prompts
+from workers.model.encoder_decoder.generation_defaults import GenerationDefaults, read_generation_defaults
 
 _TASK = "texts"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from deploy.bench.agreement.positions import Agreement
 from deploy.bench.report.tables import UNKNOWN, markdown_table, number
-from collections.abc import Sequence
+
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:

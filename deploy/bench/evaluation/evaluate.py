@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,14 @@ from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
 from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import GENERATE, PEERS, Peer
 from deploy.bench.evaluation.evaluation import Evaluation, Scoreboard
-from deploy.bench.options import EvaluationOptions
 from deploy.bench.evaluation.report import markdown, roofline
+from deploy.bench.evaluation.tasks.arithmetic import read_arithmetic
+from deploy.bench.evaluation.tasks.code import read_code
+from deploy.bench.evaluation.tasks.correction import read_correction
+from deploy.bench.evaluation.tasks.spec_bench import read_spec_bench
 from deploy.bench.evaluation.tasks.task import Example, Task
-from deploy.bench.evaluation.tasks.translation import TASK as TRANSLATION_TASKS, read_translation
+from deploy.bench.evaluation.tasks.translation import TASK as TRANSLATION_TASKS
+from deploy.bench.evaluation.tasks.translation import read_translation
 from deploy.bench.measuring.competitors import (
     BenchSettings,
     Competitor,
@@ -32,17 +37,13 @@ from deploy.bench.measuring.roofs import measure_roofs
 from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
 from deploy.bench.measuring.session import BenchSession, Report, Schedule, run_to_the_end
 from deploy.bench.measuring.setup import context_len, empty_results, render_prompt
+from deploy.bench.options import EvaluationOptions
 from deploy.bench.report.charts import speedup_by_task
 from deploy.models import served_name
 from deploy.progress import ProgressReporter
 from deploy.settings import Settings
 from deploy.terminal import notices
 from workers.model.stretch import read_stretch
-from collections.abc import Iterator
-from deploy.bench.evaluation.tasks.arithmetic import read_arithmetic
-from deploy.bench.evaluation.tasks.code import read_code
-from deploy.bench.evaluation.tasks.correction import read_correction
-from deploy.bench.evaluation.tasks.spec_bench import read_spec_bench
 
 _WARM_TOKENS = 64
 """Most tokens of the answers before the measurements. In these, every task has a bound of its own."""

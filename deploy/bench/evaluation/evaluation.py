@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass
+from deploy.bench.evaluation.tasks.metrics import chrf
 from deploy.bench.evaluation.tasks.task import Scores, Task
 from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry, over_tasks
 from deploy.bench.measuring.roofs import Roofs
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from deploy.bench.evaluation.tasks.metrics import chrf
 
 
 @dataclass(frozen=True, slots=True)

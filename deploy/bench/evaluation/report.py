@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from deploy.bench.evaluation.evaluation import Evaluation, Line, Quality
 from deploy.bench.evaluation.tasks.task import Task
 from deploy.bench.evaluation.token_costs import token_costs
 from deploy.bench.measuring import measures
 from deploy.bench.measuring.results import CellResult, Entry, Exactness, joined_use, over_tasks
+from deploy.bench.report.charts import empty_plot, png
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, not_run, number, or_unknown
 from deploy.draft_origins import origin_shares
-from dataclasses import dataclass
-from deploy.bench.report.charts import empty_plot, png
 
 _MIB = 2**20
 _MEGA, _GIGA = 1e6, 1e9

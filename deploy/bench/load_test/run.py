@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, cycle, islice, zip_longest
 
 import httpx
 
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.contestants.endpoint import StreamReader
-from deploy.bench.options import Endpoint, LoadOptions, parse_goodput
 from deploy.bench.load_test.records import LoadRecord, Measurement
 from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.measuring.setup import describe_machine, read_tasks
+from deploy.bench.options import Endpoint, LoadOptions, parse_goodput
 from deploy.commands.client.connection import get, server_client
 from deploy.network.https_client import check_reachable, why_silent
 from deploy.settings import Settings
-import math
-import random
-from dataclasses import dataclass
-from itertools import count, cycle, islice, zip_longest
 
 Report = Callable[[float, str], None]
 """Called with the share of the test that is complete, and a description."""

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from cluster.core.config.draft_section import NO_DRAFTS
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, PilotfishError, shorten
-from deploy.bench.options import ContestOptions
 from deploy.bench.contestants.answers import RequestOptions
+from deploy.bench.options import ContestOptions
 from deploy.models import resolve_models
 from deploy.settings import Settings, load_settings, parse_assignments, read_list
 from workers.draft.registry import METHODS, MethodPlugin

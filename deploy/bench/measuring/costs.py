@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
+from cluster.core.config.draft_section import DraftModuleSection
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.results import Cost, KvLayer
+from workers.draft.common.modules.ranked_paths import MOST_PARENTS
+from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
 from workers.kv.eight_bits import record_bytes
 from workers.kv.spec import LayerShape
+from workers.model.draft_card import DraftDescription
+from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
+from workers.model.formats.registry import read_draft
+from workers.model.public_shapes import FeatureShape, HydraShape, MaskedBlockShape, MedusaShape, Sizes
 from workers.model.stored.quantized_checkpoint import stored_bytes
 from workers.model.weight_counts import (
     count_layers,
@@ -22,15 +31,6 @@ from workers.model.weight_counts import (
     count_weights,
     tensor_shapes,
 )
-import math
-from dataclasses import dataclass
-from cluster.core.config.draft_section import DraftModuleSection
-from workers.draft.common.modules.ranked_paths import MOST_PARENTS
-from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
-from workers.model.draft_card import DraftDescription
-from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
-from workers.model.formats.registry import read_draft
-from workers.model.public_shapes import FeatureShape, HydraShape, MaskedBlockShape, MedusaShape, Sizes
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WITHOUT_KV = {"conv", "linear_attention", "mamba", "mlp", "moe"}

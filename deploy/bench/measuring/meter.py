@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import psutil
 
 from cluster.core.errors import ConfigurationError
 from deploy.bench.contestants.answers import ResourceUse
-import ctypes
 
 _PROC = Path("/proc")
 _RESET_PEAK = "5"

@@ -14,16 +14,16 @@ import psutil
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
-from deploy.bench.options import ContestOptions
 from deploy.bench.contestants.endpoint import EndpointContestant
 from deploy.bench.contestants.local import LocalContestant, local_contestant
 from deploy.bench.contestants.peers import ASSISTED, GENERATE, Peer, TransformersPeer, load_assistant, load_target
 from deploy.bench.measuring.competitors import Competitor
 from deploy.bench.measuring.costs import configuration_cost
 from deploy.bench.measuring.exactness import ROUNDING, Judge
-from deploy.bench.measuring.setup import resident_bytes
 from deploy.bench.measuring.results import Cost, Entry
 from deploy.bench.measuring.session import BenchSession, Started
+from deploy.bench.measuring.setup import resident_bytes
+from deploy.bench.options import ContestOptions
 from deploy.commands.client.connection import server_client
 from deploy.network.https_client import check_reachable
 from deploy.settings import Settings

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, InvalidRequest
@@ -14,14 +23,6 @@ from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
 from deploy.bench.measuring.results import BenchResults
-import os
-import platform
-from datetime import UTC, datetime
-from importlib.metadata import version
-from typing import Any
-import psutil
-from collections.abc import Sequence
-from itertools import islice
 from workers.distill.prompts import by_task, read_prompts
 
 

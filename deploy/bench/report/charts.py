@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from deploy.bench.contestants.answers import BenchPass
 from deploy.bench.measuring import measures
 from deploy.bench.measuring.results import BenchResults, over_tasks, plain_passes
-import io
-import math
-from typing import Any
-
 
 _DISTINCT = ("tab10", "Dark2")
 """Palettes of matplotlib, used one after the other: together 18 colours, none of which is a shade of its neighbour."""

@@ -50,7 +50,9 @@ class CapacityOptions:
     bandwidth: Annotated[float, "Roofline: bytes per second that a GPU reads."] = 3.35e12
     flops: Annotated[float, "Roofline: operations per second of a GPU."] = 9.9e14
     kv_bytes_per_token: Annotated[float, "Roofline: bytes of keys and values of a token."] = 131072.0
-    pass_seconds: Annotated[float, "Roofline: time of a pass that neither reading nor computing explains, in seconds."] = 0.0005
+    pass_seconds: Annotated[
+        float, "Roofline: time of a pass that neither reading nor computing explains, in seconds."
+    ] = 0.0005
     kv_tokens: Annotated[int, "Tokens whose keys and values a target stores."] = 200_000
     max_sequences: Annotated[int, "Most sequences that a target computes at once."] = 64
     seconds: Annotated[float, "Virtual time of the run, in seconds; the first fifth warms up."] = 20.0

@@ -13,7 +13,6 @@ import time
 from itertools import pairwise
 
 from cluster.core.config.target_section import TargetSection
-from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
@@ -21,6 +20,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from tests.bench.options import Options
 from tests.bench.report import heading, spread, table, write
 from tests.chaos.serve_harness import ServeVictims
+from tests.support.clusters.coordinators import coordinator
 from tests.support.clusters.serve_process import ServeProcess
 from tests.support.models.prompts import CHAT
 

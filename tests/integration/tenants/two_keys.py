@@ -18,13 +18,13 @@ from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.http import create_app
-from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import generation_pb2
+from tests.support.clusters.coordinators import coordinator
 from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase
 from workers.serve.lease_servicer import Leases

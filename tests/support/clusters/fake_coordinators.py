@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.config.sections import Configuration
-from tests.support.clusters.coordinators import coordinator
 from cluster.core.membership import Member
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
 from deploy.coordinator_server import CoordinatorServer
+from tests.support.clusters.coordinators import coordinator
 from tests.support.fakes.fake_cluster import configure
 from tests.support.fakes.fake_drafters import FakeDrafter, RandomDrafter
 from tests.support.fakes.fake_target import FakeTarget

@@ -29,7 +29,6 @@ from cluster.core.errors import PilotfishError
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.operations import RoutedOperationsServicer
-from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
@@ -38,6 +37,7 @@ from cluster.wire.server import GENERATION_SERVICE, OPERATIONS_SERVICE, WireServ
 from cluster.wire.target_client import GrpcTarget
 from deploy.coordinator_server import CoordinatorServer
 from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
+from tests.support.clusters.coordinators import coordinator
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
 from workers.serve.worker_server import WorkerHost, host_draft, host_target

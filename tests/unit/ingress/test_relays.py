@@ -17,13 +17,13 @@ from cluster.core.config.server import ClientLimitsSection
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.http import create_app
-from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_client import CoordinatorClient
 from cluster.wire.coordinator_service import CoordinatorServicer
 from cluster.wire.server import COORDINATOR_SERVICE, WireServer
 from pilotfish.v1 import coordinator_pb2_grpc
+from tests.support.clusters.coordinators import coordinator
 from tests.support.fakes.fake_engine import ScriptedEngine, fake_service, listening
 from tests.support.fakes.http_app import HI, LIMITS
 

@@ -16,8 +16,8 @@ import torch
 
 from cluster.core.config.target_section import KvSection
 from workers.kv.pool import KvPool
-from workers.kv.start_memory import populate, release_start_memory
 from workers.kv.spec import KvCacheSpec, LayerShape
+from workers.kv.start_memory import populate, release_start_memory
 
 LINUX = tuple(int(part) for part in platform.release().split(".")[:2]) if sys.platform == "linux" else (0, 0)
 pytestmark = pytest.mark.skipif(LINUX < (5, 14), reason="only Linux from 5.14 on provides memory ahead")

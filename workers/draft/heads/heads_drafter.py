@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
@@ -16,7 +18,9 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from workers.draft.common.modules.learned_modules import LearnedModules, LearningDrafter
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.pass_of_salt import PassOfSalt
+from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
+from workers.draft.common.modules.product import MakeProduct, Product
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.modules.served_module import ServedModule, load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
@@ -24,16 +28,12 @@ from workers.draft.common.modules.text_collector import CollectedStates, TextCol
 from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.hydra_heads import HydraHeads
 from workers.draft.heads.own_heads import OwnHeads
+from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
+from workers.model.drafting.selector import Selector
 from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
-from copy import copy
-from torch.nn.functional import silu
-from workers.draft.common.modules.path_ranker import PathRanker
-from workers.draft.common.modules.product import MakeProduct, Product
-from workers.model.drafting.ends import rms_norm
-from workers.model.drafting.selector import Selector
 
 
 class Heads(Protocol):

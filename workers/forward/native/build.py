@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -23,7 +24,6 @@ import torch
 
 from workers.forward.code_folder import UnsafeFolder, is_private_file, make_private_folder
 from workers.ranks import found_by_all, is_equal_on_all
-from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ Under tensor parallelism, each rank keeps its part of the decoder.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import BartConfig, MarianConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.bart.modeling_bart import BartDecoder
+from transformers.models.marian.modeling_marian import MarianDecoder, MarianEncoder
 
 from cluster.core.errors import ConfigurationError
 from workers.forward.attention import ATTENTION_NAME, UnsupportedModel
@@ -23,16 +26,13 @@ from workers.forward.encoder_decoder.decoder import (
     take_relative_biases,
 )
 from workers.forward.encoder_decoder.encoder import SourceEncoder, input_embedding
+from workers.forward.linear import FastLinear, make_linear_kernel
 from workers.forward.loaded_model import SourceParts
+from workers.forward.weights.choice import store
 from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
+from workers.model.sharding import keep_outputs
 from workers.model.share import Share
 from workers.model.target_ends import decoder_vocabulary_size
-from collections.abc import Iterator, Sequence
-from workers.forward.linear import FastLinear, make_linear_kernel
-from workers.forward.weights.choice import store
-from workers.model.sharding import keep_outputs
-from transformers.models.bart.modeling_bart import BartDecoder
-from transformers.models.marian.modeling_marian import MarianDecoder, MarianEncoder
 
 _DEFAULT_CONTEXT = 512
 """Longest source and answer of a model whose configuration does not bound them, as for T5's relative positions."""

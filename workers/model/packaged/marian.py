@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import struct
+import zlib
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig
 
 from cluster.core.errors import ModelLoadError
-import struct
-import zlib
-from typing import BinaryIO
 
 _WEIGHTS = "pytorch_model.bin"
 _COPIED = ("source.spm", "target.spm", "vocab.json", "tokenizer_config.json")
@@ -49,7 +49,8 @@ _CHUNK = 1 << 20
 def extract_entries(source: Path, destination: Path) -> tuple[Path, ...]:
     """Write the files of consecutive entries to `destination`, without their folders. Returns the paths written.
 
-    The other parts of the ZIP archive `source`, the directory among them, are missing. Raises `ModelLoadError` for anything that is not a whole entry with sizes in its header.
+    The other parts of the ZIP archive `source`, the directory among them, are missing. Raises `ModelLoadError` for
+    anything that is not a whole entry with sizes in its header.
     """
     written: list[Path] = []
     with source.open("rb") as stream:

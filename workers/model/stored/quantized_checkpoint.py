@@ -17,10 +17,10 @@ from workers.model.stored.awq import Awq
 from workers.model.stored.bitsandbytes import BitsAndBytes
 from workers.model.stored.compressed_tensors import compressed_tensors
 from workers.model.stored.fp8 import Fp8
+from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.gptq import Gptq
 from workers.model.stored.mxfp4 import ExpertRegion, Mxfp4, expert_storages
 from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
-from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.source import stored_file
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {

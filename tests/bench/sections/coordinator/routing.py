@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 from cluster.ingress.client import ServiceClient
-from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
@@ -20,6 +19,7 @@ from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.bench.options import Options
 from tests.bench.report import heading, percentile, ratios, spread, table
+from tests.support.clusters.coordinators import coordinator
 
 REPLICAS = 2
 GROUPS, SHARED_TOKENS, OWN_TOKENS, ANSWER_TOKENS = 8, 384, 24, 4

@@ -16,9 +16,9 @@ from cluster.core.bounds import MAX_CHOICES
 from cluster.core.errors import InvalidRequest, NotReady, Overloaded
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.generation.grammar import constraints as checker_module
-from cluster.generation.grammar.constraints import GrammarChecker
 from cluster.generation.grammar.compiler_process import Compiled
 from cluster.generation.grammar.compiler_queue import MOST_OF_ONE_FLOW, CompilerQueue
+from cluster.generation.grammar.constraints import GrammarChecker
 from tests.support.deadline import deadline
 from tests.support.models import tiny_tokenizer
 

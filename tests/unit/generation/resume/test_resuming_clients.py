@@ -93,12 +93,13 @@ async def test_the_demo_times_an_answer_and_marks_its_drafted_tokens(tmp_path: P
     printer.end()
     marked = [list(run) for _, run in groupby(((text, drafted) for text, drafted in parts if text), lambda one: one[1])]
     texts = ["".join(text for text, _ in run) for run in marked]
-    assert printed.getvalue() == "".join(
-        f"[{text}]" if run[0][1] else text for text, run in zip(texts, marked, strict=True)
-    ) + "\n"
+    assert (
+        printed.getvalue()
+        == "".join(f"[{text}]" if run[0][1] else text for text, run in zip(texts, marked, strict=True)) + "\n"
+    )
     assert 0 < len(answer.tokens) <= MAX_TOKENS
     assert answer.accepted == sum(answer.accepted_by_origin.values()) > 0
-    assert 0 < answer.first_tokens and answer.steps < len(answer.tokens)
+    assert answer.first_tokens > 0 and answer.steps < len(answer.tokens)
     assert 0 < answer.first_seconds < answer.first_seconds + answer.seconds
 
 

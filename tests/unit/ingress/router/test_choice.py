@@ -7,7 +7,6 @@ from collections import OrderedDict
 
 import pytest
 
-from tests.support.clusters.coordinators import coordinator
 from cluster.core.membership import Member
 from cluster.ingress.router.choice import (
     BLOCK_BYTES,
@@ -17,6 +16,7 @@ from cluster.ingress.router.choice import (
     prefix_hashes,
 )
 from pilotfish.v1 import common_pb2, generation_pb2
+from tests.support.clusters.coordinators import coordinator
 
 A, B, C = (coordinator(name, f"127.0.0.1:{port}") for port, name in enumerate("abc", 1))
 PRESENT = ("a", "b", "c")

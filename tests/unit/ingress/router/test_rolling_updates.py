@@ -14,9 +14,9 @@ from cluster.core.config.target_section import answer_version
 from cluster.core.errors import ModelChanged
 from cluster.ingress.http import create_app
 from cluster.ingress.router import pool
-from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.choice import continuing
 from pilotfish.v1 import generation_pb2
+from tests.support.clusters.coordinators import coordinator
 from tests.support.clusters.fake_coordinators import fake_replicas
 from tests.support.clusters.routed_requests import KINDS, TIMEOUT_SECONDS, answers_of, collect, request_of
 from tests.support.fakes.fake_engine import listening

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.ingress.router import choice, pool
-from tests.support.clusters.coordinators import coordinator
 from cluster.ingress.router.choice import PrefixMemory, choose
+from tests.support.clusters.coordinators import coordinator
 from tests.support.clusters.fake_coordinators import FakeReplicas, fake_replicas
 from tests.support.clusters.routed_requests import KINDS, answers_of, request_of
 

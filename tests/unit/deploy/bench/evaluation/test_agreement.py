@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.core.errors import ConfigurationError
-from deploy.bench.options import AgreementOptions
+from deploy.bench.agreement.agree import Pair, read_pairs, read_texts
 from deploy.bench.agreement.positions import MAX_RANK, Agreement, Text, compare
 from deploy.bench.agreement.report import (
     AgreementReport,
@@ -23,7 +23,7 @@ from deploy.bench.agreement.report import (
     tau_on_texts,
     tau_with_prompts,
 )
-from deploy.bench.agreement.agree import Pair, read_pairs, read_texts
+from deploy.bench.options import AgreementOptions
 
 
 class Model:

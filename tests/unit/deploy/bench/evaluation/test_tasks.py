@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import ConfigurationError
-from deploy.bench.options import EvaluationOptions
 from deploy.bench.evaluation.evaluate import read_suite, with_prompts
 from deploy.bench.evaluation.tasks.arithmetic import read_arithmetic
 from deploy.bench.evaluation.tasks.code import passes, program_of, read_code
@@ -17,6 +16,7 @@ from deploy.bench.evaluation.tasks.correction import read_correction
 from deploy.bench.evaluation.tasks.spec_bench import read_spec_bench
 from deploy.bench.evaluation.tasks.task import Task
 from deploy.bench.evaluation.tasks.translation import read_translation
+from deploy.bench.options import EvaluationOptions
 from tests.unit.deploy.bench.evaluation.support import FUNCTION, write_jsonl
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deploy.bench.evaluation.evaluate import run
-from deploy.bench.options import EvaluationOptions
 from deploy.bench.measuring.competitors import BenchSettings
+from deploy.bench.options import EvaluationOptions
 from deploy.local.local_cluster import LocalCluster
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH, save_translator
 from tests.unit.deploy.bench.conftest import SETTINGS, command

@@ -13,9 +13,9 @@ import pytest
 
 from cluster.core.errors import WorkerUnavailable
 from deploy import cli
-from deploy.bench.options import Endpoint, LoadOptions
 from deploy.bench.load_test.records import Measurement
 from deploy.bench.load_test.run import LoadTest
+from deploy.bench.options import Endpoint, LoadOptions
 from deploy.commands.client.connection import server_client
 from deploy.settings import load_settings
 from tests.support.fakes.both_apis import BothApis, apis

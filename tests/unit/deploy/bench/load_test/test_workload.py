@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import ConfigurationError
-from deploy.bench.options import Endpoint, LoadOptions, parse_goodput
 from deploy.bench.load_test.run import arrival_seconds, make_requests
+from deploy.bench.options import Endpoint, LoadOptions, parse_goodput
 
 
 def test_all_requests_are_sent_at_once_without_a_rate() -> None:

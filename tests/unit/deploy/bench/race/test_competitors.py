@@ -13,8 +13,8 @@ from deploy.bench.measuring.competitors import BenchSettings, find_competitors, 
 from deploy.bench.measuring.results import Cell
 from deploy.bench.measuring.runner import groups
 from deploy.bench.measuring.session import Schedule, plan_cells
-from deploy.bench.options import RaceOptions
 from deploy.bench.measuring.setup import read_tasks
+from deploy.bench.options import RaceOptions
 from tests.support.models import tiny, tiny_tokenizer
 
 
