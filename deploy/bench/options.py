@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.bench.evaluation.tasks.translation import languages
 from deploy.dataclass_options import check_at_least, flag, refuse
 from deploy.network.https_client import CacertOption, UrlOption, server_root
 
@@ -131,6 +130,7 @@ class RaceOptions(ContestOptions):
             raise ConfigurationError("--prompts: needed at least one file, found none")
 
 
+LANGUAGES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French"}
 _FILES = ("translation", "correction", "spec_bench", "arithmetic", "code")
 
 
@@ -186,6 +186,14 @@ class EvaluationOptions(ContestOptions):
             raise ConfigurationError("--translator: needed with --translation and without --url, found otherwise")
         check_at_least(self, {"max_tokens": 0})
         languages(self.languages)
+
+
+def languages(pair: str) -> tuple[str, str]:
+    """The languages of a pair such as `fr-en`. Raises `ConfigurationError`."""
+    source, _, goal = pair.partition("-")
+    if source == goal or source not in LANGUAGES or goal not in LANGUAGES:
+        raise ConfigurationError(f"--languages: {pair!r} is refused; it must be two of {', '.join(LANGUAGES)}: fr-en")
+    return source, goal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,32 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.core.errors import ConfigurationError
 from deploy.bench.evaluation.tasks.jsonl import read_rows
 from deploy.bench.evaluation.tasks.metrics import bleu_and_chrf
 from deploy.bench.evaluation.tasks.task import Example, Scores, Task
+from deploy.bench.options import LANGUAGES, languages
 
 OPTION = "--translation"
 TASK = "translation "
 """Beginning of the names of these tasks, before the languages."""
 MAX_TOKENS = 96
-_LANGUAGES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French"}
 NOTE = "BLEU and chrF: sacrebleu with its defaults, over the whole corpus."
-
-
-def languages(pair: str) -> tuple[str, str]:
-    """The languages of a pair such as `fr-en`. Raises `ConfigurationError`."""
-    source, _, goal = pair.partition("-")
-    if source == goal or source not in _LANGUAGES or goal not in _LANGUAGES:
-        raise ConfigurationError(f"--languages: {pair!r} is refused; it must be two of {', '.join(_LANGUAGES)}: fr-en")
-    return source, goal
 
 
 def read_translation(file: Path, pair: str, most: int) -> Task:
     """The task of a file whose lines have a sentence in both languages of the pair. Raises `ConfigurationError`."""
     source, goal = languages(pair)
     instruction = (
-        f"Translate this sentence from {_LANGUAGES[source]} to {_LANGUAGES[goal]}. Write only the translation."
+        f"Translate this sentence from {LANGUAGES[source]} to {LANGUAGES[goal]}. Write only the translation."
     )
     examples = tuple(
         Example(f"{instruction}\n\n{row.text(source)}", row.text(source), (row.text(goal),))
