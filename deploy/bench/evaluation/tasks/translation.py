@@ -20,9 +20,7 @@ NOTE = "BLEU and chrF: sacrebleu with its defaults, over the whole corpus."
 def read_translation(file: Path, pair: str, most: int) -> Task:
     """The task of a file whose lines have a sentence in both languages of the pair. Raises `ConfigurationError`."""
     source, goal = languages(pair)
-    instruction = (
-        f"Translate this sentence from {LANGUAGES[source]} to {LANGUAGES[goal]}. Write only the translation."
-    )
+    instruction = f"Translate this sentence from {LANGUAGES[source]} to {LANGUAGES[goal]}. Write only the translation."
     examples = tuple(
         Example(f"{instruction}\n\n{row.text(source)}", row.text(source), (row.text(goal),))
         for row in read_rows(OPTION, file, most)
