@@ -20,7 +20,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
-from workers.distill.modules.online import OnlinePlan, ServedText, train_online
+from workers.distill.online import OnlinePlan, ServedText, train_online
 from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
 from workers.draft.registry import create
 from workers.model.drafting.files import load_drafter, parameters_of

@@ -10,7 +10,7 @@ import torch
 
 from cluster.core.errors import ConfigurationError
 from tests.support.models import drafting_modules, public_drafts
-from workers.distill.modules.online import OnlinePlan, ServedText, train_online
+from workers.distill.online import OnlinePlan, ServedText, train_online
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, load_drafter, load_ends, make_module, parameters_of
 from workers.model.drafting.public import PublicModule
