@@ -19,6 +19,9 @@ def execute(make: type[SingleProcess], chosen: argparse.Namespace, told: Callabl
     """
     run = make(chosen, told)
     if chosen.workers == 1:
+        stored = None if chosen.answers is None else chosen.answers.parent / STATES
+        if chosen.states is None and stored is not None and stored.is_dir():
+            chosen.states = stored
         return run.run()
     from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray
 

@@ -27,7 +27,7 @@ from deploy.distillation.conversations import AnswerPlan, BatchedTarget
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.device_training import DeviceTraining, Resumed, State
 from workers.distill.eagle3.states import lengthened
-from workers.distill.modules.tap_cache import TapCache
+from workers.distill.modules.tap_cache import TapCache, states_of
 from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers
 from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedule
@@ -197,7 +197,8 @@ class SingleProcess(ABC):
     def _stored(self) -> TapCache:
         """The hidden states of texts in files."""
         taps = (*self.taps(), int(self.config.num_hidden_layers))
-        return TapCache(self.options.states, taps, int(self.config.hidden_size), self.options.max_length)
+        directory = states_of(self.directory, self.options.states)
+        return TapCache(directory, taps, int(self.config.hidden_size), self.options.max_length)
 
     @abstractmethod
     def default_taps(self) -> Sequence[int]:

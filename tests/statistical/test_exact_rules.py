@@ -11,10 +11,11 @@ from cluster.core.tree import ROOT
 from tests.support.models.drawn_drafts import TABLES, Draft, Drafter, Drawing, WithSharedNoise, no_draft, write
 from tests.support.models.enumerable import BAR, SETTINGS, VOCABULARY, p_value
 from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree
-from workers.sampling.noise import gumbel, uniform
+from workers.sampling.noise import gumbel
 from workers.sampling.residual import draft_probabilities, draw, residual
 from workers.sampling.rules.block import Block
 from workers.sampling.rules.rejection import Rejection
+from workers.sampling.uniform import uniform
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,10 @@ So one row has the same sums beside any others until NCCL takes over. `load_and_
 `CUDASymmetricMemory-inl.cuh` is that order. The sums of the NVLink switch (`multimem_all_reduce_`) are left out,
 because nobody states theirs.
 
-Nobody has run this on GPUs. On CPUs, tests show that all ranks agree whether to use it; `pytest -m cuda` has the rest.
-`compile: off` leaves everything to NCCL. These kernels wait for a lost rank without a bound: the owner of the ranks
-ends all of them when one has died, or after `target.step_timeout_seconds`.
+Nobody has run this on GPUs, so `target.symmetric_memory` is off by default. On CPUs, tests show that all ranks agree
+whether to use it; `pytest -m cuda` has the rest. `compile: off` leaves everything to NCCL, too. These kernels wait
+for a lost rank without a bound: the owner of the ranks ends all of them when one has died, or after
+`target.step_timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -118,10 +119,11 @@ class SymmetricSums:
         numbers, shared, device = part.view(-1), self._buffer[: part.numel()], part.device
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
+            # A launch of its own: where the kernel copies, it tells others so before all of its warps have.
+            shared.copy_(numbers)
             if kind is AllReduce.ONE_SHOT:
-                torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, numbers, "sum", self._group, numbers)
+                torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", self._group, numbers)
             else:
-                shared.copy_(numbers)
                 torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._group)
                 numbers.copy_(shared)
             ended = self._stream.record_event()

@@ -1,4 +1,4 @@
-"""Gumbel noise that depends on (seed, position, token) alone; at the end, other random numbers of acceptance rules.
+"""Gumbel noise that depends on (seed, position, token) alone.
 
 The generator is counter-based: it hashes the token under a 64-bit key made of seed and position. Any part of any row
 can therefore be drawn alone, in any order, on any rank. The 32 uniform bits are computed by wrapping integer
@@ -14,10 +14,8 @@ octave of the distance to the nearer end of (0, 1). The interpolation differs fr
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -208,18 +206,3 @@ def _ln_one_minus(value: Tensor) -> Tensor:
     for odd in range(37, 0, -2):
         series = series * square + 1.0 / odd
     return -2.0 * ratio * series
-
-
-def random_bits(purpose: bytes, *counters: int) -> int:
-    """64 random bits for an acceptance rule: a hash, the same on every machine and after every restart.
-
-    `purpose` has at most 16 bytes; the counters (seed, position, …) are unsigned 64-bit numbers. The bits do not depend
-    on the Gumbel noise, with which drafts and decisions may have been drawn.
-    """
-    digest = blake2b(struct.pack(f"<{len(counters)}Q", *counters), digest_size=8, person=purpose).digest()
-    return int.from_bytes(digest, "little")
-
-
-def uniform(purpose: bytes, *counters: int) -> float:
-    """A number from 0 (included) to 1 (excluded), in steps of 2⁻⁵³. Arguments are those of `random_bits`."""
-    return (random_bits(purpose, *counters) >> 11) * 2.0**-53

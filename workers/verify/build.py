@@ -71,7 +71,7 @@ def _make(
         raise ConfigurationError(
             f"target.kv.dtype: {section.kv.dtype} is refused; it must be auto for an encoder-decoder model"
         )
-    if model.uses_cuda_graphs:  # `compile: off` turns off both
+    if section.symmetric_memory == "on" and model.uses_cuda_graphs:  # `compile: off` turns off both
         reduce_through_symmetric_memory(model.dtype, model.device, section.tensor_parallel)
     fuse = None if rank else _fusion(section, model.device)  # before the pool takes the memory that is left
     blocks = blocks_that_fit(model.kv_spec, section.kv)

@@ -99,7 +99,11 @@ class TargetSection(ModelSection, PluginHost):
     """LOSSY if `off`: whether a model is refused that computes other logits in steps than in one dense pass."""
     attention_backend: str = "auto"
     """Name of the attention backend of PyTorch modules, which GPUs run; one that the model or the device does not
-    support is refused. `auto` takes the most preferred one that agrees with the reference on the device."""
+    support is refused. `auto` takes the most preferred one that agrees with the reference on the device. `flash`
+    computes prompt chunks of more than 512 tokens (`scheduler.max_step_tokens`); it has not run on GPUs yet."""
+    symmetric_memory: Choice[Literal["off", "on"]] = "off"
+    """Whether ranks on GPUs of one host sum up to 10 MiB through PyTorch's symmetric memory, if all of them pass a
+    trial; it has not run on GPUs yet."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0

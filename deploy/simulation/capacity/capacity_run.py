@@ -79,7 +79,8 @@ class CapacityRun:
 
 def simulate_capacity(options: CapacityOptions, times: Times, report: Report, *, drafts: bool = True) -> CapacityRun:
     """Simulate the load. `report` receives the share that is done, and a text."""
-    return run_virtual(CapacityCluster(options, times, drafts=drafts and options.drafters > 0).measure(report))
+    drafts = drafts and (options.drafters > 0 or options.placement == "target")
+    return run_virtual(CapacityCluster(options, times, drafts=drafts).measure(report))
 
 
 class _Distances(Weather):

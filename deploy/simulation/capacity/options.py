@@ -72,6 +72,9 @@ class CapacityOptions:
             refuse(self, "acceptance", "it must be within 0 and 1")
         if self.sample > self.targets:
             refuse(self, "sample", f"it must be at most --targets, {self.targets}")
+        for name in ("ahead", "drafter_delay"):
+            if self.placement == "target" and getattr(self, name):
+                refuse(self, name, "it is for drafters, and --placement target has none")
         self.mean_lengths()
 
     @property

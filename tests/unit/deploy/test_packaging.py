@@ -61,6 +61,16 @@ def test_the_cluster_and_the_package_for_vllm_depend_on_the_client_of_their_own_
     assert names(door["dependencies"]) == {"grpcio", "numpy", "pilotfish-client"}
 
 
+def test_the_wheels_have_every_file_of_their_folder() -> None:
+    training = ROOT / PARTS["pilotfish-distill"]
+    listed = project(training)["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert {name for name in listed if not name.startswith("..")} == {path.name for path in training.glob("*.py")}
+    bench = ROOT / PARTS["pilotfish-bench"]
+    patterns = project(bench)["tool"]["hatch"]["build"]["targets"]["wheel"]["include"]
+    others = {path for path in bench.rglob("*.*") if path.suffix not in {".py", ".pyc", ".toml"}}
+    assert others == {path for pattern in patterns[1:] for path in bench.glob(pattern)}
+
+
 def test_every_package_is_locked_with_its_hash_in_the_tested_version() -> None:
     tested = set(re.findall(r"^(\S+==\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
     locked = (ROOT / "requirements.lock").read_text("utf-8")

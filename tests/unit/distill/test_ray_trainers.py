@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
 from workers.distill.answers import Answer, AnswerFile
+from workers.distill.modules.tap_cache import states_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -101,6 +102,8 @@ def test_processes_train_what_one_trains_and_survive_a_kill(
     """
     rest = without_layers(directory, FIRST_LAYERS[kind], tmp_path / "rest")
     alone = trained(kind, [*words, "--target", str(directory)], tmp_path / "alone", 1)
+    states = Path(words[words.index("--states") + 1])
+    shutil.copytree(states_of(directory, states), states_of(rest, states), dirs_exist_ok=True)
     killed = trained(kind, [*words, "--target", str(rest)], tmp_path / "killed", 2, dies=DIES)
 
     assert Path(f"{tmp_path / 'killed'}.died").exists()

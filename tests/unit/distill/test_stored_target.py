@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from deploy.distillation import dspark, eagle3
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
 from workers.distill.answers import Answer, AnswerFile
 from workers.distill.eagle3.states import TextStates
-from workers.distill.modules.tap_cache import TapCache
+from workers.distill.modules.tap_cache import TapCache, states_of
 from workers.distill.stored_target import StoredTarget, load_parts
 
 CPU = torch.device("cpu")
@@ -98,3 +99,14 @@ def test_no_layer_of_the_target_is_left_while_a_draft_is_trained(
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert len(run.target.get_decoder().layers) == 0
     assert (tmp_path / "states").exists() == is_stored
+
+
+def test_states_are_those_of_exactly_these_weights(directory: Path, tmp_path: Path) -> None:
+    """A target that was trained on would have drafts learn from what it no longer computes."""
+    other = tmp_path / "other"
+    shutil.copytree(directory, other)
+    assert states_of(other, tmp_path) == states_of(directory, tmp_path)
+    weights = load_file(other / "model.safetensors")
+    name = next(name for name in weights if "layers.0." in name)
+    save_file(weights | {name: weights[name] + 0.5}, other / "model.safetensors", {"format": "pt"})
+    assert states_of(other, tmp_path) != states_of(directory, tmp_path)

@@ -69,16 +69,18 @@ def test_one_rank_and_more_than_a_host_has_gpus_are_left_to_the_group(ranks: int
 def test_the_buffer_is_allocated_before_the_pool_takes_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    section = TargetSection(path=str(tiny.save(tmp_path, tiny.llama())), device="cpu", compile="off", native="off")
+    path = str(tiny.save(tmp_path, tiny.llama()))
+    asked = TargetSection(path=path, device="cpu", compile="off", native="off", symmetric_memory="on")
     order = Mock()
     order.pool.side_effect = RuntimeError("enough")
     monkeypatch.setattr(build, "reduce_through_symmetric_memory", order.buffer)
     monkeypatch.setattr(build, "blocks_that_fit", order.pool)
-    for uses_cuda_graphs in (True, False):
+    by_default = asked.model_copy(update={"symmetric_memory": "off"})
+    for section, uses_cuda_graphs in ((asked, True), (asked, False), (by_default, True)):
         model = replace(load_model(section), uses_cuda_graphs=uses_cuda_graphs)
         with pytest.raises(RuntimeError, match="enough"):
             build._make(section, 0, model, None)
-    assert [name for name, *_ in order.mock_calls] == ["buffer", "pool", "pool"]
+    assert [name for name, *_ in order.mock_calls] == ["buffer", "pool", "pool", "pool"]
     order.buffer.assert_called_once_with(torch.float32, torch.device("cpu"), 1)
 
 
@@ -92,7 +94,7 @@ def sums_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rows", "kernel"), [(16, "symm_mem::one_shot_all_reduce_copy_out"), (17, "symm_mem::two_shot_all_reduce_")]
+    ("rows", "kernel"), [(16, "symm_mem::one_shot_all_reduce_out"), (17, "symm_mem::two_shot_all_reduce_")]
 )
 def test_pytorch_knows_the_kernels(rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks for a kernel only after it has accepted the arguments."""

@@ -8,10 +8,10 @@ import torch
 from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.sampling.acceptance import AcceptanceRule, DecidedTree, RootPosition
-from workers.sampling.noise import random_bits, uniform
 from workers.sampling.residual import draft_probabilities, draw, residual
 from workers.sampling.rules.block import Block
 from workers.sampling.rules.rejection import Rejection
+from workers.sampling.uniform import random_bits, uniform
 
 RULES: list[AcceptanceRule] = [Rejection(), Block()]
 TREE = TokenTree(tokens=(5, 6, 7, 8, 9), parents=(-1, -1, 0, 2, 2))

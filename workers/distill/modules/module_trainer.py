@@ -23,7 +23,7 @@ from workers.distill.job import DistillJob, ServedTokens
 from workers.distill.loop import EarlyStopping, long_steps
 from workers.distill.modules.learner import Acceptance, ModuleTraining, TappedModule, measure
 from workers.distill.modules.module_plan import checkpoint_of, module_training_plan
-from workers.distill.modules.tap_cache import TapCache
+from workers.distill.modules.tap_cache import TapCache, states_of
 from workers.distill.modules.tree_search import MOST_NODES, greedy_tree, rank_accuracies
 from workers.distill.options import DistillOptions
 from workers.model.draft_card import DraftCard
@@ -121,7 +121,8 @@ class ServedMeasure:
 def stored_states(run: ModuleRun, model: Any, card: DraftCard) -> TapCache:
     """The target's hidden states of all answers, computed where they are missing while the budget lasts."""
     options, data = run.options, run.data
-    cache = TapCache(options.work_directory, card.taps, card.hidden_size, MAX_STORED_LENGTH)
+    directory = states_of(run.job.target, options.work_directory)
+    cache = TapCache(directory, card.taps, card.hidden_size, MAX_STORED_LENGTH)
     # Held-out answers come first: without them nothing is measured.
     answers = (*data.held_out, *data.train, *data.evaluation)
     longest = max(0.0, run.budget.states_end - run.budget.clock())

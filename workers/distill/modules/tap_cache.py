@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.budget import StepTimes
+from workers.model.fingerprint import weights_digest
 from workers.model.target_ends import decoder_layer_count
 
 _BATCH_TOKENS = 2048
@@ -38,6 +39,11 @@ class _Entry:
     row: int
     tokens: int
     checksum: int
+
+
+def states_of(target: Path, directory: Path) -> Path:
+    """The folder in `directory` for hidden states of exactly these weights. Raises `ModelLoadError`."""
+    return directory / weights_digest(target)[:12]
 
 
 class TapCache:
@@ -70,8 +76,9 @@ class TapCache:
         size = row * self.width
         if size and self._rows_path.stat().st_size < 2 * size:
             raise ConfigurationError(f"taps {self._rows_path}: shorter than its index; remove both files")
+        # A shared mapping may be larger than the memory.
         self._rows = (
-            None if not size else torch.from_file(str(self._rows_path), shared=False, size=size, dtype=torch.bfloat16)
+            None if not size else torch.from_file(str(self._rows_path), shared=True, size=size, dtype=torch.bfloat16)
         )
 
     def has(self, answer: Answer) -> bool:

@@ -88,6 +88,11 @@ class Reservoir:
         return self._seen
 
     @property
+    def most_bytes(self) -> int:
+        """Bytes that all texts may take, finished or not."""
+        return 2 * self._most_bytes
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes that all finished texts take together."""
         return sum(texts.size for texts in self._texts.values())

@@ -13,7 +13,8 @@ from workers.draft.common.trees.expander import ExpansionRow
 from workers.draft.model.model_expander import ModelExpander
 from workers.kv.pool import KvPool
 from workers.sampling.context import DecisionContext
-from workers.sampling.noise import gumbel, random_bits
+from workers.sampling.noise import gumbel
+from workers.sampling.uniform import random_bits
 from workers.sampling.warp import warp
 
 MOST_TOKENS = 64

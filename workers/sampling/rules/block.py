@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cluster.core.config.base import PluginSettings
 from cluster.core.tree import ROOT, TokenTree
 from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, register_rule
-from workers.sampling.noise import uniform
+from workers.sampling.uniform import uniform
 
 
 @dataclass(frozen=True, slots=True)

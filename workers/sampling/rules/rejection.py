@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from cluster.core.config.base import PluginSettings
 from cluster.core.tree import ROOT
 from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, register_rule
-from workers.sampling.noise import uniform
+from workers.sampling.uniform import uniform
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from pydantic import Field
 from cluster.core.config.base import PluginSettings, Rate
 from cluster.core.tree import ROOT
 from workers.sampling.acceptance import Accepted, DecidedTree, RootPosition, register_rule
-from workers.sampling.noise import random_bits
+from workers.sampling.uniform import random_bits
 
 
 class SyntheticRuleSettings(PluginSettings):

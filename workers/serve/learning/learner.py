@@ -130,6 +130,7 @@ class Learner:
         """The keys of the salts with learned weights in memory, the latest last."""
         self._counts = {"taken": 0, "dropped": 0, "failed": 0}
         self._busy_at = 0.0
+        self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self.candidate: Candidate | None = None
         """The last measured candidate, whether it was taken or not."""
@@ -164,7 +165,10 @@ class Learner:
         self._trained = {one.key: min(one.seen, self._trained.get(one.key, 0)) for one in salts}
         texts = max(salts, key=self._fresh, default=None)
         options = self._options
-        if texts is None or self._fresh(texts) < options.fresh_texts or len(texts.held_back) < options.least_held_back:
+        if texts is None or self._fresh(texts) < options.fresh_texts:
+            return False
+        if len(texts.held_back) < options.least_held_back:
+            self._warn_of_memory(texts)
             return False
         self._trained[texts.key] = texts.seen
         if texts.key not in self._learned:
@@ -185,6 +189,17 @@ class Learner:
         logger.info("new draft weights: %.2f tokens per step before, %.2f after: %s", *tau, result)
         return is_taken
 
+    def _warn_of_memory(self, texts: TextsOfSalt) -> None:
+        """Say once that a client's texts are dropped before there are enough for a training."""
+        kept = len(texts.training) + len(texts.left_out) + len(texts.held_back)
+        if kept < texts.seen and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "draft.learn_text_bytes: %d keeps the latest %d texts of a client, and nothing is learned from so few; "
+                "a training needs %d that are held back, a quarter of all",
+                *(self._reservoir.most_bytes, kept, self._options.least_held_back),
+            )
+
     def _take(self, key: str, task: Task, candidate: Candidate) -> bool:
         """Store the weights, then draft with them. Returns whether that worked."""
         about = {
@@ -198,7 +213,7 @@ class Learner:
             self._weights.check(candidate.weights)
             self._versions.store(key, candidate.weights, about, after=task.seed)
             self._replace(key, candidate.weights)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # of torch without memory on the device
             logger.warning("new draft weights are dropped: %s", error)
             return False
         return True
@@ -224,7 +239,11 @@ class Learner:
         except (OSError, ValueError) as error:
             logger.warning("stored draft weights are left out: %s", error)
             weights = None
-        self._replace(key, weights)
+        try:
+            self._replace(key, weights)
+        except RuntimeError as error:  # of torch without memory on the device
+            logger.warning("stored draft weights are left out: %s", error)
+            self._replace(key, None)
 
     def _replace(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
         """Draft with the weights for a salt, and no more with the oldest ones beyond the memory for them."""
