@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 BELOW, ABOVE = 0.97, 1.10
 """The predicted peak as a share of the counted one: bounds."""
 CLOSE = 0.95, 1.05
-"""The same for what one process trains."""
+"""Bounds of predicted ÷ counted memory for kinds that one process trains."""
 GPU_BYTES = 80e9
 ROWS = 100
 

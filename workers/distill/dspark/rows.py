@@ -46,7 +46,7 @@ class _Placed(NamedTuple):
 
     answer: Answer
     tokens: tuple[int, ...]
-    """Those of prompt and answer, cut to the length of a row."""
+    """Tokens of prompt and answer, cut to the length of a row."""
     place: int
     """Where its first token is, among the tokens of all rows after one another."""
 

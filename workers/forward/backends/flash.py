@@ -44,7 +44,7 @@ class Chunk:
     """A long chunk of a prompt."""
 
     tokens: slice
-    """Its tokens among those of the step."""
+    """Where the tokens of the chunk are among the tokens of the step."""
     blocks: dict[tuple[int, AttentionWindow], tuple[torch.Tensor, torch.Tensor]]
     """By block table and window, the blocks that it reads, int32 `[1, blocks]`, and the number of positions from the
     first of them to its last token, int32 `[1]`."""
