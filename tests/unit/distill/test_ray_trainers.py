@@ -96,7 +96,7 @@ def assert_equal_but_for_rounding(one: dict[str, torch.Tensor], other: dict[str,
 def test_processes_train_what_one_trains_and_survive_a_kill(
     kind: str, words: list[str], directory: Path, tmp_path: Path
 ) -> None:
-    """They read hidden states that the one stored, and of the target its ends and the layers that a draft begins as.
+    """Trainers in processes read stored hidden states, and of the target its ends and the layers a draft begins as.
 
     The optimizer is AdamW, which moves weights by about the learning rate, however small a gradient.
     """

@@ -85,7 +85,7 @@ def test_the_buffer_is_allocated_before_the_pool_takes_what_is_left(
 
 
 def sums_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Those of 8 ranks, with a buffer on the CPU, for which PyTorch has the kernels' names and arguments alone."""
+    """Sums of 8 ranks with a buffer on the CPU, for which PyTorch has the kernels' names and arguments alone."""
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     sums: Any = SymmetricSums.__new__(SymmetricSums)
@@ -97,7 +97,7 @@ def sums_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("rows", "kernel"), [(16, "symm_mem::one_shot_all_reduce_out"), (17, "symm_mem::two_shot_all_reduce_")]
 )
 def test_pytorch_knows_the_kernels(rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks for a kernel only after it has accepted the arguments."""
+    """PyTorch looks for a kernel only after it has accepted the arguments."""
     part = torch.ones((rows, 8 * KB), dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=f"{kernel}' "):
         sums_on_cpu(monkeypatch).begin(part)

@@ -181,7 +181,7 @@ def test_rows_hold_whole_texts_with_the_states_of_the_target(
 def test_rows_of_states_that_are_known_are_those_of_computed_ones(
     target: PreTrainedModel, answers: tuple[Answer, ...], texts: TextRows
 ) -> None:
-    """They differ in the goal alone: the token that was written is certain."""
+    """Both kinds of rows differ in the goal alone: the token that was written is certain."""
 
     def states(answer: Answer) -> Tensor:
         found = target(torch.tensor([[*answer.prompt, *answer.answer]]), output_hidden_states=True)

@@ -86,7 +86,7 @@ def test_the_loss_falls_and_the_accepted_length_rises(
 def test_an_exit_norm_learns_to_agree_with_the_target(
     ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """Its weights are in float32 beside ends of any type: bfloat16 tells apart no steps as small as the training's."""
+    """The weights of an early exit are in float32 beside ends of any type: bfloat16 rounds small steps away."""
     ends = ends.to(dtype)
     module = module_of(ends, "exit")
     assert {value.dtype for value in module.parameters()} == {torch.float32}

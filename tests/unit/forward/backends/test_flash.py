@@ -191,7 +191,7 @@ def test_soft_caps_and_learned_sinks_equal_the_reference(wheel: Wheel) -> None:
 
 @pytest.mark.usefixtures("wheel")
 def test_a_row_is_computed_alike_beside_others_and_in_graphs() -> None:
-    """Its kernel depends on the row alone: a row of a graph and a row with a draft are none of FlashAttention's."""
+    """The kernel of a row depends on the row alone: Triton computes rows of graphs and rows with drafts."""
     setting = setting_of(LayerShape(1, 16), 16)
     backend, rows = OnCpu(setting), rows_of(MIXED, 16)
     step, first = backend.plan(rows), sum(row.width for row in rows[:4])

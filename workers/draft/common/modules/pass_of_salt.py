@@ -1,4 +1,4 @@
-"""Which of several passes drafts for a request: weights may differ from salt to salt."""
+"""Passes of a drafting module by salt: each salt may have learned weights of its own."""
 
 from __future__ import annotations
 
