@@ -1,6 +1,7 @@
 """The learner's process: reads a task, trains a copy of the weights, measures both, writes the candidate and ends.
 
-It has the lowest priority and one thread. Its parent stops it with SIGSTOP while requests run. It ends with its parent.
+It has one thread, and with the argument `idle` it computes only where nobody else wants to. Its parent stops it with
+SIGSTOP while requests run. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,10 +28,11 @@ from workers.draft.registry import create
 from workers.model.drafting.files import load_drafter, parameters_of
 from workers.sampling.acceptance import DecidedTree
 from workers.serve.configuration import load_configuration
-from workers.serve.learning.messages import Candidate, Task
+from workers.serve.learning.messages import NOISE, Candidate, Task, steps_saved
 
 _SIGNAL_AFTER_PARENT = 1
 """`PR_SET_PDEATHSIG` of prctl(2)."""
+_LOWEST_PRIORITY = 19
 _STEPS = {"heads": 200, "eagle": 100, "block": 100}
 """Steps of a training by the kind of the draft. Those with layers take longer."""
 
@@ -37,8 +40,8 @@ _STEPS = {"heads": 200, "eagle": 100, "block": 100}
 def learn(task: Task) -> Candidate:
     """Train and measure; see `Candidate`.
 
-    Where the traffic has changed, the weights of the draft's files may be better than those that are served. Then the
-    training begins with them, and if it brings nothing, they are the candidate.
+    Where the traffic has changed, the weights of the draft's files may be better than those that are served. If that is
+    beyond the noise, they are the candidate at once; else the training begins with the better ones of both.
     """
     configuration = load_configuration(task.configuration)
     (settings,) = configuration.draft.modules.values()
@@ -47,7 +50,11 @@ def learn(task: Task) -> Candidate:
     loaded = load_drafter(Path(settings.path), target, torch.float32, torch.device("cpu"), kind, taps=taps)
     original = _rounded(parameters_of(loaded.module))
     before, first = (_rounds(configuration, weights, task.held_back) for weights in (task.weights, original))
-    best, after = (original, first) if sum(first) < sum(before) else (task.weights, before)
+    tokens = tuple(max(0, len(text.tokens) - text.base_len) for text in task.held_back)
+    saved = steps_saved(before, first)
+    if saved > NOISE:
+        return Candidate(original, before, first, tokens)
+    best, after = (original, first) if saved > 0 else (task.weights, before)
     texts, left_out = (
         [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in part]
         for part in (task.training, task.left_out)
@@ -56,9 +63,8 @@ def learn(task: Task) -> Candidate:
         plan = OnlinePlan(_STEPS[kind], seed=task.seed)
         trained = _rounded(train_online(loaded.module, best, loaded.ends, texts, left_out, plan))
     rounds = _rounds(configuration, trained, task.held_back)
-    if sum(rounds) <= sum(after):
+    if steps_saved(after, rounds) >= 0:
         best, after = trained, rounds
-    tokens = tuple(max(0, len(text.tokens) - text.base_len) for text in task.held_back)
     return Candidate(best, before, after, tokens)
 
 
@@ -116,10 +122,14 @@ def _rounded(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 def main() -> None:
     """Read a task from standard input and write the candidate to standard output.
 
-    The argument is what is added to the process's niceness.
+    The argument is `idle`, or `normal` for the priority of its parent.
     """
     ctypes.CDLL(None).prctl(_SIGNAL_AFTER_PARENT, signal.SIGKILL)
-    os.nice(int(sys.argv[1]))
+    if sys.argv[1] == "idle":
+        os.nice(_LOWEST_PRIORITY)
+        with suppress(OSError):  # of a sandbox without it
+            # Ray gives its workers a low priority too. This one yields to them at once.
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)
     sys.stdout.buffer.write(learn(Task.decode(sys.stdin.buffer.read())).encode())
 

@@ -37,7 +37,7 @@ WAIT_SECONDS = 180.0
 @pytest.fixture(autouse=True)
 def _a_prompt_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner's process with the usual priority and short pauses, so that a loaded machine does not delay it."""
-    command = (sys.executable, "-m", "deploy.distillation.learner_process", "0")
+    command = (sys.executable, "-m", "deploy.distillation.learner_process", "normal")
     options = LearnerOptions(command, idle_seconds=0.2)
     monkeypatch.setattr(local_cluster, "start_learner", partial(start_learner, options=options))
 

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 _PROCESS = "deploy.distillation.learner_process"
 """The module that trains. It belongs to another distribution, so it is named as text."""
-_NICENESS = "19"
+_PRIORITY = "idle"
+"""The process computes only where nobody else wants to."""
 _CHECK_SECONDS = 0.005
 """Pause between two looks at whether requests run while the learner's process runs, in seconds: then it is stopped."""
 _STOPPED_CHECK_SECONDS = 0.1
@@ -48,7 +49,7 @@ _COPIES = 2
 class LearnerOptions:
     """With which process and when the learner trains, and how much memory learned weights may take."""
 
-    command: tuple[str, ...] = (sys.executable, "-m", _PROCESS, _NICENESS)
+    command: tuple[str, ...] = (sys.executable, "-m", _PROCESS, _PRIORITY)
     """Starts a process that reads a `Task` from its standard input and writes a `Candidate` to its standard output."""
     weight_bytes: int = 256 << 20
     """Most memory for learned weights, in bytes."""
@@ -57,7 +58,9 @@ class LearnerOptions:
     most_texts: int = 192
     """Most texts that a training sees: the latest ones, so that drafts follow traffic that changes."""
     most_held_back: int = 64
-    """Most texts that weights are measured on, and most that are left out of a training: the latest ones."""
+    """Most texts that weights are measured on: the latest ones."""
+    most_left_out: int = 24
+    """Most texts that choose the best state of a training: the latest ones."""
     least_held_back: int = 8
     """Fewest held-back texts that a candidate is measured on."""
     most_seconds: float = 600.0
@@ -174,8 +177,11 @@ class Learner:
         if texts.key not in self._learned:
             self._serve(texts.key)  # its weights may have been left out for lack of memory
         base = self._versions.served(texts.key)
-        most = options.most_held_back
-        latest = (texts.training[-options.most_texts :], texts.left_out[-most:], texts.held_back[-most:])
+        latest = (
+            texts.training[-options.most_texts :],
+            texts.left_out[-options.most_left_out :],
+            texts.held_back[-options.most_held_back :],
+        )
         task = Task(self._configuration, self._weights.of(texts.key), *latest, seed=base)
         candidate = self._candidate(task.encode())
         if candidate is None:

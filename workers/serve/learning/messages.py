@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean, variance
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ _ABOUT = "about"
 """Name of the tensor with a JSON object."""
 _PARTS = ("training", "left_out", "held_back")
 """Begins the names of the tensors of texts."""
+_RECENT = 16
+"""Held-back texts, the latest ones, that decide alone where they can."""
+NOISE = 2.0
+"""A difference of up to as many standard errors says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +108,27 @@ class Candidate:
 
     @property
     def is_better(self) -> bool:
-        """Whether the new weights save steps by more than twice the standard error over the held-back texts."""
-        saved = [before - after for before, after in zip(self.rounds_before, self.rounds_after, strict=True)]
-        count = len(saved)
-        if count < 2:
-            return False
-        mean = sum(saved) / count
-        variance = sum((one - mean) ** 2 for one in saved) / (count - 1)
-        return mean > 0 and mean > 2 * (variance / count) ** 0.5
+        """Whether the new weights save steps beyond the noise; see `steps_saved`."""
+        return steps_saved(self.rounds_before, self.rounds_after) > NOISE
+
+
+def steps_saved(before: Sequence[int], after: Sequence[int]) -> float:
+    """The mean of the steps that `after` saves over `before`, in its standard errors; negative if it takes more.
+
+    Both count the steps of each text, oldest first. Where traffic has changed, old texts speak for weights that draft
+    worse now. So the latest 16 decide if their difference is beyond the noise; else all texts do.
+    """
+    saved = [old - new for old, new in zip(before, after, strict=True)]
+    recent = _in_standard_errors(saved[-_RECENT:])
+    return recent if abs(recent) > NOISE else _in_standard_errors(saved)
+
+
+def _in_standard_errors(values: Sequence[int]) -> float:
+    """The mean of the values, divided by its standard error; 0 for fewer than two."""
+    if len(values) < 2 or not any(values):
+        return 0.0
+    error = (variance(values) / len(values)) ** 0.5
+    return mean(values) / error if error else math.copysign(math.inf, values[0])
 
 
 def _encode_text(name: str, text: CollectedText) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ids import CacheSalt
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.verification import StepBatch, StepResult
+from deploy.distillation import learner_process
 from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import public_drafts, tiny
 from tests.support.models.drafting_evidence import drafter_of
@@ -30,7 +31,7 @@ from workers.serve.learning.learner import Learner, LearnerOptions, start_learne
 from workers.serve.learning.messages import Candidate, Task
 from workers.serve.learning.versions import Versions, roll_back, stored_versions
 
-COMMAND = (sys.executable, "-m", "deploy.distillation.learner_process", "0")
+COMMAND = (sys.executable, "-m", "deploy.distillation.learner_process", "normal")
 """The learner's process with the usual priority, so that a loaded machine does not delay the test."""
 
 
@@ -95,14 +96,17 @@ def test_a_swap_between_two_steps_changes_no_text(served: Served) -> None:
     assert count > 8
 
 
-def test_a_training_begins_with_the_files_weights_where_they_are_better_than_the_served_ones(served: Served) -> None:
+def test_weights_of_the_files_are_served_again_without_a_training_where_they_are_clearly_better(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(TIMES):
         served.serve()
     key = salt_key("a/")
     files = served.weights.of(key)
     served.weights.replace(key, {name: torch.randn_like(value) * 10 for name, value in files.items()})
+    monkeypatch.setattr(learner_process, "train_online", lambda *_: pytest.fail("trained"))
     learned = served.learned(key)
-    assert all(bool(((learned[name] - value).abs() < 1).all()) for name, value in files.items())
+    assert all(torch.equal(learned[name], value.bfloat16().float()) for name, value in files.items())
 
 
 def test_the_latest_texts_alone_are_learned_from(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +114,12 @@ def test_the_latest_texts_alone_are_learned_from(served: Served, monkeypatch: py
         served.serve()
     tasks = []
     monkeypatch.setattr(Learner, "_candidate", lambda _, task: tasks.append(Task.decode(task)))
-    learner = learner_of(served, most_texts=5, most_held_back=3)
+    learner = learner_of(served, most_texts=5, most_left_out=2, most_held_back=3)
     assert not learner.learn_once()
     (texts,) = served.reservoir.salts()
     assert len(texts.training) > 5 and len(texts.held_back) > 3
     assert [text.tokens for text in tasks[0].training] == [text.tokens for text in texts.training[-5:]]
-    assert [text.tokens for text in tasks[0].left_out] == [text.tokens for text in texts.left_out[-3:]]
+    assert [text.tokens for text in tasks[0].left_out] == [text.tokens for text in texts.left_out[-2:]]
     assert [text.tokens for text in tasks[0].held_back] == [text.tokens for text in texts.held_back[-3:]]
 
 
@@ -207,7 +211,7 @@ learner_process.main()
 """
     for rate in ("1e30", "nan"):
         versions = Versions(tmp_path / "versions", served.weights)
-        learner = learner_of(served, versions, (sys.executable, "-c", program, "0", rate))
+        learner = learner_of(served, versions, (sys.executable, "-c", program, "normal", rate))
         assert not learner.learn_once()
         assert versions.served(salt_key("a/")) == 0
         counts = learner.status()
@@ -223,8 +227,20 @@ learner_process.main()
         ((6, 6, 6, 6), (8, 8, 8, 8), False),
         ((8, 8, 8, 8), (1, 8, 8, 8), False),
         ((8,), (1,), False),
+        ((8, 9) * 32, (6,) * 48 + (9, 10) * 8, False),
+        ((8, 9) * 32, (9,) * 48 + (6, 7) * 8, True),
+        ((8, 9) * 32, (6, 7) * 24 + (4, 13) * 8, True),
     ],
-    ids=["better", "equal", "worse", "within the noise of a few texts", "a single text"],
+    ids=[
+        "better",
+        "equal",
+        "worse",
+        "within the noise of a few texts",
+        "a single text",
+        "worse for the latest texts",
+        "better for the latest texts alone",
+        "better for all texts, and nothing to tell of the latest",
+    ],
 )
 def test_weights_are_better_if_they_save_steps_beyond_the_noise(
     before: tuple[int, ...], after: tuple[int, ...], is_better: bool
