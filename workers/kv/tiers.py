@@ -208,7 +208,7 @@ class _HostTier:
         return True
 
     def next_victim(self) -> bytes | None:
-        """The block that the next save evicts, or `None` if a slot is free."""
+        """The block that the next save evicts, the least recently used one; `None` if a slot is free."""
         return None if self._free else next(iter(self._slots))
 
     def read(self, key: bytes) -> Tensor:
@@ -221,11 +221,12 @@ class _HostTier:
         return self.read(key)
 
     def save(self, key: bytes, parts: Sequence[Tensor]) -> None:
-        """Copy the content to a free slot, or to the slot of the least recently used block."""
-        if self._free:
+        """Copy the content to a free slot, or to the slot of the next victim."""
+        victim = self.next_victim()
+        if victim is None:
             slot = self._free.pop()
         else:
-            _, slot = self._slots.popitem(last=False)
+            slot = self._slots.pop(victim)
             self.counts.dropped += 1
         flat = [_as_bytes(part) for part in parts]
         if flat[0].device.type == "cpu":
