@@ -330,11 +330,11 @@ class TargetEngine:
         tokens = decisions.tokens[own.start : own.stop]
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
+            accepted = accepted.until(sequence.start.sampling.end_token_ids)
             if -1 in accepted.tokens:
                 stored = len(sequence.tokens)
                 self._pool.truncate(sequence.table, stored)
                 return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
-            accepted = accepted.until(sequence.start.sampling.end_token_ids)
             logprobs = path_logprobs(decisions, own, accepted, sequence.start.sampling)
         evidence = None
         if self._evidence.any:

@@ -64,6 +64,15 @@ def test_no_end_token_is_decided_before_the_minimal_length(case: ModelCase) -> N
     )
 
 
+def test_what_follows_the_end_in_a_draft_need_not_be_decidable(engine: TargetEngine) -> None:
+    """Only the end token is allowed, and only once."""
+    only_once = {"end_token_ids": (4,), "allowed_token_ids": (4,), "bad_words": ((4, 4),)}
+    for drafted in ([], [4], [4, 4]):
+        found = verdict(engine, drafted, **only_once)
+        assert (found.fault, found.tokens) == (None, (4,))
+        engine.release([NAME])
+
+
 def engine_sampling(end: int) -> SamplingParameters:
     return SamplingParameters(temperature=0.0, end_token_ids=(end,), min_tokens=6)
 
