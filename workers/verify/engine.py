@@ -298,7 +298,8 @@ class TargetEngine:
         for index, (entry, walked) in enumerate(zip(ready, self._walk(ready, decisions), strict=True)):
             verdict = self._accept(index, entry, walked, decisions, logits)
             if verdict.fault is None:
-                verdict = replace(verdict, prompt_logprobs=prompts[index])
+                verdict = replace(verdict, prompt_logprobs=prompts[index].logprobs)
+                entry.sequence.prompt_end = prompts[index].end
                 entry.sequence.last_row = entry.sent or entry.row
                 entry.sequence.last_verdict = verdict
             verdicts.append(verdict)

@@ -7,6 +7,7 @@ sequence whose prompt is scored takes no stored KV, so that every prompt token i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -18,6 +19,16 @@ from workers.verify.decider import Decider
 from workers.verify.sequence_state import ReadyRow
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredPrompt:
+    """What a row of a step shows of its prompt."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the row's tokens, the first included unless it is the first of the prompt."""
+    end: torch.Tensor | None = None
+    """The sequence's next `prompt_end`, once the row is committed."""
+
+
 def scored_count(row: VerifyRow, start: SequenceStart) -> int:
     """The number of pending tokens, counted from the first, whose logits score a token of the prompt."""
     if start.sampling.prompt_logprobs is None:
@@ -27,16 +38,16 @@ def scored_count(row: VerifyRow, start: SequenceStart) -> int:
 
 def without_prompts(
     ready: Sequence[ReadyRow], logits: torch.Tensor, decider: Decider
-) -> tuple[torch.Tensor, list[tuple[TokenLogprobs, ...]]]:
-    """Split the logits of a pass: those of the decisions, and per row the log-probabilities of its prompt tokens.
+) -> tuple[torch.Tensor, list[ScoredPrompt]]:
+    """Split the logits of a pass: those of the decisions, and per row what is scored of its prompt.
 
     `logits` are `[selected, vocabulary (this rank's part)]`. With several ranks, rank 0 has the log-probabilities, and
-    all ranks call this.
+    all ranks call this. It changes no sequence: a step that fails later is repeated.
     """
     scores = [entry.scored for entry in ready]
     if not any(scores):
-        waiting = [entry.sequence.prompt_end is not None for entry in ready]
-        return logits, [_score(entry, logits[:0]) if waits else () for entry, waits in zip(ready, waiting, strict=True)]
+        nothing = logits[:0]
+        return logits, [_score(entry, nothing) for entry in ready]
     decided: list[int] = []
     scored: list[int] = []
     first = 0
@@ -46,26 +57,23 @@ def without_prompts(
         decided.extend(range(first + entry.scored, last))
         first = last
     whole = decider.whole(logits[scored])
-    found: list[tuple[TokenLogprobs, ...]] = [()] * len(ready)
+    found = [ScoredPrompt()] * len(ready)
     if whole is not None:
         starts = accumulate(scores, initial=0)
         found = [_score(entry, whole[at : at + entry.scored]) for entry, at in zip(ready, starts, strict=False)]
     return logits[decided], found
 
 
-def _score(entry: ReadyRow, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
-    """Score the prompt tokens of one row, given logits `[scored, vocabulary]` at its first pending tokens.
-
-    The result begins with the row's first token, unless that is the first of the prompt.
-    """
+def _score(entry: ReadyRow, logits: torch.Tensor) -> ScoredPrompt:
+    """Score the prompt tokens of one row, given logits `[scored, vocabulary]` at its first pending tokens."""
     sequence, pending = entry.sequence, entry.row.pending
-    before, sequence.prompt_end = sequence.prompt_end, None
+    before, end = sequence.prompt_end, None
     if not len(logits) and before is None:
-        return ()
+        return ScoredPrompt()
     tokens = pending[1 : len(logits) + 1]
     if len(logits) == len(pending):  # the last logits score the first token of the next chunk
-        logits, sequence.prompt_end = logits[:-1], logits[-1:].clone()
+        logits, end = logits[:-1], logits[-1:].clone()
     if before is not None:
         logits, tokens = torch.cat((before, logits)) if len(logits) else before, (pending[0], *tokens)
     count = sequence.start.sampling.prompt_logprobs or 0
-    return token_logprobs(logits, tokens, [count] * len(tokens))
+    return ScoredPrompt(token_logprobs(logits, tokens, [count] * len(tokens)), end)

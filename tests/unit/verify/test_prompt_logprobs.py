@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprob
 from cluster.core.verification import OpenRow, StepBatch, Verdict, VerifyRow
 from tests.support.engines.engine_rows import first_row, open_engine, verify
 from tests.support.models import tiny
+from workers.verify.decider import Decisions, decide_rows
 from workers.verify.engine import TargetEngine
 
 PROMPT = (5, 17, 33, 8, 60, 41, 41, 9, 12, 77, 3)
@@ -73,6 +75,32 @@ def test_chunks_change_nothing_and_each_token_is_scored_once(engine: TargetEngin
         assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
     assert parts[-1].tokens == whole[-1].tokens
     assert len(parts[-1].logprobs) == 1
+
+
+def test_a_row_that_is_repeated_after_a_failed_step_is_scored_as_without_it(
+    engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = iter([False, True, False, True, False])
+
+    def decide_or_fail(*step: Any) -> Decisions:
+        if next(fails):
+            raise RuntimeError("out of memory")
+        return decide_rows(*step)
+
+    monkeypatch.setattr("workers.verify.engine.decide_rows", decide_or_fail)
+    rows = [
+        VerifyRow(SequenceId("h"), 4, PROMPT[:4], decide=False, start=SequenceStart(len(PROMPT), SCORED)),
+        VerifyRow(SequenceId("h"), 10, PROMPT[4:10], decide=False),
+        VerifyRow(SequenceId("h"), 11, PROMPT[10:]),
+    ]
+    verdicts = [verify(engine, rows[0])]
+    for row in rows[1:]:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            verify(engine, row)
+        verdicts.append(verify(engine, row))
+    found = scores(verdicts)
+    monkeypatch.undo()
+    assert found == scores(in_chunks(engine, "i", [4, 6, 1]))
 
 
 def test_other_rows_of_the_step_are_decided_as_alone(engine: TargetEngine) -> None:
