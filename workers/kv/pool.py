@@ -435,8 +435,10 @@ class KvPool:
 
     def _open_with_tiers(self, tiers: Tiers, search: _Search, max_tokens: int, kept: Prefix) -> BlockTable | None:
         """Load offloaded blocks. Returns `None` if that gains nothing over `kept`, or if loading fails."""
+        prefix = kept
 
         def longest(bound: int) -> int:
+            nonlocal prefix
             prefix = search(bound, tiers.find)
             missing = [key for key, _, _ in prefix.offloaded()]
             if len(missing) <= self.blocks_free and tiers.worth_loading(missing, len(prefix) - len(kept)):
@@ -446,7 +448,7 @@ class KvPool:
         length = agreed_length(longest, max_tokens, partial(least_of_all_ranks, ranks=self._ranks))
         if length <= len(kept):
             return None
-        prefix = search(length, tiers.find)
+        # The ranks agreed on this prefix. Another search may find less: a disk drops blocks at any time.
         tiers.touch([key for key, _, _ in prefix.offloaded()])  # making room for them must not evict them
         try:
             table, loads = self._allocator.adopt(prefix)
