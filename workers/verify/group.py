@@ -122,12 +122,14 @@ class DriverRank:
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         """Free sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
         self._send(_Command.RELEASE, json.dumps(list(sequence_ids)).encode())
-        return self._engine.release(sequence_ids)
+        with self._failing_together():
+            return self._engine.release(sequence_ids)
 
     def release_all(self) -> KvOccupancy:
         """Free all sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
         self._send(_Command.RELEASE_ALL, b"")
-        return self._engine.release_all()
+        with self._failing_together():
+            return self._engine.release_all()
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
         """Begin sequences on all ranks. Raises `TargetUnavailable` once the group has failed."""
