@@ -92,28 +92,36 @@ class ParallelModelDrafter(PathDrafter[ParallelSession]):
         return self._sessions.update(rows, proposals, lambda session, _: session.keep_common(self._pool))
 
     def _budget(self, row: DraftRow, session: ParallelSession) -> DraftBudget:
-        room = max(0, self._most_context - len(session.tokens) + 1)
-        return self._trees.within(row.budget).within(row.budget.max_nodes, room)
+        return self._trees.within(row.budget).within(row.budget.max_nodes, self._room(session))
+
+    def _room(self, session: ParallelSession) -> int:
+        """The depths that the model's context length allows."""
+        return max(0, self._most_context - len(session.tokens) + 1)
 
     def _draft(self, wanted: Sequence[Wanted[ParallelSession]], proposals: dict[SequenceId, Proposal]) -> None:
-        """Rank the candidates of all rows for which there is memory to the same depth."""
+        """Rank the candidates of all rows for which there is memory, to the same depth if the context allows it."""
         in_use = [one.row.sequence_id for one in wanted]
         evictable = (one for one in self._sessions.least_recent(without=in_use) if one.table.stored_len)
-        depths = max(one.budget.max_depth for one in wanted)
-        ready = [one for one in wanted if self._has_room(one.session, depths, evictable)]
-        if ready:
-            sessions = [one.session for one in ready]
-            logits, contexts = self._logits(sessions, depths), decision_contexts(sessions, depths)
-            ranked = rank_by_logits(self._shortlist, logits, depths, contexts, self._siblings)
-            self._build(ready, ranked, proposals)
+        deepest = max(one.budget.max_depth for one in wanted)
+        groups: dict[int, list[Wanted[ParallelSession]]] = {}
+        for one in wanted:
+            groups.setdefault(min(deepest, self._room(one.session)), []).append(one)
+        for depths, rows in groups.items():
+            ready = [one for one in rows if self._has_room(one.session, depths, evictable)]
+            if ready:
+                sessions = [one.session for one in ready]
+                logits, contexts = self._logits(sessions, depths), decision_contexts(sessions, depths)
+                ranked = rank_by_logits(self._shortlist, logits, depths, contexts, self._siblings)
+                self._build(ready, ranked, proposals)
 
     def _has_room(self, session: ParallelSession, depths: int, evictable: Iterator[ParallelSession]) -> bool:
         """Make room for the session's tokens and the mask tokens, evicting others if need be."""
         return has_room(
-            lambda: self._pool.reserve(session.table, len(session.tokens) + depths - 1),
-            evictable,
-            lambda one: self._pool.truncate(one.table, 0),
+            lambda: self._reserve(session, depths), evictable, lambda one: self._pool.truncate(one.table, 0)
         )
+
+    def _reserve(self, session: ParallelSession, depths: int) -> None:
+        self._pool.reserve(session.table, len(session.tokens) + depths - 1)
 
     def _logits(self, sessions: Sequence[ParallelSession], depths: int) -> Tensor:
         """Logits [sessions x depths, vocabulary] after the committed tokens and after the mask tokens behind them.
@@ -123,6 +131,7 @@ class ParallelModelDrafter(PathDrafter[ParallelSession]):
         for session in sessions:
             while len(tokens := session.unstored()) > MOST_FORWARD_TOKENS:
                 self._pass([ForwardRow(session.table, tokens[:MOST_FORWARD_TOKENS], select=())])
+                self._reserve(session, depths)  # what a pass has not filled is free after it
         rows = []
         for session in sessions:
             tokens = session.unstored()

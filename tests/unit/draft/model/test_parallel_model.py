@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import tiny
 from workers.draft.common.modules.shortlist import Shortlist
+from workers.draft.model import parallel_model
 from workers.draft.model.drawing_drafter import DrawingDrafter
 from workers.draft.model.parallel_model import ParallelModelDrafter, mask_token_of
 from workers.draft.registry import create
+from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling.noise import gumbel
@@ -124,6 +127,39 @@ def test_sequences_without_room_are_evicted_and_a_row_alone_always_drafts(draft:
 
     for name in ("a", "b", "a"):
         assert len(method.propose([row(name)])[0].tree) == DEPTHS
+
+
+def test_a_long_prompt_takes_several_passes(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_model, "MOST_FORWARD_TOKENS", 4)
+    method = drafter(draft)
+
+    found = method.propose([row("a"), row("b")])
+
+    assert [chain(one) for one in found] == [published(draft, PROMPT).argmax(-1).tolist()] * 2
+
+
+def test_no_mask_token_lies_beyond_the_context_of_the_model(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One text leaves room for two drafted tokens, the other for more than the budget."""
+    shutil.copytree(draft, tmp_path / "short")
+    file = tmp_path / "short" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"max_position_embeddings": len(PROMPT) + 1}))
+    method, forward, ends = drafter(tmp_path / "short"), ModelRunner.forward, list[int]()
+
+    def noted(runner: ModelRunner, rows: Sequence[ForwardRow]) -> Tensor:
+        ends.extend(one.end for one in rows)
+        return forward(runner, rows)
+
+    monkeypatch.setattr(ModelRunner, "forward", noted)
+    short = DraftRow(SequenceId("b"), 8, PROMPT[:8], BUDGET, SequenceStart(8, GREEDY))
+
+    found = method.propose([row("a"), short])
+
+    assert chain(found[0]) == published(draft, PROMPT, 2).argmax(-1).tolist()
+    assert chain(found[1]) == published(draft, PROMPT[:8]).argmax(-1).tolist()
+    assert ends == [len(PROMPT) + 1, 8 + DEPTHS - 1]
 
 
 @pytest.mark.parametrize(("token", "message"), [(96, "must be below vocab_size, 96"), (-1, "a whole number")])
