@@ -23,7 +23,6 @@ class _Learned(NamedTuple, Generic[ModuleType, PassType_co]):
 
     module: ModuleType
     served: PassType_co
-    version: int
 
 
 class LearnedModules(PassOfSalt[PassType_co], Generic[PassType_co, ModuleType]):
@@ -43,8 +42,8 @@ class LearnedModules(PassOfSalt[PassType_co], Generic[PassType_co, ModuleType]):
         self._vocabulary = None if vocabulary is None else vocabulary.cpu().long()
         self._card, self._settings = loaded.card, loaded.settings
         self._learned: dict[str, _Learned[ModuleType, PassType_co]] = {}
-        self._replaced = 0
-        """How often weights were replaced."""
+        self._versions: dict[str, int] = {}
+        """By key of a salt whose weights were replaced. No number is given twice."""
 
     def of_salt(self, salt: str) -> PassType_co:
         """The pass that drafts for the requests of a salt."""
@@ -53,8 +52,8 @@ class LearnedModules(PassOfSalt[PassType_co], Generic[PassType_co, ModuleType]):
 
     def version(self, salt: str) -> int:
         """A number of the weights of that pass; see `PassOfSalt.version`."""
-        found = self._of_salt(salt)
-        return 0 if found is None else found.version
+        versions = self._versions
+        return versions.get(salt_key(salt), 0) if versions else 0
 
     def of(self, key: str) -> Mapping[str, Tensor]:
         """The parameters by name, float32, that draft for the requests of a salt with this key."""
@@ -78,9 +77,9 @@ class LearnedModules(PassOfSalt[PassType_co], Generic[PassType_co, ModuleType]):
         if weights is not None:
             self.check(weights)
             module = with_parameters(self._module, weights)
-            self._replaced += 1
-            learned[key] = _Learned(module, self._make(module), self._replaced)
+            learned[key] = _Learned(module, self._make(module))
         self._learned = learned  # at once, because `of_salt` reads it in another thread
+        self._versions = self._versions | {key: 1 + max(self._versions.values(), default=0)}
 
     def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a draft of these parameters into an existing directory; see `LearnedWeights`."""

@@ -23,7 +23,10 @@ class PassOfSalt(Generic[PassType_co]):
         return self.own
 
     def version(self, salt: str) -> int:  # noqa: ARG002
-        """A number of the weights of that pass: 0 for those of the draft's files, and never one of former weights."""
+        """A number of the weights of that pass: 0 until they are replaced, and never that of former weights.
+
+        A sequence that has begun with weights goes on with those that replace them, so what it keeps is of both.
+        """
         return 0
 
     def groups(

@@ -87,6 +87,17 @@ def test_later_sequences_find_no_keys_of_weights_that_were_replaced(make: Make) 
     assert draft(drafter, cached).probabilities == pytest.approx(whole.probabilities) != found.probabilities
 
 
+def test_later_sequences_find_no_keys_of_learned_weights_when_those_of_the_files_draft_again(make: Make) -> None:
+    """A sequence that begins with the files' weights goes on with the learned ones."""
+    drafter = make(False)
+    weights, cached = weights_of(drafter), row(40, 0, [shown(32, 39)], name="cached", salt=SALT)
+    draft(drafter, row(20, 0, [shown(0, 19)], salt=SALT))
+    weights.replace(KEY, others(drafter))
+    draft(drafter, row(40, 20, [shown(19, 39)]))
+    weights.replace(KEY, None)
+    assert draft(drafter, cached).probabilities == pytest.approx(draft(make(False), cached).probabilities)
+
+
 def test_a_running_sequence_is_drafted_for_with_the_new_weights_on_its_old_keys(make: Make) -> None:
     drafter = make(False)
     weights = weights_of(drafter)
