@@ -302,15 +302,15 @@ def _filled(found: StepArray, length: int, padding: int = 0) -> StepArray:
 
 
 def _ancestors(row: RowShape, window: AttentionWindow) -> list[int]:
-    """For each tree node the bits of itself and its ancestors within the window."""
+    """For each tree node the bits of itself and its ancestors within the window or among the sinks."""
     words: list[int] = []
-    depths = row.tree.depths()
     for node, parent in enumerate(row.tree.parents):
         seen = (0 if parent == ROOT else words[parent]) | 1 << node
         words.append(seen)
-    if window.size is not None:
-        for node, depth in enumerate(depths):
-            kept = (other for other in range(node + 1) if depth - depths[other] < window.size)
+    if window.size is not None and row.tree.depth() > window.size:
+        places = row.positions()[row.fresh :]
+        for node, place in enumerate(places):
+            kept = (other for other in range(node + 1) if window.sees(place, places[other]))
             words[node] &= sum(1 << other for other in kept)
     return words
 
