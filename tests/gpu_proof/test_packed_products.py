@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,29 @@ def test_neighbours_change_no_bit_whatever_they_hold() -> None:
     whole = product.multiply(x)
     x[:7], x[8:] = 1e30, -1e30
     assert torch.equal(product.multiply(x)[7], whole[7])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="only the interpreter shows addresses")
+def test_no_tile_reads_beyond_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many rows a tile has as many outputs as two blocks of words, of which the last one may not exist."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    product, loads = gpu_product(drawn((64, 128), "AWQ"), None, BRAIN), list[tuple[int, int]]()
+    words, load = product.matrix.words, InterpreterBuilder.create_masked_load
+
+    def noted(builder: Any, places: Any, mask: Any, *others: Any) -> Any:
+        read = places.data[mask.data]
+        if places.get_element_ty().primitive_bitwidth == 32 and read.size:
+            loads.append((int(read.min()), int(read.max())))
+        return load(builder, places, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noted)
+    for count in (1, 17, 65):
+        loads.clear()
+        product.multiply(numbers(count, 128, dtype=BRAIN))
+        first = words.data_ptr()
+        of_words = [last for begin, last in loads if first <= begin < first + words.nbytes]
+        assert of_words and max(of_words) < first + words.nbytes
 
 
 def test_a_wrong_product_fails_its_trial() -> None:

@@ -67,7 +67,8 @@ def multiply_groups(
     is_row, is_column = row < rows, column < outputs
     lane = tl.arange(0, CHUNK)
     per_split = (steps + splits - 1) // splits
-    places = words + (column // BLOCK) * (steps * BLOCK * CHUNK) + (column % BLOCK) * CHUNK
+    block = tl.minimum(column // BLOCK, (outputs - 1) // BLOCK)  # a tile may be wider than the words
+    places = words + block * (steps * BLOCK * CHUNK) + (column % BLOCK) * CHUNK
     places = places[None, :] + lane[:, None]  # [CHUNK, TILE]
     own = x + row.to(tl.int64)[:, None] * inputs + lane[None, :]  # [ROWS, CHUNK]
     total = tl.zeros((ROWS, TILE), tl.float32)
