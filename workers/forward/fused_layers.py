@@ -274,12 +274,12 @@ class _FollowingNorm:
     """The forward pass of the norm after the last layer."""
 
     def __init__(self, norm: nn.Module, shared: _Pass) -> None:
-        self._norm, self._pass = norm, shared
+        self._norm, self._weight, self._pass = norm, norm.weight, shared
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalize `[1, tokens, hidden]`."""
         known = self._pass.take(hidden_states, self._norm)
-        if known is not None:
+        if known is not None and self._norm.weight is self._weight:  # a partial pass may have another weight
             return known[None]
         output: torch.Tensor = type(self._norm).forward(self._norm, hidden_states)
         return output

@@ -119,6 +119,7 @@ def test_a_pass_without_parts_of_fused_layers(tmp_path: Path) -> None:
     options = [
         PassOptions(PartialPass(layers=1), with_taps=False),
         PassOptions(PartialPass(skip_mlp=frozenset({1})), with_taps=False),
+        PassOptions(PartialPass(exit_norm=torch.linspace(0.5, 2, model.hidden_size)), with_taps=False),
     ]
     expected = [logits(model, options=each) for each in options]
     assert fuse_layers(model.module, ReferenceKernels())
