@@ -6,6 +6,7 @@ import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from cluster.core.errors import ConfigurationError
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter
@@ -20,10 +21,16 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
     """Train a draft: the target answers prompts, and a small model or a module learns to predict the answers."""
     chosen = tuple(assignments or ())
     settings = load_settings(config, chosen)
+    target = settings.configuration.target
+    if target.tensor_parallel > 1 and options.kind not in SINGLE_PROCESS:
+        raise ConfigurationError(
+            f"target.tensor_parallel: {target.tensor_parallel} is refused for kind {options.kind}, for which one "
+            f"process has the whole target; it must be 1, or the kind {' or '.join(SINGLE_PROCESS)}"
+        )
     if options.plan:
         from deploy.distillation.training_plan import print_plan
 
-        print_plan(options, Path(settings.configuration.target.path))
+        print_plan(options, Path(target.path), target.tensor_parallel)
         return
     # These import torch, once all options are checked.
     from deploy.distillation.single_process_job import distill_in_one_process

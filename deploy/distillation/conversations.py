@@ -1,4 +1,4 @@
-"""The target answers prompts in large batches on one device, without a cluster, and writes questions where none are.
+"""The target answers prompts in large batches, and writes questions where there are none.
 
 Of a conversation with several turns, the first one is answered. Longer answers become the documents of templates.
 """
@@ -18,7 +18,7 @@ from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from workers.distill.answers import Answer
-from workers.distill.eagle3.texts import Tokens, WritingPlan, continuations
+from workers.distill.eagle3.texts import Tokens, WritingPlan
 from workers.distill.prompts import DOCUMENT, QUESTION, Task
 
 _USER = "(what the user says)"
@@ -29,6 +29,11 @@ _LEAST_DOCUMENT, _DOCUMENTS, _NEW_DOCUMENTS = 120, 4096, 512
 """Least tokens of an answer that becomes a document, most documents that are kept, and most new ones of a batch."""
 _CACHE_SHARE = 0.5
 """Share of the free memory of a device that keys and values of one batch may take."""
+UNBOUNDED = 1 << 24
+"""Tokens of a batch where its memory is no concern of whoever makes it."""
+
+Write = Callable[[Sequence[Tokens], Sequence[float], WritingPlan], list[Tokens]]
+"""What the target writes after each prompt, with a temperature for each; 0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +53,20 @@ class AnswerPlan:
 
 
 class BatchedTarget:
-    """A target on one device, with its tokenizer."""
+    """A target that writes in batches, with its tokenizer."""
 
-    def __init__(self, target: Any, tokenizer: Tokenizer, plan: AnswerPlan, told: Callable[[str], None]) -> None:
-        self._target, self._tokenizer, self._plan, self._told = target, tokenizer, plan, told
+    def __init__(
+        self,
+        write: Write,
+        tokenizer: Tokenizer,
+        plan: AnswerPlan,
+        told: Callable[[str], None],
+        cached: int = UNBOUNDED,
+    ) -> None:
+        """A batch has at most `cached` tokens of prompts and answers, where it has several rows."""
+        self._write_all, self._tokenizer, self._plan, self._told = write, tokenizer, plan, told
         self._rows, self._batches = plan.rows, 0
-        self._cached = _cached_tokens(target)
+        self._cached = cached
         self._documents: list[tuple[str, str]] = []  # questions and long answers
         self._draw = random.Random(plan.seed)  # noqa: S311 - a choice of texts, not a secret
 
@@ -147,7 +160,7 @@ class BatchedTarget:
         # Each batch draws other numbers.
         seed = plan.seed * 1_000_003 + self._batches
         writing = WritingPlan(plan.most_tokens, plan.stops, seed, floor, plan.ends)
-        return continuations(self._target, prompts, temperatures, writing)
+        return self._write_all(prompts, temperatures, writing)
 
     def _encoded(self, task: Task) -> Tokens:
         try:
@@ -166,11 +179,11 @@ class BatchedTarget:
         return self._tokenizer.encode(opened, add_special_tokens=False)
 
 
-def _cached_tokens(target: Any) -> int:
-    """Tokens whose keys and values fit the memory of the target's device."""
+def cached_tokens(target: Any) -> int:
+    """Tokens whose keys and values fit the memory of the device of a `transformers` model."""
     device, config = target.get_output_embeddings().weight.device, target.config
     if device.type != "cuda":
-        return 1 << 24
+        return UNBOUNDED
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     each = 2 * int(config.num_hidden_layers) * heads * width * target.dtype.itemsize

@@ -5,30 +5,39 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from deploy.distillation.single_process import SingleProcess, Texts
+from deploy.distillation.single_process import SingleProcess, Texts, TextWriter
 from workers.distill.data import ANSWERS
 
 STATES = "states"
 """The directory of hidden states beside the answers."""
 
 
-def execute(make: type[SingleProcess], chosen: argparse.Namespace, told: Callable[[str], None] | None = None) -> Texts:
+def execute(
+    make: type[SingleProcess],
+    chosen: argparse.Namespace,
+    told: Callable[[str], None] | None = None,
+    writer: TextWriter | None = None,
+) -> Texts:
     """Write texts and train on them, in this process or in several. Returns the texts. Raises `PilotfishError`.
 
-    Several processes read the texts' hidden states, which this one stores, and never have the target.
+    Several processes read the texts' hidden states, which this one stores, and never have the target. With a `writer`,
+    no process that trains has it.
     """
     run = make(chosen, told)
-    if chosen.workers == 1:
+    run.writer = writer
+    if chosen.workers == 1 and writer is None:
         stored = None if chosen.answers is None else chosen.answers.parent / STATES
         if chosen.states is None and stored is not None and stored.is_dir():
             chosen.states = stored
         return run.run()
-    from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray
-
     if chosen.answers is None:
         chosen.answers = chosen.out.with_name(f"{chosen.out.name}.work") / ANSWERS
         chosen.answers.parent.mkdir(parents=True, exist_ok=True)
     chosen.states = chosen.states or chosen.answers.parent / STATES
+    if chosen.workers == 1:
+        return run.run()
+    from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray
+
     texts = run.texts()
     run.store(texts)
     run.release()

@@ -1,6 +1,6 @@
 """What trainings in one process on one device share: the target writes texts, and a draft is trained on its states.
 
-They need neither Ray nor a cluster.
+They need neither Ray nor a cluster, unless a `TextWriter` has the target.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -23,11 +24,12 @@ from transformers import AutoConfig
 
 from cluster.core.errors import ConfigurationError, PilotfishError
 from cluster.generation.text.tokenizer import Tokenizer
-from deploy.distillation.conversations import AnswerPlan, BatchedTarget
+from deploy.distillation.conversations import UNBOUNDED, AnswerPlan, BatchedTarget, Write, cached_tokens
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.device_training import DeviceTraining, Resumed, State
 from workers.distill.eagle3.states import lengthened
-from workers.distill.modules.tap_cache import TapCache, states_of
+from workers.distill.eagle3.texts import continuations
+from workers.distill.modules.tap_cache import ReadStates, Report, TapCache, states_of, taps_of
 from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers
 from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedule
@@ -39,6 +41,8 @@ from workers.model.public_shapes import DecoderShape, RopeShape
 _REPORTS = 10
 """Reports of a training by several processes."""
 _MOST_WORKERS = 1024
+_TELL_SECONDS = 30.0
+"""Pause between two lines on the hidden states that are stored, in seconds."""
 
 States = TypeVar("States")
 """Texts with the hidden states that a training reads."""
@@ -143,6 +147,22 @@ NO_CHECKPOINTS = _NoCheckpoints()
 """For a training that does not resume."""
 
 
+class TextWriter(Protocol):
+    """Has the target in the place of the process that trains: it writes texts and computes hidden states."""
+
+    def writing(self) -> Write:
+        """What writes texts. Returns once the target can. Raises `PilotfishError`."""
+        ...
+
+    def reading(self, taps: Sequence[int]) -> ReadStates:
+        """What computes these hidden states. Returns once the target can. Raises `PilotfishError`."""
+        ...
+
+    def release(self) -> None:
+        """Free all memory of the target. It is loaded again where it is needed again."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Texts:
     """Answers of the target by their use."""
@@ -167,6 +187,7 @@ class SingleProcess(ABC):
         """
         self.peers = peers
         self.checkpoints: Checkpoints = NO_CHECKPOINTS
+        self.writer: TextWriter | None = None
         self.options = chosen
         self._told, self._lines = told or _print, list[str]()
         self._began = time.monotonic()
@@ -228,7 +249,9 @@ class SingleProcess(ABC):
         answers = [*self.lengthened(texts.train), *chain(*texts.measured.values())]
         missing = [answer for answer in answers if not self._stored.has(answer)]
         if missing:
-            self._stored.fill(self._model, missing, lambda *_: None)
+            taps = self._stored.taps
+            read = partial(taps_of, self._model) if self.writer is None else self.writer.reading(taps)
+            self._stored.fill(read, missing, self._now_and_then())
         self.tell(f"hidden states of {len(answers):,} texts are in {self.options.states}, {len(missing):,} of them new")
 
     def drop_layers(self) -> None:
@@ -239,6 +262,8 @@ class SingleProcess(ABC):
     def release(self) -> None:
         """Free the memory of the whole target, unless the training reads it."""
         self.__dict__.pop("_model", None)
+        if self.writer is not None:
+            self.writer.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -247,6 +272,18 @@ class SingleProcess(ABC):
         line = f"[{time.monotonic() - self._began:7.1f} s] {text}"
         self._lines.append(line)
         self._told(line)
+
+    def _now_and_then(self) -> Report:
+        """Tells how many tokens have hidden states, but not of each batch."""
+        told = time.monotonic()
+
+        def report(done: int, wanted: int) -> None:
+            nonlocal told
+            if time.monotonic() - told >= _TELL_SECONDS:
+                told = time.monotonic()
+                self.tell(f"hidden states of {done:,} of {wanted:,} tokens")
+
+        return report
 
     def training_seconds(self) -> float:
         """The time that training has from now on."""
@@ -364,17 +401,18 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         if self.peers.count == 1:  # of several processes, none writes
             groups += [(judging, evaluation, False)] if evaluation else []
             groups += [(plan, tasks, True)] if chosen.write_seconds and total < chosen.most_tokens else []
-        for found in self._written(groups, known):
-            kept += found
-            total += sum(len(one.prompt) + len(one.answer) for one in found)
-            self.tell(f"{len(kept):,} texts, {total:,} tokens")
-            if total >= chosen.most_tokens:
-                break
-        if chosen.answers is not None:
-            with AnswerFile(chosen.answers) as file:
-                for answer in kept:
-                    if answer.key not in known:
+        with ExitStack() as stack:
+            stored = chosen.answers if groups else None
+            file = None if stored is None else stack.enter_context(AnswerFile(stored))
+            for found in self._written(groups, known):
+                kept += found
+                if file is not None:
+                    for answer in found:
                         file.append(answer)
+                total += sum(len(one.prompt) + len(one.answer) for one in found)
+                self.tell(f"{len(kept):,} texts, {total:,} tokens")
+                if total >= chosen.most_tokens:
+                    break
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         held = tuple(one for one in kept if one.held_out and one.key not in names)
@@ -397,9 +435,15 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
             first = next(unknown, None)
             if first is None:
                 continue
-            model, tokenizer = self._model, Tokenizer.load(self.directory)
+            write: Write
+            if self.writer is None:
+                write, cached = partial(continuations, self._model), cached_tokens(self._model)
+            else:
+                write, cached = self.writer.writing(), UNBOUNDED
+            tokenizer = Tokenizer.load(self.directory)
             ends = ends or time.monotonic() + self.options.write_seconds
-            found = BatchedTarget(model, tokenizer, replace(plan, ends=ends if is_bounded else None), self.tell)
+            plan = replace(plan, ends=ends if is_bounded else None)
+            found = BatchedTarget(write, tokenizer, plan, self.tell, cached)
             yield from found.answers(chain((first,), unknown))
 
 

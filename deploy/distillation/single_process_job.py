@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import fields
 
 import torch
@@ -10,13 +11,17 @@ from cluster.core.errors import ConfigurationError, PilotfishError
 from deploy.dataclass_options import flag
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.execute import execute
+from deploy.distillation.single_process import TextWriter
 from workers.distill.data import ANSWERS
 from workers.distill.job import DistillJob
 from workers.distill.options import DSPARK, DistillOptions
+from workers.distill.seq2seq_data import is_encoder_decoder
 
 _WRITING, _TRAINING = 0.4, 0.5
 """Shares of the minutes for texts and for training. Hidden states and measuring have the rest."""
 _ROWS, _DEPTHS, _SLOTS, _VOCABULARY = 64, 5, 6, 8192
+_ROUNDS = 8
+"""Conversations of a batch that a cluster writes, for each of its sequences: the next one begins when one ends."""
 _SERVED_PROMPTS, _SERVED_TOKENS = 8, 64
 """Prompts that the served draft answers, and most tokens of each answer."""
 _OF_OTHER_KINDS = ("field", "layers", "student_config", "start", "int8", "search", "on_policy", "loss", "optimizer")
@@ -25,17 +30,30 @@ _OF_OTHER_KINDS = ("field", "layers", "student_config", "start", "int8", "search
 def distill_in_one_process(job: DistillJob) -> None:
     """Train a draft as the options of `pilotfish distill` say, and measure it as it is served.
 
-    Of `--minutes`, the target writes texts for two fifths at most. Raises `PilotfishError`.
+    Of `--minutes`, the target writes texts for two fifths at most. With `target.tensor_parallel`, as many ranks of the
+    serving engine write them and compute their hidden states. Raises `PilotfishError`.
     """
     given = job.options
     is_block = given.kind == DSPARK
     for name in (*_OF_OTHER_KINDS, *(("vocabulary_size",) if is_block else ())):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
+    if is_encoder_decoder(job.target):
+        raise ConfigurationError(
+            f"--kind: {given.kind} is refused for a target with an encoder; it must be layers, heads or table"
+        )
     words = [*_common(job), *(block_words(given) if is_block else head_words(given))]
     told = job.notices.print
     make = dspark if is_block else eagle3
-    texts = execute(make.Run, make.options(words), told)
+    with ExitStack() as stack:
+        chosen = make.options(words)
+        writer: TextWriter | None = None
+        if job.configuration.target.tensor_parallel > 1:
+            from deploy.distillation.rank_writer import RankWriter  # it needs Ray
+
+            writer = ranks = stack.enter_context(RankWriter(job.configuration, told))
+            chosen.rows = _ROUNDS * ranks.sequences
+        texts = execute(make.Run, chosen, told, writer)
     for name, answers in texts.measured.items():
         prompts = [one.prompt for one in sorted(answers, key=lambda each: each.key)[:_SERVED_PROMPTS]]
         try:

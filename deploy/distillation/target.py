@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,18 +59,11 @@ class LocalTarget:
 
     def answer(self, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Callable[[int], None]) -> None:
         """Append the target's answers that are not yet in `file`, until the quota is met. Raises `PilotfishError`."""
-        scheduler = self.configuration.scheduler
-        count = max(_MIN_SEQUENCES, scheduler.max_sequences)
-        if (states := self.configuration.target.kv.sequences) is not None:
-            count = max(min(count, states), scheduler.max_sequences)  # more are refused where the states are too few
-        many = self.configuration.model_copy(
-            update={"scheduler": scheduler.model_copy(update={"max_sequences": count})}
-        )
-        asyncio.run(answer_all(many, tasks, file, quota, report))
+        asyncio.run(answer_all(with_many_sequences(self.configuration), tasks, file, quota, report))
 
     def draft_with(self, module: Path, kind: str, prompts: Sequence[tuple[int, ...]], most_tokens: int) -> ServedTokens:
         """Answer the prompts greedily with drafts of the module of this kind in a directory."""
-        return asyncio.run(self._drafted(self.drafting(module, kind), prompts, most_tokens))
+        return asyncio.run(_drafted(self.drafting(module, kind), prompts, most_tokens))
 
     def drafting(self, module: Path, kind: str) -> Configuration:
         """The configuration that drafts with the module of this kind in a directory."""
@@ -80,29 +74,43 @@ class LocalTarget:
             values, {f"draft.{key}": value for key, value in changes.items()} | {"server.grpc_port": 0}
         )
 
-    async def _drafted(
-        self, configuration: Configuration, prompts: Sequence[tuple[int, ...]], most_tokens: int
-    ) -> ServedTokens:
-        async with LocalCluster(configuration) as cluster:
-            client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
-            timeout = configuration.limits.max_timeout_seconds
 
-            async def answer(prompt: tuple[int, ...]) -> generation_pb2.Usage:
-                request = generation_pb2.GenerateRequest(
-                    token_ids=common_pb2.TokenIds(ids=prompt),
-                    sampling=common_pb2.SamplingParameters(temperature=0.0),
-                    stopping=generation_pb2.StoppingCriteria(max_tokens=most_tokens),
-                    cache_salt=_SALT,
-                )
-                events = [event async for event in client.generate(request, timeout)]
-                return events[-1].finished.usage
+async def _drafted(
+    configuration: Configuration, prompts: Sequence[tuple[int, ...]], most_tokens: int
+) -> ServedTokens:
+    timeout = configuration.limits.max_timeout_seconds
+    if configuration.target.tensor_parallel == 1:
+        return await _counted(LocalCluster(configuration), prompts, most_tokens, timeout)
+    from deploy.distillation.target_ranks import target_ranks  # it needs Ray
 
-            try:
-                found = await asyncio.gather(*(answer(prompt) for prompt in prompts))
-            finally:
-                await client.close()
-        tokens, steps = (sum(usage.completion_tokens for usage in found), sum(usage.target_steps for usage in found))
-        return ServedTokens(len(prompts), tokens, steps)
+    async with target_ranks(configuration) as ranks:
+        cluster = LocalCluster(configuration, target=ranks.target)
+        return await ranks.guarded(_counted(cluster, prompts, most_tokens, timeout))
+
+
+async def _counted(
+    cluster: LocalCluster, prompts: Sequence[tuple[int, ...]], most_tokens: int, timeout: float
+) -> ServedTokens:
+    """Start the cluster, and count tokens and steps of its answers."""
+    async with cluster:
+        client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
+
+        async def answer(prompt: tuple[int, ...]) -> generation_pb2.Usage:
+            request = generation_pb2.GenerateRequest(
+                token_ids=common_pb2.TokenIds(ids=prompt),
+                sampling=common_pb2.SamplingParameters(temperature=0.0),
+                stopping=generation_pb2.StoppingCriteria(max_tokens=most_tokens),
+                cache_salt=_SALT,
+            )
+            events = [event async for event in client.generate(request, timeout)]
+            return events[-1].finished.usage
+
+        try:
+            found = await asyncio.gather(*(answer(prompt) for prompt in prompts))
+        finally:
+            await client.close()
+    tokens, steps = (sum(usage.completion_tokens for usage in found), sum(usage.target_steps for usage in found))
+    return ServedTokens(len(prompts), tokens, steps)
 
 
 def _method_of(kind: str) -> str:
@@ -120,6 +128,16 @@ def for_answers(configuration: Configuration) -> Configuration:
     """The configuration without drafts and with free ports."""
     server = configuration.server.model_copy(update={"grpc_port": 0})
     return configuration.model_copy(update={"server": server, "draft": configuration.draft.disabled()})
+
+
+def with_many_sequences(configuration: Configuration) -> Configuration:
+    """The configuration with as many sequences at once as its states have room for, 32 where they say nothing."""
+    scheduler = configuration.scheduler
+    count = max(_MIN_SEQUENCES, scheduler.max_sequences)
+    if (states := configuration.target.kv.sequences) is not None:
+        count = max(min(count, states), scheduler.max_sequences)  # more are refused where the states are too few
+    changes = {"max_sequences": count, "max_waiting": max(count, scheduler.max_waiting)}
+    return configuration.model_copy(update={"scheduler": scheduler.model_copy(update=changes)})
 
 
 async def answer_all(
@@ -151,25 +169,27 @@ async def answer_all(
                 report(file.answer_tokens)
 
         try:
-            async with _until(quota.ends), asyncio.TaskGroup() as group:
-                for _ in range(configuration.scheduler.max_sequences):
-                    group.create_task(work())
-        except ExceptionGroup as failures:
-            failure = failures.exceptions[0]
-            if isinstance(failure, PilotfishError):  # all tasks fail for the same reason
-                raise failure from failures
-            raise
+            await together(configuration.scheduler.max_sequences, work, quota.ends)
         finally:
             await client.close()
 
 
-@asynccontextmanager
-async def _until(ends: float) -> AsyncIterator[None]:
-    """Cancel what is inside at `ends` (of `time.monotonic`), and go on after it."""
-    left = None if math.isinf(ends) else max(0.0, ends - time.monotonic())
-    with suppress(TimeoutError):
-        async with asyncio.timeout(left):
-            yield
+async def together(count: int, work: Callable[[], Coroutine[Any, Any, None]], ends: float | None) -> None:
+    """Run `work` so many times at once, and end all of it at `ends`, on the clock of `time.monotonic`.
+
+    Where one raises a `PilotfishError`, all end and this raises it.
+    """
+    left = None if ends is None or math.isinf(ends) else max(0.0, ends - time.monotonic())
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left), asyncio.TaskGroup() as group:
+                for _ in range(count):
+                    group.create_task(work())
+    except ExceptionGroup as failures:
+        failure = failures.exceptions[0]
+        if isinstance(failure, PilotfishError):  # all tasks fail for the same reason
+            raise failure from failures
+        raise
 
 
 def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) -> Iterator[Task]:

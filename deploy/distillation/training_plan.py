@@ -21,7 +21,7 @@ from workers.distill.dspark.memory import BlockBatch, block_flops, block_memory,
 from workers.distill.dspark.memory import text_bytes as block_text_bytes
 from workers.distill.eagle3.memory import RollOutBatch, head_size, roll_out_flops, roll_out_memory, text_bytes
 from workers.distill.eagle3.training import MULTIPLE
-from workers.distill.memory import HALF, ModuleSize, TargetSize, TrainingMemory
+from workers.distill.memory import HALF, ModuleSize, TargetSize, TrainingMemory, shared
 from workers.distill.modules.memory import (
     ModuleBatch,
     StudentShape,
@@ -57,6 +57,12 @@ _STORED = (
     "A step reads of the target its embedding and its head. `stored`: a device fits a step, but not\n"
     "the whole target, which is not needed where all texts and their hidden states are stored already."
 )
+_ON_RANKS = (
+    "A step reads of the target its embedding and its head. Before, {ranks} ranks write texts and compute\n"
+    "hidden states, each on a device of its own with {part:.1f} GB of weights, and KV memory, which is not\n"
+    "counted. `stored`: a device fits a step, but not that, which is not needed where all texts and their\n"
+    "hidden states are stored already."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +96,8 @@ class PlannedTraining:
     memory: TrainingMemory
     free: int
     """Bytes that are left of a device; below 0, the training does not fit."""
-    fits_whole_target: bool
-    """Whether a device also fits what is there before steps or between them, with the whole target."""
+    fits_target: bool
+    """Whether a device also fits what is there before steps or between them, with the target or a rank's part of it."""
     most_text_tokens: int | None
     """Tokens of texts that fit one device's memory; below 0, not even the training fits. `None`: on the disk."""
     tokens_per_second: float
@@ -164,9 +170,10 @@ def plans_of(training: Training, text_tokens: int, device_bytes: float) -> list[
         for recomputes in training.recomputes:
             memory = training.memory(-(-text_tokens // ranks), ranks, recomputes)
             usable = int(_USABLE * device_bytes)
-            fits_whole_target = memory.most <= usable
+            fits_target = memory.most <= usable
             # One process has the whole target beside the texts, several have it before.
-            most = usable - (memory.most if ranks == 1 and fits_whole_target else memory.peak) + memory.texts
+            is_beside = ranks == training.target.ranks == 1 and fits_target
+            most = usable - (memory.most if is_beside else memory.peak) + memory.texts
             seconds = training.flops(recomputes) / (_UTILIZATION * _FLOPS_PER_SECOND)
             # Parameters are gathered for both passes, and gradients are scattered, all in float32.
             moved = 3 * 4 * training.size.parameters * (ranks - 1) / ranks
@@ -174,18 +181,24 @@ def plans_of(training: Training, text_tokens: int, device_bytes: float) -> list[
             rate = ranks * training.batch.rows * training.batch.length / seconds
             tokens = most // training.text_bytes if training.text_bytes else None
             free = usable - memory.peak
-            found.append(PlannedTraining(ranks, recomputes, memory, free, fits_whole_target, tokens, rate))
+            found.append(PlannedTraining(ranks, recomputes, memory, free, fits_target, tokens, rate))
     return found
 
 
-def print_plan(options: DistillOptions, target: Path) -> None:
-    """Print the plan of a command whose target is a directory with a config.json. Raises `ConfigurationError`."""
+def print_plan(options: DistillOptions, target: Path, ranks: int = 1) -> None:
+    """Print the plan of a command whose target is a directory with a config.json, on tensor-parallel ranks.
+
+    Raises `ConfigurationError`.
+    """
     if not (target / "config.json").is_file():
         raise ConfigurationError(f"target.path: {target} is refused; --plan needed a directory with a config.json")
     config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ConfigurationError(f"target.path: {target} is refused; --plan is for decoder-only targets")
-    training = _training(options, config.get_text_config(), _size_of(config), target)
+    size = replace(_size_of(config), ranks=ranks)
+    training = _training(options, config.get_text_config(), size, target)
+    if ranks > 1:
+        training = replace(training, note=_ON_RANKS.format(ranks=ranks, part=shared(size.whole, ranks) / 1e9))
     if options.workers > 1:
         training = replace(training, ranks=(options.workers,))
     if options.recompute:
@@ -307,7 +320,7 @@ def plan_table(training: Training, planned: Sequence[PlannedTraining], device_gb
             str(one.ranks),
             "yes" if one.recomputes else "no",
             *(f"{part / 1e9:.1f}" for part in parts),
-            "yes" if one.fits_whole_target else "stored" if one.fits and not is_on_disk else "no",
+            "yes" if one.fits_target else "stored" if one.fits and not is_on_disk else "no",
             "disk" if one.most_text_tokens is None else f"{max(0, one.most_text_tokens):,}",
             f"{one.tokens_per_second:,.0f}",
         )

@@ -1,6 +1,6 @@
 """The whole cluster in one process, without Ray. Its components are the same and communicate over gRPC on loopback.
 
-Used by `pilotfish generate --in-process` and by tests. It has one rank, because further ranks need processes.
+Used by `pilotfish generate --in-process` and by tests. Its target has one rank, because further ranks need processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import uvicorn
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, DrafterUnavailable
+from cluster.core.ports import Target
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.key_ring import KeyRing
@@ -54,11 +55,14 @@ class LocalCluster:
         http: bool = False,
         api_keys: Sequence[ApiKey] = (),
         serves_tls: bool = False,
+        target: Target | None = None,
     ) -> None:
         """`api_keys` open the public APIs, as those in `server.api_key_file` do; without any, everybody may call.
 
-        The public APIs have the TLS of `server.tls` with `serves_tls`; a cluster for its own process needs none.
+        The public APIs have the TLS of `server.tls` with `serves_tls`; a cluster for its own process needs none. A
+        `target` runs in other processes, with the drafts of this configuration; its owner closes it.
         """
+        self._target = target
         if not serves_tls:
             server = configuration.server.model_copy(update={"tls": None})
             configuration = configuration.model_copy(update={"server": server})
@@ -102,37 +106,43 @@ class LocalCluster:
 
     async def _start(self) -> None:
         configuration = with_implied_settings(self._configuration)
+        draft, access = configuration.draft, PeerAccess(self._token, configuration.cluster.tls)
+        target = self._target or await self._host_target(configuration, access)
+        for _ in range(draft.replicas - draft.is_colocated):
+            self._drafters.append(await self._stack.enter_async_context(LocalDrafter(configuration, access)))
+        lease_seconds = configuration.cluster.lease_seconds
+        draft_clients = [GrpcDrafter(drafter.resolve, access, lease_seconds) for drafter in self._drafters]
+        for client in draft_clients:
+            self._stack.push_async_callback(client.close)
+        coordinator = CoordinatorServer(configuration, target, draft_clients, keys=self._keys)
+        self._stack.push_async_callback(coordinator.stop, 0.0)
+        self._grpc_port = await coordinator.start()
+        await coordinator.wait_until_ready()
+        if self._http:
+            await self._start_http()
+
+    async def _host_target(self, configuration: Configuration, access: PeerAccess) -> Target:
+        """A target of one rank in this process."""
         if configuration.target.tensor_parallel > 1:
             raise ConfigurationError(
                 f"target.tensor_parallel: needed 1 in one process, found {configuration.target.tensor_parallel}; "
                 "use `pilotfish serve`"
             )
-        enter = self._stack.enter_async_context
         draft = configuration.draft
         colocated = await asyncio.to_thread(create, draft, configuration.target) if draft.is_colocated else None
         engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
         lease_seconds = configuration.cluster.lease_seconds
-        access = PeerAccess(self._token, configuration.cluster.tls)
         learning = None
         if draft.learn == "on":
             learner = await asyncio.to_thread(start_learner, configuration, colocated, lambda: engine.is_idle)
             self._stack.callback(learner.close)
             learning = learner.status
         host = host_target(LOOPBACK, engine, access, lease_seconds=lease_seconds, learning=learning)
-        target = await enter(host)
-        for _ in range(draft.replicas - draft.is_colocated):
-            self._drafters.append(await enter(LocalDrafter(configuration, access)))
+        hosted = await self._stack.enter_async_context(host)
         step_timeout = configuration.target.step_timeout_seconds
-        target_client = GrpcTarget(fixed_address(target.address), access, step_timeout, lease_seconds)
-        draft_clients = [GrpcDrafter(drafter.resolve, access, lease_seconds) for drafter in self._drafters]
-        for close in (target_client.close, *(client.close for client in draft_clients)):
-            self._stack.push_async_callback(close)
-        coordinator = CoordinatorServer(configuration, target_client, draft_clients, keys=self._keys)
-        self._stack.push_async_callback(coordinator.stop, 0.0)
-        self._grpc_port = await coordinator.start()
-        await coordinator.wait_until_ready()
-        if self._http:
-            await self._start_http()
+        client = GrpcTarget(fixed_address(hosted.address), access, step_timeout, lease_seconds)
+        self._stack.push_async_callback(client.close)
+        return client
 
     def _page(self) -> Page | None:
         server = self._configuration.server

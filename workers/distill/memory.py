@@ -28,11 +28,20 @@ class TargetSize:
     parameters: int
     hidden_size: int
     vocabulary: int
+    ranks: int = 1
+    """Tensor-parallel ranks that write texts and compute hidden states. Several have ended when a training begins."""
 
     @property
     def whole(self) -> int:
         """Bytes of all weights."""
         return HALF * self.parameters
+
+    def to_write(self, texts: int) -> int:
+        """Bytes on a device of the target that writes texts and computes hidden states: of a rank's weights.
+
+        The one that has all of them may have `texts` bytes of texts beside it.
+        """
+        return self.whole + texts if self.ranks == 1 else shared(self.whole, self.ranks)
 
     @property
     def ends(self) -> int:
@@ -83,8 +92,8 @@ class TrainingMemory:
     update: int
     """Gradients and what the optimizers compute with."""
     between: int
-    """What is held before steps or between them while the whole target is in memory: to write texts, to compute hidden
-    states, to measure."""
+    """What is held before steps or between them while the whole target, or a rank's part of it, is in memory: to write
+    texts, to compute hidden states, to measure."""
 
     @property
     def held(self) -> int:

@@ -235,8 +235,8 @@ class WorkerRank:
 class RankActors:
     """The ranks of one target, from `start()` until they end. It is a `workers.serve.rank_supervisor.Ranks`.
 
-    The owner's process is in bundle 0 of the current placement group, rank `i` in bundle `i + 1`. All are on one node,
-    unless the placement spans nodes.
+    The owner's process has bundle 0 of the placement group, rank `i` is in bundle `i + 1`. All are on one node, unless
+    the placement spans nodes.
     """
 
     def __init__(

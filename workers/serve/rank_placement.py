@@ -76,7 +76,7 @@ class StartedRank:
 
 
 class RankPlacement:
-    """The actors of all ranks: rank `i` in bundle `i + 1` of the current placement group.
+    """The actors of all ranks: rank `i` in bundle `i + 1` of a placement group.
 
     A standby actor claims no resources, because its bundle belongs to the ranks of this target alone. Ray gives an
     actor its GPU when it starts, so there are none where ranks use GPUs.
@@ -90,11 +90,14 @@ class RankPlacement:
         standby: bool,
         application: str = "",
         spans_nodes: bool = False,
+        group: PlacementGroup | None = None,
     ) -> None:
         """`kinds` are the classes of the actors, by rank. Each has a method `prepare`, which loads its libraries.
 
         With an `application`, its first rank may be a `WaitingRank`. `spans_nodes`: not all need be on one node.
+        `group`: unset, that of the process which places them.
         """
+        self._group = group
         self._application = application
         self._kinds = tuple(kinds)
         self._environment = dict(environment)
@@ -110,7 +113,7 @@ class RankPlacement:
         if standby:
             logger.info("the ranks start in %d standby processes", len(standby))
             return standby
-        group = _placement_group()
+        group = self._group or _placement_group()
         waiting = await self.claim()
         kept = [] if waiting is None else [waiting]
         return kept + [
@@ -142,7 +145,7 @@ class RankPlacement:
         """
         if not self._wants_standby or self._standby:
             return
-        group = _placement_group()
+        group = self._group or _placement_group()
         if any(bundle.get("GPU") for bundle in group.bundle_specs):
             return
         self._standby = [self._place(group, rank, {}) for rank in range(len(self._kinds))]

@@ -50,10 +50,10 @@ _SERVED = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_e
 class Command:
     """`pilotfish distill` for a tiny target, with prompts in `questions.jsonl`."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **shape: object) -> None:
         self.directory, self.work = directory, directory / "work"
         self._monkeypatch = monkeypatch
-        self.target = tiny_tokenizer.byte_level(tiny.save(directory / "target", tiny.llama(**_SERVED)))
+        self.target = tiny_tokenizer.byte_level(tiny.save(directory / "target", tiny.llama(**(_SERVED | shape))))
         template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
         (self.target / "chat_template.jinja").write_text(template)
         self.write("questions", [{"question": f"What is {number} and {number}?"} for number in range(20)])

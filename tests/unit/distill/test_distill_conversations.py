@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.chat_messages import Message
-from deploy.distillation import conversations, dspark
-from deploy.distillation.conversations import AnswerPlan, BatchedTarget
+from deploy.distillation import dspark
+from deploy.distillation.conversations import UNBOUNDED, AnswerPlan, BatchedTarget
 from workers.distill.answers import Answer
 from workers.distill.prompts import Prompt, Task
 
@@ -35,26 +32,22 @@ class Letters:
         return self.encode(self.render_chat(messages))
 
 
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The prompts of each batch that the target writes after. It writes their last character, again and again."""
-    found: list[list[str]] = []
+def answered(
+    tasks: Sequence[Task], *, rows: int = 8, cached: int = UNBOUNDED
+) -> tuple[list[list[Answer]], list[list[str]]]:
+    """Batches of answers, and the prompts of each batch that the target writes after.
 
-    def written(_: Any, prompts: Sequence[tuple[int, ...]], *__: Any) -> list[tuple[int, ...]]:
-        found.append(["".join(map(chr, prompt)) for prompt in prompts])
+    It writes their last character, again and again.
+    """
+    batches: list[list[str]] = []
+
+    def write(prompts: Sequence[tuple[int, ...]], *_: object) -> list[tuple[int, ...]]:
+        batches.append(["".join(map(chr, prompt)) for prompt in prompts])
         return [prompt[-1:] * MOST for prompt in prompts]
 
-    monkeypatch.setattr(conversations, "continuations", written)
-    return found
-
-
-def answered(tasks: Sequence[Task], *, rows: int = 8, cached: int = 1 << 24) -> list[list[Answer]]:
-    weight = SimpleNamespace(weight=torch.zeros(1))
-    target = SimpleNamespace(get_output_embeddings=lambda: weight, config=SimpleNamespace())
     plan = AnswerPlan(MOST, 600, rows, ())
-    batched = BatchedTarget(target, Letters(), plan, lambda _: None)  # type: ignore[arg-type]
-    batched._cached = cached
-    return list(batched.answers(tasks))
+    batched = BatchedTarget(write, Letters(), plan, lambda _: None, cached)  # type: ignore[arg-type]
+    return list(batched.answers(tasks)), batches
 
 
 def task(line: int, turn: str | None, *, turn_pass: int = 0, system: str | None = None, held_out: bool = False) -> Task:
@@ -62,27 +55,25 @@ def task(line: int, turn: str | None, *, turn_pass: int = 0, system: str | None 
     return Task(prompt, turn_pass, 0.0, 0, held_out)
 
 
-def test_prompts_of_similar_length_are_answered_together_as_many_as_memory_holds(batches: list[list[str]]) -> None:
+def test_prompts_of_similar_length_are_answered_together_as_many_as_memory_holds() -> None:
     turns = ["a", "b" * 100, "c", "d" * 90]
 
-    found = answered([task(line, turn) for line, turn in enumerate(turns)], cached=2 * (96 + MOST))
+    found, batches = answered([task(line, turn) for line, turn in enumerate(turns)], cached=2 * (96 + MOST))
 
     assert [[len(prompt) for prompt in batch] for batch in batches] == [[7, 7], [96], [106]]
     assert [answer.key for batch in found for answer in batch] == [f"some:{line}:0:0:0" for line in (0, 2, 3, 1)]
 
 
-def test_templates_get_long_answers_and_what_they_answer(batches: list[list[str]]) -> None:
+def test_templates_get_long_answers_and_what_they_answer() -> None:
     tasks = [task(0, "Who?"), task(1, "{document} {question}"), task(2, "Held!", held_out=True)]
 
-    answered([*tasks, task(3, "{document} {question}", turn_pass=1)], rows=3)
+    _, batches = answered([*tasks, task(3, "{document} {question}", turn_pass=1)], rows=3)
 
     assert batches == [["<user>Who?", "<user>Held!"], [f"<user>{'?' * MOST} Who?"]]
 
 
-def test_a_question_of_the_target_is_answered_without_its_system_message_in_every_second_pass(
-    batches: list[list[str]],
-) -> None:
-    answered([task(0, None, turn_pass=number, system="S") for number in range(2)])
+def test_a_question_of_the_target_is_answered_without_its_system_message_in_every_second_pass() -> None:
+    _, batches = answered([task(0, None, turn_pass=number, system="S") for number in range(2)])
 
     question = ">" * MOST
     assert batches == [["<system>S<user>"] * 2, [f"<user>{question}", f"<system>S<user>{question}"]]

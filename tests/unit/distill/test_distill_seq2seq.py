@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ class TestHiddenStates:
         start = decoder_start(target)
         answer = replace(answers_of(target)[0], prompt=start, source=SOURCES[0])
         cache = TapCache(tmp_path, (3,), 48, 64)
-        cache.fill(target, [answer], lambda *_: None)
+        cache.fill(partial(taps_of, target), [answer], lambda *_: None)
         assert cache.has(answer)
         assert not cache.has(replace(answer, source=SOURCES[1]))
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from cluster.core.errors import ConfigurationError, ModelLoadError
-from deploy.distillation import dspark, eagle3
-from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
-from workers.distill.answers import Answer, AnswerFile
+from cluster.core.errors import ConfigurationError, ModelLoadError, TargetUnavailable
+from deploy.distillation import dspark, eagle3, single_process
+from deploy.distillation.conversations import Write
+from deploy.distillation.execute import execute
+from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, Command
+from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.eagle3.states import TextStates
-from workers.distill.modules.tap_cache import TapCache, states_of
+from workers.distill.eagle3.texts import continuations
+from workers.distill.modules.tap_cache import ReadStates, TapCache, states_of, taps_of
 from workers.distill.stored_target import StoredTarget, load_parts
+from workers.distill.target_model import load_target
 
 CPU = torch.device("cpu")
 TAPS = (1, 4)
@@ -28,7 +35,7 @@ TAPS = (1, 4)
 def stored(target: PreTrainedModel, directory: Path, answers: Sequence[Answer], work: Path) -> StoredTarget:
     """The target with the stored states of some answers."""
     cache = TapCache(work, (*TAPS, LAYERS), target.config.hidden_size, 64)
-    cache.fill(target, answers, lambda *_: None)
+    cache.fill(partial(taps_of, target), answers, lambda *_: None)
     return StoredTarget(load_parts(directory, CPU, torch.float32, (LAYERS - 1,)), cache)
 
 
@@ -99,6 +106,68 @@ def test_no_layer_of_the_target_is_left_while_a_draft_is_trained(
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert len(run.target.get_decoder().layers) == 0
     assert (tmp_path / "states").exists() == is_stored
+
+
+class Writer:
+    """Has the target for a process that trains. It is a `TextWriter` that is lost after so many batches of texts."""
+
+    def __init__(self, target: PreTrainedModel, batches: float = math.inf) -> None:
+        self.calls: list[str] = []
+        self._target, self._left = target, batches
+
+    def writing(self) -> Write:
+        self.calls.append("writing")
+
+        def write(*given: Any) -> list[tuple[int, ...]]:
+            self._left -= 1
+            if self._left < 0:
+                raise TargetUnavailable("the ranks are lost")
+            return continuations(self._target, *given)
+
+        return write
+
+    def reading(self, taps: Sequence[int]) -> ReadStates:
+        self.calls.append(f"reading {taps}")
+        return partial(taps_of, self._target)
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+
+def run_with(writer: Writer, command: Command) -> list[str]:
+    """Train an EAGLE-3 head on the texts of a writer. Returns what was told."""
+    work = command.work
+    given: dict[str, object] = {"target": command.target, "prompts": command.directory / "questions.jsonl"}
+    given |= {"out": work / "out", "answers": work / "answers.jsonl"}
+    given |= {"max-length": 64, "max-tokens": 8, "max-prompt": 56}
+    given |= {"write-seconds": 60, "steps": 1, "rows": 8, "temperatures": "0", "device": "cpu", "taps": "1,2"}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    words += ["--vocabulary-size", "48", "--batch-tokens", "128"]
+    told: list[str] = []
+    execute(eagle3.Run, eagle3.options(words), told.append, writer)
+    return told
+
+
+@pytest.mark.slow
+def test_with_a_writer_no_process_that_trains_loads_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is kept when the writer is lost, and a run that finds all texts and states needs none."""
+    command = Command(tmp_path, monkeypatch)
+    writer, lost = (Writer(load_target(command.target, CPU), batches) for batches in (math.inf, 1))
+    monkeypatch.setattr(single_process, "load_target", None)  # loading it would be an error
+
+    with pytest.raises(TargetUnavailable, match="the ranks are lost"):
+        run_with(lost, command)
+    assert len(read_answers(command.work / "answers.jsonl")) == 8
+
+    run_with(writer, command)
+    assert writer.calls[:3] == ["writing", "reading (1, 2, 3)", "release"]
+    assert len(read_answers(command.work / "answers.jsonl")) == 20
+    writer.calls.clear()
+    told = run_with(writer, command)
+    assert set(writer.calls) == {"release"}
+    assert any(line.endswith("0 of them new") for line in told)
 
 
 def test_states_are_those_of_exactly_these_weights(directory: Path, tmp_path: Path) -> None:

@@ -86,8 +86,28 @@ def test_a_device_fits_a_step_whatever_the_layers_of_the_target() -> None:
     small, half, all_of_it = (plans_of(plan_block(large, shape(), BATCH), 1000, size) for size in (1e6, 1e9, 4e9))
 
     assert not any(one.fits for one in small)
-    assert all(one.fits and not one.fits_whole_target for one in half)
-    assert all(one.fits_whole_target for one in all_of_it)
+    assert all(one.fits and not one.fits_target for one in half)
+    assert all(one.fits_target for one in all_of_it)
+
+
+def test_ranks_that_write_texts_have_a_part_of_the_target_each_before_a_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device that does not fit a target of 70 billion parameters fits an eighth of it."""
+    alone = TargetSize(70_000_000_000, 48, 96)
+    whole, eighths = (plan_block(size, shape(), BATCH) for size in (alone, replace(alone, ranks=8)))
+
+    plans, divided = (plans_of(training, 1000, 80e9) for training in (whole, eighths))
+
+    assert {one.memory.between for one in divided} == {2 * 70_000_000_000 // 8}
+    assert all(one.fits_target for one in divided) and not any(one.fits_target for one in plans)
+    assert [one.memory.peak for one in divided] == [one.memory.peak for one in plans]
+    assert [one.most_text_tokens for one in divided] == [one.most_text_tokens for one in plans]
+    CONFIG.save_pretrained(tmp_path)
+    print_plan(DistillOptions(kind="eagle3", plan=True, json=True), tmp_path, 8)
+    assert json.loads(capsys.readouterr().out)["target"]["ranks"] == 8
+    print_plan(DistillOptions(kind="eagle3", plan=True), tmp_path, 8)
+    assert "8 ranks write texts and compute" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from workers.distill.job import DistillJob, ServedTokens
 from workers.distill.loop import EarlyStopping, long_steps
 from workers.distill.modules.learner import Acceptance, ModuleTraining, TappedModule, measure
 from workers.distill.modules.module_plan import checkpoint_of, module_training_plan
-from workers.distill.modules.tap_cache import TapCache, states_of
+from workers.distill.modules.tap_cache import TapCache, states_of, taps_of
 from workers.distill.modules.tree_search import MOST_NODES, greedy_tree, rank_accuracies
 from workers.distill.options import DistillOptions
 from workers.model.draft_card import DraftCard
@@ -131,7 +132,8 @@ def stored_states(run: ModuleRun, model: Any, card: DraftCard) -> TapCache:
         def report(done: int, wanted: int) -> None:
             stage(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
 
-        cache.fill(model, answers, report, run.budget.states_end if options.minutes is not None else None)
+        ends = run.budget.states_end if options.minutes is not None else None
+        cache.fill(partial(taps_of, model), answers, report, ends)
     return cache
 
 

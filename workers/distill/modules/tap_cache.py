@@ -30,6 +30,10 @@ _BATCH_TOKENS = 2048
 _SORTED = 64
 """Answers that are sorted by length before they are put into batches."""
 
+ReadStates = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[Sequence[int]]], list[Tensor]]
+"""The taps of rows, bfloat16 [tokens, taps x hidden size] each. It is called with the token ids of the rows, the taps,
+and what an encoder reads for each row; `taps_of` with a model is one."""
+
 Report = Callable[[int, int], None]
 """Called with the number of tokens computed so far in this run and the number wanted."""
 
@@ -93,8 +97,8 @@ class TapCache:
             raise ConfigurationError(f"taps {self._rows_path}: needed the answer {answer.key!r}, found no taps")
         return self._rows[entry.row * self.width : (entry.row + entry.tokens) * self.width].view(-1, self.width)
 
-    def fill(self, target: Any, answers: Sequence[Answer], report: Report, ends: float | None = None) -> None:
-        """Compute the taps that are missing, until `ends` (of `time.monotonic`), which the last batch is to keep."""
+    def fill(self, read: ReadStates, answers: Sequence[Answer], report: Report, ends: float | None = None) -> None:
+        """Store the taps that are missing, until `ends` (of `time.monotonic`), which the last batch is to keep."""
         times = StepTimes()
         missing = [answer for answer in answers if not self.has(answer)]
         wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
@@ -105,7 +109,7 @@ class TapCache:
                     break
                 tokens, sources = [self._cut(answer) for answer in batch], [answer.source for answer in batch]
                 with times.one():
-                    found = taps_of(target, tokens, self.taps, sources)
+                    found = read(tokens, self.taps, sources)
                 for answer, states in zip(batch, found, strict=True):
                     rows.write(states.view(torch.int16).numpy().tobytes())
                     line = {"key": answer.key, "tokens": len(states), "checksum": self._checksum(answer)}

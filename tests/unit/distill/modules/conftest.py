@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.support.models import tiny
 from workers.distill.answers import Answer, Leading
-from workers.distill.modules.tap_cache import TapCache
+from workers.distill.modules.tap_cache import TapCache, taps_of
 from workers.distill.target_model import load_target
 
 PROMPT, LENGTH, ROWS = 5, 14, 24
@@ -60,7 +61,7 @@ def tap_cache_of(
 
     def make(taps: tuple[int, ...]) -> TapCache:
         cache = TapCache(tmp_path_factory.mktemp("taps"), taps, 48, 64)
-        cache.fill(target, answers, lambda done, wanted: None)
+        cache.fill(partial(taps_of, target), answers, lambda done, wanted: None)
         return cache
 
     return make

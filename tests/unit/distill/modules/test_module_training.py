@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from workers.distill.modules.learner import ModulePlan, ModuleTraining, TappedMo
 from workers.distill.modules.module_pipeline import count_successors
 from workers.distill.modules.paths import predict
 from workers.distill.modules.start import copy_layers, fit_context
-from workers.distill.modules.tap_cache import TapCache
+from workers.distill.modules.tap_cache import TapCache, taps_of
 from workers.model.draft_shapes import BlockShape, EagleShape, LayerShape, TableShape
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
@@ -217,17 +218,17 @@ class TestTapCache:
     def test_missing_answers_are_added_and_an_interrupted_write_is_repaired(
         self, target: torch.nn.Module, answers: tuple[Answer, ...], tmp_path: Path
     ) -> None:
-        TapCache(tmp_path, (1,), 48, 64).fill(target, answers[:2], lambda done, wanted: None)
+        TapCache(tmp_path, (1,), 48, 64).fill(partial(taps_of, target), answers[:2], lambda done, wanted: None)
         with (tmp_path / "taps-1.bfloat16").open("ab") as rows:
             rows.write(b"cut off")
         reported: list[tuple[int, int]] = []
 
         cache = TapCache(tmp_path, (1,), 48, 64)
-        cache.fill(target, answers[:4], lambda done, wanted: reported.append((done, wanted)))
+        cache.fill(partial(taps_of, target), answers[:4], lambda done, wanted: reported.append((done, wanted)))
 
         assert reported[-1] == (38, 38)  # two answers of 19 tokens
         fresh = TapCache(tmp_path / "fresh", (1,), 48, 64)
-        fresh.fill(target, answers[:4], lambda done, wanted: None)
+        fresh.fill(partial(taps_of, target), answers[:4], lambda done, wanted: None)
         for answer in answers[:4]:
             torch.testing.assert_close(cache.of(answer), fresh.of(answer))
         assert not cache.has(answers[5])
@@ -237,14 +238,14 @@ class TestTapCache:
     ) -> None:
         changed = replace(answers[0], answer=answers[1].answer)
         for few in (answers[:2], (changed,), answers[2:3]):
-            TapCache(tmp_path, (1,), 48, 64).fill(target, few, lambda done, wanted: None)
+            TapCache(tmp_path, (1,), 48, 64).fill(partial(taps_of, target), few, lambda done, wanted: None)
 
         cache = TapCache(tmp_path, (1,), 48, 64)
 
         assert cache.has(changed)
         assert not cache.has(answers[0])
         fresh = TapCache(tmp_path / "fresh", (1,), 48, 64)
-        fresh.fill(target, (changed, *answers[1:3]), lambda done, wanted: None)
+        fresh.fill(partial(taps_of, target), (changed, *answers[1:3]), lambda done, wanted: None)
         for answer in (changed, *answers[1:3]):
             torch.testing.assert_close(cache.of(answer), fresh.of(answer))
 
@@ -253,7 +254,7 @@ class TestTapCache:
     ) -> None:
         cache = TapCache(tmp_path, (1,), 48, 64)
 
-        cache.fill(target, answers, lambda done, wanted: None, ends=0.0)
+        cache.fill(partial(taps_of, target), answers, lambda done, wanted: None, ends=0.0)
 
         assert not any(cache.has(answer) for answer in answers)
 

@@ -1,0 +1,190 @@
+"""Texts and hidden states for a training, from ranks of the serving engine that this process starts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError, TargetUnavailable
+from cluster.wire.connection import fixed_address
+from cluster.wire.generation_client import GenerationClient
+from deploy.distillation.conversations import Write
+from deploy.distillation.target import for_answers, together, with_many_sequences
+from deploy.distillation.target_ranks import TargetRanks, target_ranks
+from deploy.local.local_cluster import LocalCluster
+from pilotfish.v1 import common_pb2, generation_pb2
+from workers.distill.eagle3.texts import Tokens, WritingPlan
+from workers.distill.modules.tap_cache import ReadStates
+from workers.distill.served_states import served_states
+from workers.verify.evidence import MAX_SENT_BYTES
+
+_ROW_SEEDS = 1 << 20
+"""More than the rows of a batch, so that each row of each batch has a seed of its own."""
+_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses after losses of the ranks in a row, in seconds: it takes a while until their end is noticed."""
+
+Result = TypeVar("Result")
+
+
+class RankWriter:
+    """The ranks of a target. They start to write texts, and anew to show hidden states. It is a `TextWriter`.
+
+    Answers would take longer if they brought hidden states. A context manager.
+    """
+
+    def __init__(self, configuration: Configuration, told: Callable[[str], None]) -> None:
+        """`told` gets lines of the progress. Model paths in the configuration are local directories."""
+        self._configuration = with_many_sequences(for_answers(configuration))
+        self._told = told
+        self._runner = asyncio.Runner()
+        self._stack = AsyncExitStack()
+        self._write: Write | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+        self._runner.close()
+
+    @property
+    def sequences(self) -> int:
+        """Texts that are written at the same time."""
+        return self._configuration.scheduler.max_sequences
+
+    def writing(self) -> Write:
+        """Start the ranks, unless they write already. What is returned writes texts until `reading` or `release`."""
+        if self._write is not None:
+            return self._write
+        self.release()
+        ranks, api = self._run(self._begin_writing())
+
+        def write(prompts: Sequence[Tokens], temperatures: Sequence[float], plan: WritingPlan) -> list[Tokens]:
+            return self._run(ranks.guarded(api.continuations(prompts, temperatures, plan)))
+
+        self._write = write
+        return write
+
+    def reading(self, taps: Sequence[int]) -> ReadStates:
+        """Start ranks that show these hidden states. What is returned reads texts until `writing` or `release`."""
+        self.release()
+        states = self._run(self._begin_reading(taps))
+
+        def read(rows: Sequence[Sequence[int]], *_: object) -> list[Tensor]:
+            return self._run(states.ranks.guarded(states.of(rows)))
+
+        return read
+
+    def release(self) -> None:
+        """Stop the ranks, if they run."""
+        self._write = None
+        self._run(self._stack.aclose())
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(work)
+
+    def _tell(self, purpose: str) -> None:
+        self._told(f"{self._configuration.target.tensor_parallel} ranks of the target start, to {purpose}")
+
+    async def _begin_writing(self) -> tuple[TargetRanks, _Api]:
+        self._tell("write texts")
+        configuration, enter = self._configuration, self._stack.enter_async_context
+        ranks = await enter(target_ranks(configuration))
+        cluster = await ranks.guarded(enter(LocalCluster(configuration, target=ranks.target)))
+        client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
+        self._stack.push_async_callback(client.close)
+        context = (await ranks.target.info()).max_context_len
+        return ranks, _Api(client, context, self.sequences, configuration.limits.max_timeout_seconds)
+
+    async def _begin_reading(self, taps: Sequence[int]) -> _States:
+        self._tell("compute hidden states")
+        configuration = self._configuration
+        ranks = await self._stack.enter_async_context(target_ranks(configuration, taps))
+        config = AutoConfig.from_pretrained(configuration.target.path, trust_remote_code=False)
+        width = len(taps) * int(config.get_text_config().hidden_size)
+        step_tokens = max(1, min(configuration.scheduler.max_step_tokens, MAX_SENT_BYTES // (2 * width)))
+        context = (await ranks.target.info()).max_context_len
+        return _States(ranks, width, step_tokens, context, self._told)
+
+
+@dataclass(frozen=True, slots=True)
+class _Api:
+    """Lets a cluster continue prompts, all that it has sequences for at the same time."""
+
+    client: GenerationClient
+    context: int
+    """Most tokens of a prompt and its continuation."""
+    sequences: int
+    timeout_seconds: float
+
+    async def continuations(
+        self, prompts: Sequence[Tokens], temperatures: Sequence[float], plan: WritingPlan
+    ) -> list[Tokens]:
+        """What the target writes after each prompt; nothing after one that fills its context.
+
+        Texts depend on the plan and on their number, not on each other. Raises `PilotfishError`.
+        """
+        written: list[list[int]] = [[] for _ in prompts]
+        waiting = iter(range(len(prompts)))
+
+        async def work() -> None:
+            for row in waiting:
+                if len(prompts[row]) >= self.context:
+                    continue
+                request = generation_pb2.GenerateRequest(
+                    token_ids=common_pb2.TokenIds(ids=prompts[row]),
+                    sampling=common_pb2.SamplingParameters(
+                        temperature=temperatures[row],
+                        min_p=plan.floor,
+                        seed=(plan.seed * _ROW_SEEDS + row) % (1 << 64),
+                    ),
+                    stopping=generation_pb2.StoppingCriteria(max_tokens=plan.most_tokens, stop_token_ids=plan.stops),
+                )
+                async for response in self.client.generate(request, self.timeout_seconds):
+                    if response.WhichOneof("event") == "delta":
+                        written[row].extend(response.delta.token_ids)
+
+        await together(self.sequences, work, plan.ends)
+        return [tuple(row) for row in written]
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Reads the hidden states of texts from ranks that show them."""
+
+    ranks: TargetRanks
+    width: int
+    """Numbers of a token."""
+    step_tokens: int
+    context: int
+    """Most tokens of a text."""
+    told: Callable[[str], None]
+
+    async def of(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The hidden states of texts; see `served_states`. Where ranks are lost, it waits for them and reads again.
+
+        Raises `ConfigurationError`, and `TargetUnavailable` where they are lost again and again.
+        """
+        longest = max(map(len, rows))
+        if longest > self.context:
+            raise ConfigurationError(
+                f"--max-length: a text of {longest} tokens is refused; the target reads {self.context} at most"
+            )
+        for pause in _PAUSES:
+            await self.ranks.serving()
+            try:
+                return await served_states(self.ranks.target, rows, self.width, self.step_tokens)
+            except TargetUnavailable as error:
+                self.told(f"hidden states: {error}; {len(rows)} texts are read again")
+            await asyncio.sleep(pause)
+        raise TargetUnavailable(f"hidden states: the target was lost {len(_PAUSES)} times in a row")

@@ -1,0 +1,114 @@
+"""The target of a distillation on ranks of the serving engine: Ray places them, and those that are lost start again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError
+from cluster.core.ports import Target
+from cluster.wire.peer_access import PeerAccess
+from cluster.wire.target_client import GrpcTarget
+from deploy.implied_settings import with_implied_settings
+from deploy.local.local_cluster import LOOPBACK
+from deploy.machine import local_resources
+from deploy.network.cluster_token import draw_token
+from deploy.placement import Placement, Resources, plan, strategy
+from deploy.preflight import capacity_problems, model_problems, raise_problems
+from deploy.ray.start_ray import start_local_ray
+from workers.serve.configuration import load_configuration
+from workers.serve.rank_actors import RankActors, rank_kinds
+from workers.serve.rank_placement import RankPlacement
+from workers.serve.rank_supervisor import RankSupervisor
+
+_HEALTH_SECONDS = 0.5
+"""Pause between two looks whether the ranks are lost for good, in seconds."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRanks:
+    """Ranks of a target that serve this process alone. When one is lost, all start again."""
+
+    target: Target
+    """Reaches the ranks, also those that have started again."""
+    supervisor: RankSupervisor
+
+    async def serving(self) -> None:
+        """Return once the ranks serve: at once, unless they start again."""
+        await self.supervisor.address()
+
+    async def guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of work that needs the ranks. Raises `TargetUnavailable` once they cannot be started again."""
+        working, lost = asyncio.create_task(work), asyncio.create_task(self._until_lost())
+        try:
+            await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else lost.result()
+        finally:
+            working.cancel()
+            lost.cancel()
+            await asyncio.gather(working, lost, return_exceptions=True)
+
+    async def _until_lost(self) -> NoReturn:
+        while True:
+            self.supervisor.check_health()
+            await asyncio.sleep(_HEALTH_SECONDS)
+
+
+@asynccontextmanager
+async def target_ranks(configuration: Configuration, taps: Sequence[int] = ()) -> AsyncIterator[TargetRanks]:
+    """Inside, `target.tensor_parallel` ranks of the target run on this machine. Model paths are local directories.
+
+    With `taps`, the target sends these hidden states of every token, and keeps nothing for texts with the same prefix.
+
+    Raises `ConfigurationError` where this machine has too few GPUs, cores or memory, and what the ranks raise.
+    """
+    configuration = _of_ranks(configuration, taps)
+    resources = local_resources()
+    placement = plan(configuration, [resources])
+    _check(configuration, placement, resources)
+    if not ray.is_initialized():
+        start_local_ray(resources)
+    # As for a served target, the first bundle is that of the ranks' owner, which is this process.
+    bundles = [bundle.claims() for bundle in (*placement.coordinator.bundles, *placement.target.bundles)]
+    group = placement_group(bundles, strategy(spans_nodes=False))
+    kinds, role = rank_kinds(configuration.target.tensor_parallel), placement.target
+    places = RankPlacement(kinds, role.environment, standby=False, group=group)
+    access = PeerAccess(draw_token(), configuration.cluster.tls)
+    supervisor = RankSupervisor(lambda: RankActors(configuration, role.threads, LOOPBACK, places, access))
+    step_timeout, lease_seconds = configuration.target.step_timeout_seconds, configuration.cluster.lease_seconds
+    target = GrpcTarget(supervisor.address, access, step_timeout, lease_seconds)
+    try:
+        await supervisor.start()
+        yield TargetRanks(target, supervisor)
+    finally:
+        await target.close()
+        await supervisor.stop()
+        remove_placement_group(group)
+
+
+def _of_ranks(configuration: Configuration, taps: Sequence[int]) -> Configuration:
+    """The configuration with all that drafts imply, of one replica, which may show hidden states."""
+    if configuration.target.span_nodes:
+        raise ConfigurationError("target.span_nodes: true is refused; the ranks of a distillation are on one machine")
+    changes: dict[str, Any] = {"replicas": 1, "standby": False}
+    if taps:
+        changes |= {"evidence.taps": tuple(taps), "evidence.is_sent": True}
+        changes |= {"kv.prefix_cache": False, "kv.host_bytes": 0, "kv.disk_directory": None}
+    values = with_implied_settings(configuration).model_dump(mode="json")
+    return load_configuration(values, {f"target.{name}": value for name, value in changes.items()})
+
+
+def _check(configuration: Configuration, placement: Placement, resources: Resources) -> None:
+    """Raise `ConfigurationError` where the ranks do not fit this machine, or cannot divide the model."""
+    raise_problems(capacity_problems(placement, [resources]))
+    raise_problems(model_problems(configuration, placement, [resources], Path(configuration.target.path), None))

@@ -1,0 +1,143 @@
+"""`pilotfish distill` for a target on two ranks: they write texts and show hidden states; no trainer has the target."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError
+from cluster.wire.generation_client import GenerationClient
+from deploy.distillation import rank_writer, single_process
+from deploy.distillation.target_ranks import target_ranks
+from pilotfish.v1 import generation_pb2
+from tests.unit.distill.conftest import Command
+from workers.distill.answers import read_answers
+from workers.distill.eagle3.texts import WritingPlan, continuations
+from workers.distill.modules.tap_cache import TapCache, states_of, taps_of
+from workers.distill.target_model import load_target
+from workers.model.model_files import end_of_sequence_ids
+from workers.serve.configuration import load_configuration
+
+TAPS, LAYERS, LENGTH = (1, 2), 4, 96
+KIND = ("--kind", "eagle3", "--depths", "2", "--vocabulary-size", "64", "--batch-tokens", "256", "--taps", "1,2")
+TEXTS = ("--max-length", str(LENGTH), "--temperatures", "0", "--max-tokens", "24")
+ON_RANKS = ("--set", "target.tensor_parallel=2", "--set", "target.device=cpu")
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command for a target whose heads two ranks can divide."""
+    return Command(tmp_path, monkeypatch, num_hidden_layers=LAYERS, num_key_value_heads=2, initializer_range=0.15)
+
+
+def worker_ranks() -> Iterator[psutil.Process]:
+    """The processes of ranks above 0 that this process started."""
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "ray::WorkerRank" in " ".join(one.cmdline()):
+                yield one
+
+
+@pytest.fixture
+def rank_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[psutil.Process]]:
+    """The second rank of the group that writes texts, which is killed once, when the first tokens have come."""
+    killed: list[psutil.Process] = []
+
+    class Killing(GenerationClient):
+        async def generate(
+            self, request: generation_pb2.GenerateRequest, timeout_seconds: float
+        ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+            async for response in super().generate(request, timeout_seconds):
+                yield response
+                if not killed:
+                    killed.extend(worker_ranks())
+                    for one in killed:
+                        one.kill()
+
+    monkeypatch.setattr(rank_writer, "GenerationClient", Killing)
+    for name, value in {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    yield killed
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs ray[train]")
+def test_ranks_write_texts_and_show_states_and_trainers_never_have_the_target(
+    command: Command,
+    rank_ends: list[psutil.Process],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A rank dies while texts are written. They are those of a model of `transformers` all the same."""
+    monkeypatch.setattr(single_process, "load_target", None)  # loading it would be an error
+    out = command.directory / "draft"
+
+    code = command.run_words(command.words(out, *KIND, *TEXTS, *ON_RANKS, "--steps", "4", "--workers", "2"))
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 0, said
+    assert len(rank_ends) == 1 and not rank_ends[0].is_running()
+    assert (out / "model.safetensors").exists()
+    assert "tokens per step on held out, as it is served" in said
+    target = load_target(command.target, torch.device("cpu"))
+    answers = read_answers(command.work / "answers.jsonl")
+    assert sum(one.held_out for one in answers) == 2 and len(answers) == 20
+    plan = WritingPlan(24, end_of_sequence_ids(command.target), 0)
+    expected = continuations(target, [one.prompt for one in answers], [0.0] * len(answers), plan)
+    assert [one.answer for one in answers] == expected
+    stored = TapCache(states_of(command.target, command.work / "states"), (*TAPS, LAYERS), 48, LENGTH)
+    known = [one for one in answers if stored.has(one)]
+    assert len(known) > len(answers) // 2  # some were lengthened
+    for one in known:
+        (states,) = taps_of(target, [(*one.prompt, *one.answer)], stored.taps)
+        torch.testing.assert_close(stored.of(one).float(), states.float(), rtol=2**-7, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), [("layers", "--plan"), ("heads", "--plan"), ("heads", "--steps=1"), ("table", "--steps=1")]
+)
+def test_kinds_for_which_one_process_has_the_target_are_refused_on_ranks(
+    kind: str, given: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--kind", kind, *ON_RANKS, given, "--prompts", str(command.directory / "questions.jsonl"), "--out", "out"]
+
+    assert command.run_words(words) == 2
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"target.tensor_parallel: 2 is refused for kind {kind}" in said
+
+
+def configured(command: Command, **changes: object) -> Configuration:
+    named = {"target.path": str(command.target), "target.device": "cpu"}
+    return load_configuration({}, named | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target__tensor_parallel": 4}, r"target\.tensor_parallel: needed a divisor of 6 heads"),
+        ({"target__tensor_parallel": 2, "target__span_nodes": True}, r"target\.span_nodes: true is refused"),
+        ({"target__tensor_parallel": 2, "target__kv__pool_bytes": 1 << 50}, "memory of this machine: needed"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_ray_starts(
+    changes: dict[str, object], message: str, command: Command
+) -> None:
+    async def start() -> None:
+        async with target_ranks(configured(command, **changes)):
+            pass
+
+    with pytest.raises(ConfigurationError, match=message):
+        asyncio.run(start())
+    assert not ray.is_initialized()
