@@ -75,9 +75,7 @@ class LocalTarget:
         )
 
 
-async def _drafted(
-    configuration: Configuration, prompts: Sequence[tuple[int, ...]], most_tokens: int
-) -> ServedTokens:
+async def _drafted(configuration: Configuration, prompts: Sequence[tuple[int, ...]], most_tokens: int) -> ServedTokens:
     timeout = configuration.limits.max_timeout_seconds
     if configuration.target.tensor_parallel == 1:
         return await _counted(LocalCluster(configuration), prompts, most_tokens, timeout)
@@ -89,9 +87,9 @@ async def _drafted(
 
 
 async def _counted(
-    cluster: LocalCluster, prompts: Sequence[tuple[int, ...]], most_tokens: int, timeout: float
+    cluster: LocalCluster, prompts: Sequence[tuple[int, ...]], most_tokens: int, longest: float
 ) -> ServedTokens:
-    """Start the cluster, and count tokens and steps of its answers."""
+    """Start the cluster, and count tokens and steps of its answers, each of which takes `longest` seconds at most."""
     async with cluster:
         client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
 
@@ -102,7 +100,7 @@ async def _counted(
                 stopping=generation_pb2.StoppingCriteria(max_tokens=most_tokens),
                 cache_salt=_SALT,
             )
-            events = [event async for event in client.generate(request, timeout)]
+            events = [event async for event in client.generate(request, longest)]
             return events[-1].finished.usage
 
         try:

@@ -14,10 +14,11 @@ import ray
 import torch
 
 from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, TargetUnavailable
 from cluster.wire.generation_client import GenerationClient
 from deploy.distillation import rank_writer, single_process
-from deploy.distillation.target_ranks import target_ranks
+from deploy.distillation import target_ranks as target_ranks_module
+from deploy.distillation.target_ranks import TargetRanks, target_ranks
 from pilotfish.v1 import generation_pb2
 from tests.unit.distill.conftest import Command
 from workers.distill.answers import read_answers
@@ -116,6 +117,37 @@ def test_kinds_for_which_one_process_has_the_target_are_refused_on_ranks(
 
     said = " ".join(capsys.readouterr().err.split())
     assert f"target.tensor_parallel: 2 is refused for kind {kind}" in said
+
+
+class Supervisor:
+    """Gives up once its ranks cannot start any more. It is a `RankSupervisor`."""
+
+    is_lost = False
+
+    def check_health(self) -> None:
+        if self.is_lost:
+            raise TargetUnavailable("the last 3 starts of the ranks failed")
+
+
+async def test_work_ends_once_ranks_cannot_start_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_ranks_module, "_HEALTH_SECONDS", 0.001)
+    supervisor, begun = Supervisor(), asyncio.Event()
+    ranks = TargetRanks(None, supervisor)  # type: ignore[arg-type]
+
+    async def wait_for_ever() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            begun.clear()
+
+    assert await ranks.guarded(asyncio.sleep(0.01, "done")) == "done"
+    waiting = asyncio.create_task(ranks.guarded(wait_for_ever()))
+    await begun.wait()
+    supervisor.is_lost = True
+    with pytest.raises(TargetUnavailable, match="the last 3 starts of the ranks failed"):
+        await waiting
+    assert not begun.is_set()  # the work was cancelled
 
 
 def configured(command: Command, **changes: object) -> Configuration:

@@ -16,6 +16,7 @@ from cluster.core.config.target_section import EvidenceSection, KvSection
 from cluster.core.errors import ConfigurationError, TargetUnavailable
 from deploy.distillation import rank_writer
 from tests.support.engines.engine_port import EngineTarget
+from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_group import rank_group
 from tests.support.models import tiny
 from tests.unit.distill.conftest import LAYERS
@@ -136,7 +137,7 @@ async def test_several_ranks_show_the_states_of_one(native: str, tmp_path: Path)
     config = tiny.llama(num_hidden_layers=LAYERS, num_key_value_heads=2, initializer_range=0.15)
     directory = tiny.save(tmp_path, config)
     section: dict[str, object] = {"path": str(directory), "device": "cpu", "tensor_parallel": 2}
-    section |= {"compile": "off", "native": native}
+    section |= {"compile": "off", "compile_directory": str(KEPT), "native": native}
     section |= {"kv": {"block_size": 4, "pool_bytes": 1 << 20}, "evidence": {"taps": TAPS, "is_sent": True}}
 
     with rank_group(2) as group:

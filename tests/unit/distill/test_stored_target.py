@@ -149,9 +149,7 @@ def run_with(writer: Writer, command: Command) -> list[str]:
 
 
 @pytest.mark.slow
-def test_with_a_writer_no_process_that_trains_loads_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_writer_no_process_that_trains_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is kept when the writer is lost, and a run that finds all texts and states needs none."""
     command = Command(tmp_path, monkeypatch)
     writer, lost = (Writer(load_target(command.target, CPU), batches) for batches in (math.inf, 1))
