@@ -45,6 +45,7 @@ from workers.model.formats.pilotfish import SCALE, restored
 from workers.model.formats.registry import DraftWeights, read_draft, read_weights
 from workers.model.public_shapes import MedusaShape, PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
+from workers.model.tensor_file import write_tensors
 
 _LEAST_INT8 = 65536
 """Elements from which a matrix of an int8 file is stored as int8."""
@@ -248,7 +249,8 @@ def save_with_parameters(source: Path, directory: Path, parameters: Mapping[str,
             shutil.copyfile(source / name, directory / name)
     others = [name for name in stored.sizes if name.removesuffix(SCALE) not in parameters]
     own = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in parameters.items()}
-    save_file(stored.tensors(others) | own, directory / WEIGHTS, metadata={"format": "pt"})
+    with (directory / WEIGHTS).open("wb") as file:
+        write_tensors(file, stored.tensors(others) | own, {"format": "pt"})
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], where: str) -> None:

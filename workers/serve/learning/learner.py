@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
@@ -50,7 +50,10 @@ class LearnerOptions:
     """With which process and when the learner trains, and how much memory learned weights may take."""
 
     command: tuple[str, ...] = (sys.executable, "-m", _PROCESS, _PRIORITY)
-    """Starts a process that reads a `Task` from its standard input and writes a `Candidate` to its standard output."""
+    """Starts a process that reads a `Task` from its standard input and writes a `Candidate` to its standard output.
+
+    Both are files in memory.
+    """
     weight_bytes: int = 256 << 20
     """Most memory for learned weights, in bytes."""
     fresh_texts: int = 32
@@ -183,7 +186,7 @@ class Learner:
             texts.held_back[-options.most_held_back :],
         )
         task = Task(self._configuration, self._weights.of(texts.key), *latest, seed=base)
-        candidate = self._candidate(task.encode())
+        candidate = self._candidate(task)
         if candidate is None:
             self._counts["failed"] += 1
             return False
@@ -268,50 +271,58 @@ class Learner:
             self._busy_at = now
         return now - self._busy_at >= self._options.idle_seconds
 
-    def _candidate(self, task: bytes) -> Candidate | None:
-        """What the learner's process brings; `None` if it fails, takes too long, or if this learner closes."""
+    def _candidate(self, task: Task) -> Candidate | None:
+        """What the learner's process brings; `None` if it fails, takes too long, or if this learner closes.
+
+        Both travel in files that are mapped. A large draft from a pipe comes in small pieces, and joining and parsing
+        them would keep the interpreter from the requests that run.
+        """
         # It takes nothing of a GPU, and finds the modules that this process finds.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with os.fdopen(os.memfd_create("learning"), "w+b") as given:  # no text is written to a disk
-            given.write(task)
+        with _memory_file("task") as given, _memory_file("candidate") as brought:
+            task.write(given)
             given.seek(0)
             process = subprocess.Popen(  # noqa: S603
-                self._options.command, stdin=given, stdout=subprocess.PIPE, env=environment
+                self._options.command, stdin=given, stdout=brought, env=environment
             )
             with process:
                 try:
-                    data = self._wait(process)
+                    has_ended = self._wait(process)
                 finally:
                     process.kill()
-        while not self._closing.is_set() and not self._may_run():
-            self._closing.wait(_STOPPED_CHECK_SECONDS)
-        if self._closing.is_set():
-            return None
-        try:
-            if data is None or process.returncode != 0:
-                raise ValueError(f"its process ended with {process.returncode}")
-            return Candidate.decode(data)
-        except ValueError as error:
-            logger.warning("a training of the draft failed, and the served weights stay: %s", error)
-            return None
+            while not self._closing.is_set() and not self._may_run():
+                self._closing.wait(_STOPPED_CHECK_SECONDS)
+            if self._closing.is_set():
+                return None
+            try:
+                if not has_ended or process.returncode != 0:
+                    raise ValueError(f"its process ended with {process.returncode}")
+                return Candidate.read(Path(f"/proc/self/fd/{brought.fileno()}"))
+            except ValueError as error:
+                logger.warning("a training of the draft failed, and the served weights stay: %s", error)
+                return None
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> bytes | None:
+    def _wait(self, process: subprocess.Popen[bytes]) -> bool:
+        """Let the process run while no request does. Returns whether it has ended by itself, and in time."""
         ran, is_stopped, before, followed = 0.0, False, time.monotonic(), time.monotonic()
         while not self._closing.is_set() and ran < self._options.most_seconds:
-            try:
-                data, _ = process.communicate(timeout=_STOPPED_CHECK_SECONDS if is_stopped else _CHECK_SECONDS)
-            except subprocess.TimeoutExpired:
-                now = time.monotonic()
-                ran, before = ran + (0.0 if is_stopped else now - before), now
-                if is_stopped is self._may_run():
-                    is_stopped = not is_stopped
-                    process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
-                if now - followed >= _FOLLOW_SECONDS:
-                    self._follow()
-                    followed = now
-                continue
-            return data
-        return None
+            if process.poll() is not None:
+                return True
+            self._closing.wait(_STOPPED_CHECK_SECONDS if is_stopped else _CHECK_SECONDS)
+            now = time.monotonic()
+            ran, before = ran + (0.0 if is_stopped else now - before), now
+            if is_stopped is self._may_run():
+                is_stopped = not is_stopped
+                process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
+            if now - followed >= _FOLLOW_SECONDS:
+                self._follow()
+                followed = now
+        return False
+
+
+def _memory_file(name: str) -> IO[bytes]:
+    """An empty file in memory, because no text may get to a disk."""
+    return os.fdopen(os.memfd_create(name), "w+b")
 
 
 def weight_bytes(weights: Mapping[str, Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""What a drafter's process and its learner tell each other through pipes: tensors in the format of safetensors."""
+"""What a drafter's process and its learner tell each other through files: tensors in the format of safetensors."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, variance
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster.core import bounds
 from cluster.wire.codec.common import decode_start, encode_start
 from pilotfish.v1 import common_pb2
 from workers.draft.common.learning import CollectedText
+from workers.model.tensor_file import write_tensors
 
 _ABOUT = "about"
 """Name of the tensor with a JSON object."""
@@ -41,21 +43,21 @@ class Task:
     held_back: Sequence[CollectedText]
     seed: int = 0
 
-    def encode(self) -> bytes:
-        """The task as bytes."""
-        tensors = {f"weights.{name}": value.contiguous() for name, value in self.weights.items()}
+    def write(self, file: IO[bytes]) -> None:
+        """Write the task. Raises `OSError`."""
+        tensors = {f"weights.{name}": value for name, value in self.weights.items()}
         parts = (self.training, self.left_out, self.held_back)
         for kind, texts in zip(_PARTS, parts, strict=True):
             for index, text in enumerate(texts):
                 tensors |= _encode_text(f"{kind}.{index}", text)
         about = {"configuration": self.configuration, "seed": self.seed}
         sizes = {kind: len(texts) for kind, texts in zip(_PARTS, parts, strict=True)}
-        return save(tensors | {_ABOUT: _encode_json(about | sizes)})
+        write_tensors(file, tensors | {_ABOUT: _encode_json(about | sizes)})
 
     @staticmethod
-    def decode(data: bytes) -> Task:
-        """The task of `encode`."""
-        tensors = load(data)
+    def read(path: Path) -> Task:
+        """The task that `write` wrote. Its tensors are mapped from the file."""
+        tensors = load_file(path)
         about = _decode_json(tensors[_ABOUT])
         training, left_out, held_back = (
             [_decode_text(f"{kind}.{index}", tensors) for index in range(about[kind])] for kind in _PARTS
@@ -75,24 +77,27 @@ class Candidate:
     tokens: tuple[int, ...]
     """Tokens of each held-back text that these steps decide."""
 
-    def encode(self) -> bytes:
-        """The candidate as bytes."""
+    def write(self, file: IO[bytes]) -> None:
+        """Write the candidate. Raises `OSError`."""
         about = {"before": self.rounds_before, "after": self.rounds_after, "tokens": self.tokens}
-        tensors = {f"weights.{name}": value.contiguous() for name, value in self.weights.items()}
-        return save(tensors | {_ABOUT: _encode_json(about)})
+        tensors = {f"weights.{name}": value for name, value in self.weights.items()}
+        write_tensors(file, tensors | {_ABOUT: _encode_json(about)})
 
     @staticmethod
-    def decode(data: bytes) -> Candidate:
-        """The candidate of `encode`. Raises `ValueError` for other bytes."""
+    def read(path: Path) -> Candidate:
+        """The candidate that `write` wrote. Its weights are mapped from the file.
+
+        Raises `ValueError` for another file.
+        """
         try:
-            tensors = load(data)
+            tensors = load_file(path)
             about = _decode_json(tensors[_ABOUT])
             before, after, tokens = (tuple(map(int, about[name])) for name in ("before", "after", "tokens"))
             for rounds in (before, after):
                 for count, decided in zip(rounds, tokens, strict=True):
                     if not 0 <= count <= decided <= count * (bounds.MAX_TREE_NODES + 1):
                         raise ValueError(f"{count} steps decide {decided} tokens")
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"candidate: needed weights and measurements, found {error!r}") from None
         return Candidate(_weights_in(tensors), before, after, tokens)
 
@@ -137,7 +142,7 @@ def _encode_text(name: str, text: CollectedText) -> dict[str, Tensor]:
         f"{name}.start": torch.frombuffer(bytearray(start), dtype=torch.uint8),
         f"{name}.tokens": torch.tensor(text.tokens, dtype=torch.int32),
         f"{name}.first": torch.tensor([text.first]),
-        f"{name}.hidden": text.hidden.contiguous(),
+        f"{name}.hidden": text.hidden,
     }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +44,7 @@ DRAFTS: dict[str, tuple[tuple[int, ...], Shape | None, dict[str, int]]] = {
     "dspark": ((0, 1, 2), None, {"candidates": 1}),
 }
 """By kind: the taps, the shape of the module, and settings with which drafts are chains."""
+Message = TypeVar("Message", Task, Candidate)
 
 
 class Served:
@@ -124,9 +126,17 @@ class Served:
         """Weights that are learned in this process from what is stored of a salt, better than the served ones."""
         (texts,) = (one for one in self.reservoir.salts() if one.key == key)
         task = Task(self.values, self.weights.of(key), texts.training, texts.left_out, texts.held_back)
-        candidate = learn(Task.decode(task.encode()))
-        assert Candidate.decode(candidate.encode()).is_better
+        candidate = learn(passed(task))
+        assert passed(candidate).is_better
         return candidate.weights
+
+
+def passed(message: Message) -> Message:
+    """The message as the other process reads it."""
+    with tempfile.NamedTemporaryFile() as file:
+        message.write(file)
+        file.flush()
+        return type(message).read(Path(file.name))
 
 
 def answers(found: Sequence[Decoded]) -> list[list[int]]:

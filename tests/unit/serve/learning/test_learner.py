@@ -22,7 +22,7 @@ from deploy.distillation import learner_process
 from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import public_drafts, tiny
 from tests.support.models.drafting_evidence import drafter_of
-from tests.unit.serve.learning.served import BUDGET, PROMPTS, TIMES, TOKENS, Served, accepted, answers, trees
+from tests.unit.serve.learning.served import BUDGET, PROMPTS, TIMES, TOKENS, Served, accepted, answers, passed, trees
 from workers.draft.common.learning import CollectedText, Reservoir, salt_key
 from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS
 from workers.model.formats.registry import read_draft
@@ -112,8 +112,8 @@ def test_weights_of_the_files_are_served_again_without_a_training_where_they_are
 def test_the_latest_texts_alone_are_learned_from(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(TIMES):
         served.serve()
-    tasks = []
-    monkeypatch.setattr(Learner, "_candidate", lambda _, task: tasks.append(Task.decode(task)))
+    tasks: list[Task] = []
+    monkeypatch.setattr(Learner, "_candidate", lambda _, task: tasks.append(task))
     learner = learner_of(served, most_texts=5, most_left_out=2, most_held_back=3)
     assert not learner.learn_once()
     (texts,) = served.reservoir.salts()
@@ -147,6 +147,31 @@ def test_a_learner_that_fails_changes_nothing(served: Served) -> None:
         assert not learner.learn_once(), program
         after = served.serve()
         assert trees(after) == trees(before), program
+
+
+def test_a_candidate_is_mapped_from_the_file_that_its_process_wrote(served: Served, tmp_path: Path) -> None:
+    """Nothing of a large draft is copied in one piece, which would hold the interpreter of requests that run."""
+    for _ in range(TIMES):
+        served.serve()
+    weights = {name: value + 1 for name, value in served.weights.of("").items()}
+    with (tmp_path / "candidate").open("wb") as file:
+        Candidate(weights, (9, 9, 9), (5, 5, 5), (9, 9, 9)).write(file)
+    learner = learner_of(served, command=("cat", str(tmp_path / "candidate")))
+    assert learner.learn_once()
+    assert learner.candidate is not None
+    found, drafting = learner.candidate.weights, served.weights.of(salt_key("a/"))
+    for name, value in weights.items():
+        assert torch.equal(found[name], value) and torch.equal(drafting[name], value)
+    assert all("memfd:candidate" in mapped_file(value) for value in found.values())
+
+
+def mapped_file(value: torch.Tensor) -> str:
+    """The file whose contents the tensor's memory is."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(address, 16) for address in line.partition(" ")[0].split("-"))
+        if begin <= value.data_ptr() < end:
+            return line.partition("/")[2]
+    return ""
 
 
 def test_the_learner_stands_still_while_requests_run_and_ends_with_its_owner(served: Served, tmp_path: Path) -> None:
@@ -251,7 +276,7 @@ def test_weights_are_better_if_they_save_steps_beyond_the_noise(
 def test_measurements_that_cannot_be_are_refused() -> None:
     for before, after, tokens in (((5,), (5,), (4,)), ((0,), (0,), (9,)), ((-1,), (1,), (1,)), ((1, 1), (1,), (1,))):
         with pytest.raises(ValueError, match="candidate: needed weights and measurements"):
-            Candidate.decode(Candidate({}, before, after, tokens).encode())
+            passed(Candidate({}, before, after, tokens))
 
 
 def test_a_rollback_during_a_training_keeps_its_weights_out(served: Served, tmp_path: Path) -> None:

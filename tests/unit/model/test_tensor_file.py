@@ -1,0 +1,60 @@
+"""Tensors are written as safetensors reads them, and other threads run meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load, load_file
+
+from workers.model.tensor_file import write_tensors
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    """Odd numbers of bytes come before no larger numbers, which would not be aligned."""
+    tensors = {
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "flags": torch.tensor([True, False, True]),
+        "float32": torch.randn(3, 5),
+        "bfloat16": torch.randn(3, 5).bfloat16(),
+        "transposed": torch.randn(4, 6).bfloat16().T,
+        "long": torch.tensor([-1, 1 << 40]),
+        "single": torch.tensor(2.5, dtype=torch.float64),
+        "nothing": torch.empty(0, 3),
+        "a part": torch.arange(10, dtype=torch.int32)[3:6],
+    }
+    with (tmp_path / "tensors").open("wb") as file:
+        write_tensors(file, tensors, {"format": "pt"})
+    found = load_file(tmp_path / "tensors")
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+        assert torch.equal(found[name], value), name
+    with safe_open(tmp_path / "tensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_another_thread_runs_while_tensors_are_written() -> None:
+    """A pipe takes 64 KiB until this process reads it, in another thread: without the interpreter, it never would."""
+    tensors, received = {"large": torch.randn(1 << 20)}, bytearray()
+    source, sink = os.pipe()
+
+    def receive() -> None:
+        with os.fdopen(source, "rb") as file:
+            received.extend(file.read())
+
+    reader = threading.Thread(target=receive)
+    reader.start()
+    with os.fdopen(sink, "wb") as file:
+        write_tensors(file, tensors)
+    reader.join()
+    assert torch.equal(load(bytes(received))["large"], tensors["large"])
+
+
+def test_a_type_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "tensors").open("wb") as file, pytest.raises(ValueError, match="complex64 has no name"):
+        write_tensors(file, {"x": torch.zeros(1, dtype=torch.complex64)})
