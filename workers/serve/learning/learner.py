@@ -156,6 +156,7 @@ class Learner:
 
     def start(self) -> None:
         """Draft with the stored versions, and begin to learn."""
+        self._versions.remove_unfinished()
         self._follow()
         self._thread.start()
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,8 @@ _MOST_VERSIONS = 8
 """Most stored versions of a salt; the oldest are removed."""
 _MOST_SALTS = 256
 """Most salts with stored versions; those whose last one is the oldest are removed."""
+_UNFINISHED = ".unfinished-"
+"""Begins the names of folders of versions that are being written."""
 _KEY = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"[0-9]{6}")
 
@@ -81,22 +83,33 @@ class Versions:
             return self._served[key]
         folder = self._directory / key
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".", dir=self._directory))
-        try:
-            self._weights.save(unfinished, weights)
-            (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
-            with _locked(self._directory):
-                chosen = max(0, served_version(folder))
-                if chosen != after:
-                    raise ValueError(f"version {chosen} was chosen meanwhile, and they were trained from {after}")
-                number = 1 + max(stored_versions(folder), default=0)
+        with _locked(self._directory):
+            chosen = max(0, served_version(folder))
+            if chosen != after:
+                raise ValueError(f"version {chosen} was chosen meanwhile, and they were trained from {after}")
+            number = 1 + max(stored_versions(folder), default=0)
+            unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._directory))
+            try:
+                self._weights.save(unfinished, weights)
+                (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
                 unfinished.rename(folder / _name(number))
-                _serve(folder, number)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            _serve(folder, number)
         self._served[key] = number
         self._remove_oldest(folder)
         return number
+
+    def remove_unfinished(self) -> None:
+        """Remove the folders of versions that a process was writing when it was killed.
+
+        Whoever writes one holds the lock. While somebody does, and where the directory is read-only, all stay.
+        """
+        if self._directory is None:
+            return
+        with suppress(OSError), _locked(self._directory, waits=False):
+            for entry in self._directory.glob(f"{_UNFINISHED}{'?' * 8}"):
+                shutil.rmtree(entry, ignore_errors=True)
 
     def _remove_oldest(self, folder: Path) -> None:
         for number in stored_versions(folder)[:-_MOST_VERSIONS]:
@@ -173,10 +186,10 @@ def _chosen_at(folder: Path) -> int:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Only one process at a time is inside."""
+def _locked(directory: Path, *, waits: bool = True) -> Iterator[None]:
+    """Only one process at a time is inside. Without `waits`, raises `BlockingIOError` where another one is."""
     with (directory / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 

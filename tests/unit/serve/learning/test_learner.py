@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -296,6 +297,36 @@ def test_a_rollback_during_a_training_keeps_its_weights_out(served: Served, tmp_
     assert versions.store(key, better, {}, after=1) == 3
     assert stored_versions(directory / key) == [1, 2, 3]
     assert [entry.name for entry in directory.iterdir() if entry.is_dir()] == [key]
+
+
+def test_what_a_killed_process_left_is_removed_when_a_learner_starts(served: Served, tmp_path: Path) -> None:
+    """The process is killed while it writes a version: there is part of a file. Folders of others stay."""
+    directory, begun = tmp_path / "versions", tmp_path / "begun"
+    directory.mkdir()
+    foreign = [directory / name for name in (".snapshot", ".unfinished-by-somebody", "unfinished-abcdefgh", "0" * 32)]
+    for folder in foreign:
+        folder.mkdir()
+    program = f"""
+import time
+from pathlib import Path
+from workers.serve.learning.versions import Versions
+class Slow:
+    def save(self, directory, weights):
+        (directory / "model.safetensors").write_bytes(b"begun")
+        Path({str(begun)!r}).touch()
+        time.sleep(60)
+Versions(Path({str(directory)!r}), Slow()).store("1" * 32, {{}}, {{}}, after=0)
+"""
+    with subprocess.Popen((sys.executable, "-c", program)) as process:
+        wait_until(begun.exists)
+        process.kill()
+    (left,) = (entry for entry in directory.glob(".*/*"))
+    assert left.read_bytes() == b"begun"
+    learner = learner_of(served, Versions(directory, served.weights))
+    learner.start()
+    learner.close()
+    assert not left.parent.exists()
+    assert all(folder.is_dir() for folder in foreign)
 
 
 def test_a_rollback_is_followed_during_a_training(served: Served, tmp_path: Path) -> None:
