@@ -249,6 +249,7 @@ class SingleProcess(ABC):
         answers = [*self.lengthened(texts.train), *chain(*texts.measured.values())]
         missing = [answer for answer in answers if not self._stored.has(answer)]
         if missing:
+            self._stored.check_space(missing, "--states, or --work of pilotfish distill")
             taps = self._stored.taps
             read = partial(taps_of, self._model) if self.writer is None else self.writer.reading(taps)
             self._stored.fill(read, missing, self._now_and_then())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from deploy.distillation import target as distillation_target
 from tests.unit.distill.conftest import Command
 from workers.distill.budget import Budget
-from workers.distill.modules import module_trainer
+from workers.distill.modules import module_pipeline, module_trainer
 from workers.model.draft_card import CARD, read_card
 from workers.model.draft_shapes import ExitShape
 from workers.model.drafting.files import load_drafter
@@ -151,6 +153,20 @@ def test_time_that_gives_no_answer_is_refused(
     assert module_run.run("heads", "--minutes", "0.0001") == 2
 
     assert "answers: needed one to train on, found none" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_for_hidden_states_is_refused_before_the_target_is_loaded(
+    module_run: ModuleRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module_run.work = tmp_path / "work"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    monkeypatch.setattr(module_pipeline, "load_target", None)  # calling it would be another error
+
+    assert module_run.run("heads", "--steps", "1") == 2
+
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"--work: {tmp_path / 'work'}" in told
+    assert "bytes, and its disk has 1 free" in told
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,16 +91,7 @@ def test_other_layers_have_no_weights(target: PreTrainedModel, directory: Path, 
 def test_no_layer_of_the_target_is_left_while_a_draft_is_trained(
     kind: str, is_stored: bool, directory: Path, answers: tuple[Answer, ...], tmp_path: Path
 ) -> None:
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "What is one?"}) + "\n")
-    with AnswerFile(tmp_path / "answers.jsonl") as file:
-        for answer in answers:
-            file.append(answer)
-    words = ["--target", str(directory), "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out")]
-    words += ["--answers", str(tmp_path / "answers.jsonl"), "--write-seconds", "0", "--steps", "1", "--device", "cpu"]
-    words += ["--max-length", str(2 * (PROMPT + LENGTH)), "--max-tokens", str(LENGTH)]
-    words += ["--states", str(tmp_path / "states")] if is_stored else []
-    make, own = (eagle3, ["--vocabulary-size", "48"]) if kind == "eagle3" else (dspark, ["--blocks", "8"])
-    run = make.Run(make.options([*words, *own]), lambda _: None)
+    run = make_run(directory, answers, tmp_path, kind, is_stored=is_stored)
 
     run.run()
 
@@ -166,6 +158,31 @@ def test_with_a_writer_no_process_that_trains_loads_the_target(tmp_path: Path, m
     told = run_with(writer, command)
     assert set(writer.calls) == {"release"}
     assert any(line.endswith("0 of them new") for line in told)
+
+
+def test_a_disk_without_room_for_the_states_is_refused_before_the_target_computes(
+    directory: Path, answers: tuple[Answer, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(directory, answers, tmp_path, "eagle3", is_stored=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    monkeypatch.setattr(TapCache, "fill", None)  # calling it would be another error
+    refused = f"--states, or --work of pilotfish distill: {tmp_path / 'states'}/.* bytes, and its disk has 1 free"
+    with pytest.raises(ConfigurationError, match=refused):
+        run.run()
+
+
+def make_run(directory: Path, answers: Sequence[Answer], work: Path, kind: str, *, is_stored: bool) -> Any:
+    """A training of one step on texts that are there."""
+    (work / "prompts.jsonl").write_text(json.dumps({"question": "What is one?"}) + "\n")
+    with AnswerFile(work / "answers.jsonl") as file:
+        for answer in answers:
+            file.append(answer)
+    words = ["--target", str(directory), "--prompts", str(work / "prompts.jsonl"), "--out", str(work / "out")]
+    words += ["--answers", str(work / "answers.jsonl"), "--write-seconds", "0", "--steps", "1", "--device", "cpu"]
+    words += ["--max-length", str(2 * (PROMPT + LENGTH)), "--max-tokens", str(LENGTH)]
+    words += ["--states", str(work / "states")] if is_stored else []
+    make, own = (eagle3, ["--vocabulary-size", "48"]) if kind == "eagle3" else (dspark, ["--blocks", "8"])
+    return make.Run(make.options([*words, *own]), lambda _: None)
 
 
 def test_states_are_those_of_exactly_these_weights(directory: Path, tmp_path: Path) -> None:

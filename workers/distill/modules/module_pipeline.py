@@ -21,7 +21,14 @@ from workers.distill.modules.exit_search import ExitCandidate, search_exit
 from workers.distill.modules.learner import TappedModule
 from workers.distill.modules.module_card import ModuleFacts, write_card
 from workers.distill.modules.module_plan import CURVE, start_module, wanted_shape, with_defaults
-from workers.distill.modules.module_trainer import ModuleRun, ModuleTrainer, Trained, served_tokens, stored_states
+from workers.distill.modules.module_trainer import (
+    ModuleRun,
+    ModuleTrainer,
+    Trained,
+    fill_states,
+    served_tokens,
+    states_that_fit,
+)
 from workers.distill.options import DistillOptions
 from workers.distill.output import replaced_directory
 from workers.distill.prompts import read_prompts
@@ -131,6 +138,7 @@ def _make(stage: ModuleRun, card: DraftCard) -> _Made:
         stage.job.notices.print(f"{count_successors(table, data.train):,} tokens have successors")
         return _Made(table, None, Trained(card))
     vocabulary = torch.tensor(draft_vocabulary(stage.job, options, data, card.target_vocabulary_size))
+    cache = states_that_fit(stage, card) if card.taps else None
     model = _load_target(stage, dtype)
     notes = ""
     if options.search:
@@ -138,10 +146,10 @@ def _make(stage: ModuleRun, card: DraftCard) -> _Made:
         card, notes = replace(card, shape=ExitShape(found[0].layers), layers=found[0].layers), _table(found)
     ends = load_ends(stage.job.target, card, vocabulary, dtype, stage.device)
     module = make_module(ends, card.shape or ExitShape((0,)), card.taps).to(stage.device)
-    if not card.taps:
+    if cache is None:
         trained = served_tokens(stage, card, module, vocabulary)
         return _Made(module, vocabulary, replace(trained, notes=notes))
-    cache = stored_states(stage, model, card)
+    fill_states(stage, model, cache)
     del model
     tapped = TappedModule(module, ends, cache)
     start = start_module(tapped, options, stage.job.target, data.train)

@@ -119,22 +119,29 @@ class ServedMeasure:
         return digest.hexdigest()
 
 
-def stored_states(run: ModuleRun, model: Any, card: DraftCard) -> TapCache:
-    """The target's hidden states of all answers, computed where they are missing while the budget lasts."""
-    options, data = run.options, run.data
-    directory = states_of(run.job.target, options.work_directory)
+def states_that_fit(run: ModuleRun, card: DraftCard) -> TapCache:
+    """The stored hidden states of the target. Raises `ConfigurationError` if the disk has no room for the others."""
+    directory = states_of(run.job.target, run.options.work_directory)
     cache = TapCache(directory, card.taps, card.hidden_size, MAX_STORED_LENGTH)
-    # Held-out answers come first: without them nothing is measured.
-    answers = (*data.held_out, *data.train, *data.evaluation)
+    cache.check_space(_answers(run), "--work")
+    return cache
+
+
+def fill_states(run: ModuleRun, model: Any, cache: TapCache) -> None:
+    """Compute the target's hidden states of all answers where they are missing, while the budget lasts."""
     longest = max(0.0, run.budget.states_end - run.budget.clock())
     with run.job.notices.stage("hidden states", longest) as stage:
 
         def report(done: int, wanted: int) -> None:
             stage(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
 
-        ends = run.budget.states_end if options.minutes is not None else None
-        cache.fill(partial(taps_of, model), answers, report, ends)
-    return cache
+        ends = run.budget.states_end if run.options.minutes is not None else None
+        cache.fill(partial(taps_of, model), _answers(run), report, ends)
+
+
+def _answers(run: ModuleRun) -> tuple[Answer, ...]:
+    """All answers. Held-out ones come first: without them nothing is measured."""
+    return (*run.data.held_out, *run.data.train, *run.data.evaluation)
 
 
 def served_tokens(run: ModuleRun, card: DraftCard, module: DraftingModule, vocabulary: torch.Tensor | None) -> Trained:

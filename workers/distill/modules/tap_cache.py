@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class _Entry:
     checksum: int
 
 
+def stored_bytes(tokens: int, width: int) -> int:
+    """Bytes of rows [tokens, taps x hidden size]; `width` is that of a row."""
+    return 2 * tokens * width
+
+
 def states_of(target: Path, directory: Path) -> Path:
     """The folder in `directory` for hidden states of exactly these weights. Raises `ModelLoadError`."""
     return directory / weights_digest(target)[:12]
@@ -78,7 +84,7 @@ class TapCache:
                 row += int(found["tokens"])
         self._stored = row  # also of answers that were stored again with other tokens
         size = row * self.width
-        if size and self._rows_path.stat().st_size < 2 * size:
+        if size and self._rows_path.stat().st_size < stored_bytes(row, self.width):
             raise ConfigurationError(f"taps {self._rows_path}: shorter than its index; remove both files")
         # A shared mapping may be larger than the memory.
         self._rows = (
@@ -97,13 +103,30 @@ class TapCache:
             raise ConfigurationError(f"taps {self._rows_path}: needed the answer {answer.key!r}, found no taps")
         return self._rows[entry.row * self.width : (entry.row + entry.tokens) * self.width].view(-1, self.width)
 
+    def check_space(self, answers: Sequence[Answer], option: str) -> None:
+        """Raise `ConfigurationError` if the disk has no room for the taps that are missing.
+
+        `option` is the one that chooses the directory. Call it before anything is computed: a disk that is full in the
+        middle would waste what was.
+        """
+        tokens = sum(len(self._cut(answer)) for answer in answers if not self.has(answer))
+        needed = stored_bytes(tokens, self.width)
+        directory = self._rows_path.parent
+        free = shutil.disk_usage(directory).free
+        if needed > free:
+            raise ConfigurationError(
+                f"{option}: {directory} is refused; the hidden states of {tokens:,} tokens take {needed:,} bytes, and "
+                f"its disk has {free:,} free"
+            )
+
     def fill(self, read: ReadStates, answers: Sequence[Answer], report: Report, ends: float | None = None) -> None:
         """Store the taps that are missing, until `ends` (of `time.monotonic`), which the last batch is to keep."""
         times = StepTimes()
         missing = [answer for answer in answers if not self.has(answer)]
         wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
         with self._rows_path.open("ab") as rows, self._index_path.open("ab") as index:
-            rows.truncate(2 * self._stored * self.width)  # drop rows that an interruption left without an index line
+            # Drops rows that an interruption left without an index line.
+            rows.truncate(stored_bytes(self._stored, self.width))
             for batch in _batches(missing, self.max_length):
                 if not times.one_fits(ends):
                     break
