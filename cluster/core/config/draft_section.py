@@ -91,12 +91,13 @@ class DraftSection(PluginHost):
     learn_directory: str | None = None
     """Directory for the learned weights, from which a restart goes on; unset: they end with the process. It has no
     texts in it."""
-    learn_text_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] = 64 * MIB
-    """Most memory for texts and their hidden states to learn from, in bytes, in the target's process. A training copies
-    a client's part of it into a process of its own."""
-    learn_weight_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] = 256 * MIB
-    """Most memory for learned weights in the target's process, in bytes. Clients beyond it draft with the weights of
-    the draft's files."""
+    learn_text_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
+    """Most memory for texts and their hidden states to learn from, in bytes, in the target's process; unset: room for
+    96 texts of 1,024 tokens, by the width that the draft reads, within 64 MiB and 2 GiB. A training copies a client's
+    part of it into a process of its own."""
+    learn_weight_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
+    """Most memory for learned weights in the target's process, in bytes; unset: 256 MiB, or those of one client if they
+    take more. Clients beyond it draft with the weights of the draft's files."""
 
     @property
     def is_enabled(self) -> bool:

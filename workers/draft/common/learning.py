@@ -217,6 +217,11 @@ class LearnsOnline(DraftMethod, Protocol):
         """The weights; `None` where the format of the draft cannot be trained."""
         ...
 
+    @property
+    def default_text_bytes(self) -> int:
+        """Memory for texts where `draft.learn_text_bytes` is unset, in bytes: enough for trainings, within bounds."""
+        ...
+
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
         ...

@@ -80,7 +80,7 @@ def start_learner(
 ) -> Learner:
     """Begin to collect texts and to learn from them; see `DraftSection.learn`.
 
-    `is_idle` says that no request runs. `options.weight_bytes` is replaced by the setting. Raises
+    `is_idle` says that no request runs. `options.weight_bytes` is for an unset `draft.learn_weight_bytes`. Raises
     `ConfigurationError` if the method cannot learn, and if its weights or the training are missing.
     """
     draft, target = configuration.draft, configuration.target
@@ -89,7 +89,8 @@ def start_learner(
         raise ConfigurationError(f"draft.learn: on is refused; drafts of this format of {draft.name} cannot be trained")
     if find_spec(_PROCESS.rpartition(".")[0]) is None or find_spec(_PROCESS) is None:
         raise ConfigurationError("draft.learn: on needs the extra distill: pip install 'pilotfish[distill]'")
-    most, needed = draft.learn_weight_bytes, weight_bytes(weights.of(""))
+    needed = weight_bytes(weights.of(""))
+    most = draft.learn_weight_bytes or max(options.weight_bytes, needed)
     if needed > most:
         raise ConfigurationError(f"draft.learn_weight_bytes: {most} is too small; one client's weights take {needed}")
     values = {
@@ -97,7 +98,7 @@ def start_learner(
         "draft": draft.model_dump(mode="json"),
     }
     directory = None if draft.learn_directory is None else Path(draft.learn_directory).expanduser()
-    reservoir = Reservoir(draft.learn_text_bytes)
+    reservoir = Reservoir(draft.learn_text_bytes or method.default_text_bytes)
     versions = Versions(directory, weights)
     learner = Learner(weights, reservoir, values, versions, is_idle, replace(options, weight_bytes=most))
     try:

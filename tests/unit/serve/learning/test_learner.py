@@ -16,18 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ConfigurationError
-from cluster.core.ids import CacheSalt
-from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.verification import StepBatch, StepResult
 from deploy.distillation import learner_process
 from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import public_drafts, tiny
 from tests.support.models.drafting_evidence import drafter_of
 from tests.unit.serve.learning.served import BUDGET, PROMPTS, TIMES, TOKENS, Served, accepted, answers, passed, trees
-from workers.draft.common.learning import CollectedText, Reservoir, salt_key
+from workers.draft.common.learning import salt_key
 from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS
 from workers.model.formats.registry import read_draft
 from workers.serve.configuration import load_configuration
+from workers.serve.learning import learner as learner_module
 from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
 from workers.serve.learning.messages import Candidate, Task
 from workers.serve.learning.versions import Versions, roll_back, stored_versions
@@ -450,43 +449,17 @@ def test_drafts_that_cannot_be_trained_are_refused(
         start_learner(configuration, drafter, lambda: True)
 
 
-def collected(salt: str, tokens: int = 8) -> CollectedText:
-    start = SequenceStart(1, SamplingParameters(), CacheSalt(salt), allows_learning=True)
-    return CollectedText(start, tuple(range(tokens)), 0, torch.zeros(tokens, 4, dtype=torch.bfloat16))
+def test_settings_replace_the_default_memory(served: Served) -> None:
+    for chosen, texts in ((None, served.method.default_text_bytes), (3 << 20, 3 << 20)):
+        configuration = load_configuration(served.values, {"draft.learn_text_bytes": chosen})
+        learner = start_learner(configuration, served.method, lambda: True)
+        learner.close()
+        assert learner._reservoir.most_bytes == texts
+        assert learner._options.weight_bytes == 256 << 20
 
 
-def test_texts_take_no_more_memory_than_allowed_and_a_client_drops_its_own() -> None:
-    most = 40 * collected("a/").size
-    reservoir = Reservoir(2 * most)
-    reservoir.add(collected("small/"))
-    for number in range(200):
-        reservoir.add(collected(f"large/{number}"))
-        assert reservoir.stored_bytes <= most
-    kept = {one.key: len(one.training) + len(one.left_out) + len(one.held_back) for one in reservoir.salts()}
-    assert kept[salt_key("small/")] == 1
-    assert len(kept) <= 64
-    reservoir.add(collected("huge/", 8 * 41))
-    assert salt_key("huge/") not in {one.key for one in reservoir.salts()}
-    assert reservoir.seen == 201
-
-
-def test_a_text_stays_in_its_part_so_that_no_later_training_learns_from_it() -> None:
-    """Weights that have learned from a text would seem better on it than any that follow, and learning would end."""
-    reservoir = Reservoir(1 << 20)
-    parts: list[set[int]] = [set(), set(), set()]
-    for number in range(200):
-        reservoir.add(collected("a/", 8 + number))
-        (texts,) = reservoir.salts()
-        for part, now in zip(parts, (texts.training, texts.left_out, texts.held_back), strict=True):
-            part.update(len(text.tokens) for text in now)
-    training, left_out, held_back = parts
-    assert len(training) + len(left_out) + len(held_back) == 200
-    assert 20 < len(left_out) < 60 and 30 < len(held_back) < 70
-
-
-def test_what_is_still_collected_has_a_bound_too() -> None:
-    reservoir = Reservoir(100)
-    assert reservoir.reserve(50)
-    assert not reservoir.reserve(1)
-    reservoir.free(50)
-    assert reservoir.reserve(50)
+def test_by_default_the_weights_of_one_client_have_room(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "weight_bytes", lambda _: 3 << 30)
+    learner = start_learner(served.configuration, served.method, lambda: True)
+    learner.close()
+    assert (learner._options.weight_bytes, learner._most_salts) == (3 << 30, 1)

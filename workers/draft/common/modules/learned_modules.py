@@ -119,6 +119,11 @@ class LearningDrafter:
         """The weights, where they can be replaced."""
         return self._passes if isinstance(self._passes, LearnedModules) else None
 
+    @property
+    def default_text_bytes(self) -> int:
+        """Memory for texts where the settings do not say how much, in bytes."""
+        return self._collector.default_bytes
+
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
         self._collector.collect_into(reservoir)

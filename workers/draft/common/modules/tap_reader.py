@@ -40,6 +40,11 @@ class TapReader:
         self._taken = len(taken)
         self._hidden_size = hidden_size
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of what `read` returns of one position."""
+        return 2 * len(self._columns) * self._hidden_size
+
     def read(self, evidence: Evidence) -> tuple[int, Tensor] | None:
         """Position of the first row, and bfloat16 `[tokens, taps, hidden size]`; `None` without hidden states.
 

@@ -16,6 +16,10 @@ CONTEXT = 64
 """Positions before the last one of a prompt that texts begin with for a method that keeps keys and values."""
 _MOST_COLLECTED = 1024
 """Most positions of one sequence whose hidden states are collected."""
+_TEXTS = 96
+"""Longest texts that the default memory holds: half of them finished, which are enough for a training."""
+_LEAST_BYTES, _MOST_BYTES = 64 << 20, 2 << 30
+"""Bounds of the default memory."""
 
 
 class CollectedStates:
@@ -46,6 +50,11 @@ class TextCollector:
         self.reader = reader
         self._before = before
         self._reservoir: Reservoir | None = None
+
+    @property
+    def default_bytes(self) -> int:
+        """Memory for texts where the settings do not say how much, in bytes."""
+        return min(max(_LEAST_BYTES, _TEXTS * _MOST_COLLECTED * self.reader.position_bytes), _MOST_BYTES)
 
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
