@@ -159,9 +159,9 @@ def reduce_through_symmetric_memory(
     All ranks call this together, before CUDA graphs are captured and before the KV pool takes what memory is left.
     Returns whether they do, the same on all of them. Logs why not; the process group then sums everything.
     """
-    if kind_of(0, ranks) is AllReduce.NCCL:
-        return False
     try:
+        if kind_of(0, ranks) is AllReduce.NCCL:
+            raise RuntimeError(f"needed 2 to {max(_MOST_IN_ONE_SHOT)} ranks, found {ranks}")
         if not is_equal_on_all(platform.node(), ranks):
             raise RuntimeError("the ranks are on several hosts")
         sums = try_together(lambda: make(dtype, device), ranks)
@@ -170,7 +170,7 @@ def reduce_through_symmetric_memory(
         if not is_equal_on_all(digest, ranks):
             raise RuntimeError("ranks get sums of other bits than others")
     except Exception as error:  # drivers may raise anything
-        logger.warning("no all-reduce goes through symmetric memory: %r", error)
+        logger.warning("target.symmetric_memory: on has no effect, NCCL sums everything: %r", error)
         return False
     begin_sums_with(sums.begin)
     logger.info("all-reduces of up to %d MiB go through symmetric memory", _MOST_BYTES >> 20)

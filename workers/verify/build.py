@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from workers.verify.decider import Decider, LocalDecider, decider_of_model
 from workers.verify.engine import EngineOptions, TargetEngine
 from workers.verify.evidence import Fuse
 from workers.verify.group_decider import GroupDecider
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -71,8 +74,8 @@ def _make(
         raise ConfigurationError(
             f"target.kv.dtype: {section.kv.dtype} is refused; it must be auto for an encoder-decoder model"
         )
-    if section.symmetric_memory == "on" and model.uses_cuda_graphs:  # `compile: off` turns off both
-        reduce_through_symmetric_memory(model.dtype, model.device, section.tensor_parallel)
+    if section.symmetric_memory == "on":
+        _reduce_through_symmetric_memory(section, model, rank)
     fuse = None if rank else _fusion(section, model.device)  # before the pool takes the memory that is left
     blocks = blocks_that_fit(model.kv_spec, section.kv)
     decider: Decider = LocalDecider()
@@ -93,6 +96,23 @@ def _make(
         is_tried=section.trial == "on",
     )
     return TargetEngine(model, pool, decider_of_model(model, decider), options), model, pool
+
+
+def _reduce_through_symmetric_memory(section: TargetSection, model: LoadedModel, rank: int) -> None:
+    """Do what `target.symmetric_memory` asks for, or let rank 0 say why nothing comes of it. All ranks call it."""
+    if section.tensor_parallel == 1:
+        reason = "target.tensor_parallel is 1, so there is nothing to sum"
+    elif model.device.type != "cuda":
+        reason = f"it is for GPUs, and the target is on {model.device.type}"
+    elif section.compile == "off":
+        reason = "target.compile is off"
+    elif not model.uses_cuda_graphs:
+        reason = "the model's recurrent layers run without CUDA graphs"
+    else:
+        reduce_through_symmetric_memory(model.dtype, model.device, section.tensor_parallel)
+        return
+    if rank == 0:
+        logger.warning("target.symmetric_memory: on has no effect: %s", reason)
 
 
 def _fusion(section: TargetSection, device: torch.device) -> Fuse | None:

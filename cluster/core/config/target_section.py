@@ -103,7 +103,7 @@ class TargetSection(ModelSection, PluginHost):
     computes prompt chunks of more than 512 tokens (`scheduler.max_step_tokens`); it has not run on GPUs yet."""
     symmetric_memory: Choice[Literal["off", "on"]] = "off"
     """Whether ranks on GPUs of one host sum up to 10 MiB through PyTorch's symmetric memory, if all of them pass a
-    trial; it has not run on GPUs yet."""
+    trial; else a warning says why not. It has not run on GPUs yet."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0

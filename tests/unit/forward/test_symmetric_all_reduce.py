@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -59,11 +59,16 @@ def test_the_size_decides_what_sums(ranks: int, one_shot: int, two_shot: int) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 9, 16])
-def test_one_rank_and_more_than_a_host_has_gpus_are_left_to_the_group(ranks: int) -> None:
+def test_one_rank_and_more_than_a_host_has_gpus_are_left_to_the_group(
+    ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
     make = Mock()
+    caplog.set_level("WARNING")
     assert kind_of(16, ranks) is AllReduce.NCCL
     assert not reduce_through_symmetric_memory(torch.bfloat16, torch.device("cpu"), ranks, make)
     make.assert_not_called()
+    assert "target.symmetric_memory: on has no effect" in caplog.text
+    assert f"needed 2 to 8 ranks, found {ranks}" in caplog.text
 
 
 def test_the_buffer_is_allocated_before_the_pool_takes_what_is_left(
@@ -73,15 +78,45 @@ def test_the_buffer_is_allocated_before_the_pool_takes_what_is_left(
     asked = TargetSection(path=path, device="cpu", compile="off", native="off", symmetric_memory="on")
     order = Mock()
     order.pool.side_effect = RuntimeError("enough")
-    monkeypatch.setattr(build, "reduce_through_symmetric_memory", order.buffer)
+    monkeypatch.setattr(build, "_reduce_through_symmetric_memory", order.buffer)
     monkeypatch.setattr(build, "blocks_that_fit", order.pool)
     by_default = asked.model_copy(update={"symmetric_memory": "off"})
-    for section, uses_cuda_graphs in ((asked, True), (asked, False), (by_default, True)):
-        model = replace(load_model(section), uses_cuda_graphs=uses_cuda_graphs)
+    model = load_model(asked)
+    for section in (asked, by_default):
         with pytest.raises(RuntimeError, match="enough"):
             build._make(section, 0, model, None)
-    assert [name for name, *_ in order.mock_calls] == ["buffer", "pool", "pool", "pool"]
-    order.buffer.assert_called_once_with(torch.float32, torch.device("cpu"), 1)
+    assert [name for name, *_ in order.mock_calls] == ["buffer", "pool", "pool"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "uses_cuda_graphs", "reason"),
+    [
+        ({}, "cuda", True, ""),
+        ({"tensor_parallel": 1}, "cuda", True, "target.tensor_parallel is 1, so there is nothing to sum"),
+        ({}, "cpu", False, "it is for GPUs, and the target is on cpu"),
+        ({"compile": "off"}, "cuda", False, "target.compile is off"),
+        ({}, "cuda", False, "the model's recurrent layers run without CUDA graphs"),
+    ],
+    ids=["it has", "one rank", "a CPU", "not compiled", "no graphs"],
+)
+def test_a_setting_without_effect_is_named_once_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    device: str,
+    uses_cuda_graphs: bool,
+    reason: str,
+) -> None:
+    reduce = Mock()
+    monkeypatch.setattr(build, "reduce_through_symmetric_memory", reduce)
+    caplog.set_level("WARNING")
+    section = TargetSection(symmetric_memory="on", **({"tensor_parallel": 2} | changes))
+    model: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device(device), uses_cuda_graphs=uses_cuda_graphs)
+    for rank in range(section.tensor_parallel):
+        build._reduce_through_symmetric_memory(section, model, rank)
+    expected = [f"target.symmetric_memory: on has no effect: {reason}"] if reason else []
+    assert [record.getMessage() for record in caplog.records] == expected
+    assert reduce.call_count == (0 if reason else 2)
 
 
 def sums_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
