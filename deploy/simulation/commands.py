@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter
@@ -84,6 +85,9 @@ def step(
     model: Annotated[str, typer.Option(help="Name of a model whose configuration is known.")] = "Llama-3.1-8B",
     ranks: Annotated[int, typer.Option(help="Ranks that share the model; one of them is simulated.")] = 1,
     kv_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="As `target.kv.dtype`.")] = "auto",
+    symmetric_memory: Annotated[
+        Literal["off", "on"], typer.Option(help="As `target.symmetric_memory`: how ranks sum.")
+    ] = TargetSection.model_fields["symmetric_memory"].default,
 ) -> None:
     """Predict the time of a target's steps on an H100, from their kernels, bytes and operations; no GPU is needed."""
     from deploy.simulation.device.models import MODELS, RankModel, kv_heads
@@ -97,4 +101,5 @@ def step(
         raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose experts have biases, it must be 1")
     if ranks > 1 and MODELS[model].model_type == "qwen3_next":
         raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose states are not divided, it must be 1")
-    output.print(prediction_table(RankModel(model, ranks, kv_dtype=kv_dtype)))
+    rank = RankModel(model, ranks, kv_dtype=kv_dtype)
+    output.print(prediction_table(rank, symmetric_memory=symmetric_memory == "on"))

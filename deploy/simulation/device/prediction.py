@@ -6,7 +6,9 @@ Every constant is named with its source. What has no published source is an assu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -15,6 +17,17 @@ from deploy.simulation.device.fake_device import Kernel
 from deploy.simulation.device.models import RankModel
 from deploy.simulation.device.step import ALL_REDUCE, WAIT, Rows, StepCount, count_step
 from workers.forward.symmetric_all_reduce import AllReduce, kind_of
+
+
+class Ring(NamedTuple):
+    """A protocol with which NCCL sums around a ring of ranks."""
+
+    seconds: float
+    """Time of a sum of few bytes without its hops."""
+    hop_seconds: float
+    """Time of each of the 2 (ranks - 1) hops."""
+    bytes_per_second: float
+    """What a GPU sends to the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +43,9 @@ class Device:
     link_bytes_per_second: float
     """What a GPU sends to the others."""
     all_reduce_seconds: float
-    """Time of an all-reduce of few bytes."""
+    """Time of an all-reduce of few bytes through symmetric memory."""
+    rings: tuple[Ring, ...]
+    """NCCL's protocols, of which each sum takes the quickest."""
     scan_seconds: float
     """Time of one token of a recurrence after the one before."""
 
@@ -42,6 +57,9 @@ H100 = Device(
     launch_seconds=3.8e-6,  # the same, launches without a graph
     link_bytes_per_second=450e9,  # NVIDIA's data sheet: 900 GB/s NVLink in both directions together
     all_reduce_seconds=8e-6,  # an assumption: one-shot over NVLink between 8 GPUs
+    # By the model with which NCCL chooses (`baseLat`, `hwLat` and `llMaxBws` in its `src/graph/tuning.cc`): LL, LL128
+    # and Simple. Sums in the NVLink switch, which it may take for large ones, are left out.
+    rings=(Ring(6.6e-6, 0.6e-6, 141e9), Ring(14e-6, 1.9e-6, 0.92 * 450e9), Ring(8.4e-6, 3.4e-6, 450e9)),
     scan_seconds=0.35e-6,  # an assumption: 600 cycles at 1.755 GHz. The assembler makes 350 instructions of a token
 )
 
@@ -64,20 +82,23 @@ class Prediction:
 _SAMPLING = {"largest_logits", "sum_digits", "choose_digits", "best_of_tiles", "join_tiles"}
 
 
-def predict(step: StepCount, device: Device = H100) -> Prediction:
+def predict(step: StepCount, device: Device = H100, *, symmetric_memory: bool = False) -> Prediction:
     """Predict the times of a step: each kernel takes what its bytes, its operations or its
     tokens in a row take, and its launch.
 
+    With `symmetric_memory`, small sums go through it, as with `target.symmetric_memory: on`; NCCL sums the others.
     All-reduces run one after another, beside the kernels between their beginning and their end. That both then share
     the device's memory and multiprocessors is left out.
     """
-    reduced = sum(_reduce_seconds(count, step.ranks, device) for count in step.all_reduces)
+    times = [
+        _reduce_seconds(count, step.ranks, device, symmetric_memory=symmetric_memory) for count in step.all_reduces
+    ]
     sampling = sum(_work(one, device) + device.launch_seconds for one in step.kernels if one.name in _SAMPLING)
     moved = step.weight_bytes + step.kv_bytes + step.state_bytes
     floor = max(moved / device.bytes_per_second, step.flops * step.share / device.flops_per_second)
-    eager = _seconds(step, device, in_graph=False)
-    seconds = _seconds(step, device, in_graph=True) if step.is_captured else eager
-    return Prediction(seconds, eager, floor, reduced, sampling)
+    eager = _seconds(step, times, device, in_graph=False)
+    seconds = _seconds(step, times, device, in_graph=True) if step.is_captured else eager
+    return Prediction(seconds, eager, floor, sum(times), sampling)
 
 
 def _work(kernel: Kernel, device: Device) -> float:
@@ -86,23 +107,31 @@ def _work(kernel: Kernel, device: Device) -> float:
     return max(moved, computed, kernel.steps * device.scan_seconds)
 
 
-def _reduce_seconds(count: int, ranks: int, device: Device) -> float:
+def _reduce_seconds(count: int, ranks: int, device: Device, *, symmetric_memory: bool) -> float:
     """The time of an all-reduce of so many bytes.
 
     In one shot, each rank reads those of all others. Otherwise it sends 2 (ranks - 1) / ranks of them (Patarasuk and
     Yuan, 2009), first what others add and then what it has added.
     """
-    each = ranks - 1 if kind_of(count, ranks) is AllReduce.ONE_SHOT else 2 * (ranks - 1) / ranks
-    return device.all_reduce_seconds + each * count / device.link_bytes_per_second
+    kind = kind_of(count, ranks) if symmetric_memory else AllReduce.NCCL
+    sent = (ranks - 1 if kind is AllReduce.ONE_SHOT else 2 * (ranks - 1) / ranks) * count
+    if kind is not AllReduce.NCCL:
+        return device.all_reduce_seconds + sent / device.link_bytes_per_second
+    hops = 2 * (ranks - 1)
+    return min(ring.seconds + hops * ring.hop_seconds + sent / ring.bytes_per_second for ring in device.rings)
 
 
-def _seconds(step: StepCount, device: Device, *, in_graph: bool) -> float:
-    """The time until the last kernel of a step has ended. Those that sample are outside of the graph."""
+def _seconds(step: StepCount, all_reduces: Sequence[float], device: Device, *, in_graph: bool) -> float:
+    """The time until the last kernel of a step has ended. Those that sample are outside of the graph.
+
+    `all_reduces` are the times of the all-reduces.
+    """
     now = linked = 0.0
+    reducing = iter(all_reduces)
     ends: deque[float] = deque()
     for kernel in step.sequence:
         if kernel.name == ALL_REDUCE:
-            linked = max(now, linked) + _reduce_seconds(kernel.bytes, step.ranks, device)
+            linked = max(now, linked) + next(reducing)
             ends.append(linked)
         elif kernel.name == WAIT:
             now = max(now, ends.popleft())
@@ -128,16 +157,17 @@ STEPS: dict[str, tuple[Rows, ...]] = {
 """The steps that are predicted, by name."""
 
 
-def prediction_table(model: RankModel) -> Table:
-    """One row per step of one rank of the model."""
-    part = f", one rank of {model.ranks}" if model.ranks > 1 else ""
+def prediction_table(model: RankModel, *, symmetric_memory: bool = False) -> Table:
+    """One row per step of one rank of the model; see `predict`."""
+    summed = "small sums through symmetric memory" if symmetric_memory else "sums by NCCL"
+    part = f", one rank of {model.ranks}, {summed}," if model.ranks > 1 else ""
     table = Table(title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("step")
     for heading in ("kernels", "per\nlayer", "GB", "TFLOP", "predicted\nms", "floor\nms", "ratio", "sampling\nms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, rows in STEPS.items():
         step = count_step(model, rows)
-        found = predict(step)
+        found = predict(step, symmetric_memory=symmetric_memory)
         kind = "bfloat16, experts in MXFP4" if model.has_mxfp4 else "bfloat16"
         kind += "" if model.kv_dtype == "auto" else f", keys and values in {model.kv_dtype}"
         compiled = "" if step.is_fused else ", layers not compiled" if step.state_bytes else ", layers compiled"
