@@ -31,12 +31,12 @@ PLAN = Plan("model", 1, 5, 60, "target")
 
 def configure(directory: Path, method: str = "model", **settings: object) -> Configuration:
     """A cluster whose draft has the target's own weights, at the place that is the default."""
-    target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
-    model = {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 8 << 20}}
+    model: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
+    model["kv"] = {"pool_bytes": 8 << 20}
     return with_implied_settings(
         load_configuration(
             {
-                "target": target | {"kv": {"pool_bytes": 8 << 20}},
+                "target": model,
                 "draft": {"method": method, "model": model, "controller": "off", "max_nodes": 4, "max_depth": 2},
                 "scheduler": {"max_sequences": 6 * PLAN.at_once},
                 "server": {"grpc_port": 0, "http_port": 0},

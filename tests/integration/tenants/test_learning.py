@@ -20,25 +20,27 @@ from cluster.core.config.sections import Configuration
 from deploy.local import local_cluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.integration.tenants.two_keys import ALICE, BOB, TwoKeys, configuration, settled, two_keys
+from tests.support.engines.kept_kernels import KEPT
 from tests.support.models import tiny_tokenizer
 from tests.unit.draft.contract.methods import Directories, make_directories
 from workers.draft.common.learning import Reservoir
 from workers.serve.configuration import load_configuration
-from workers.serve.learning.learner import LearnerOptions, start_learner
+from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
 from workers.serve.learning.versions import roll_back
 
 pytestmark = pytest.mark.slow
 
-TEXTS = 48
+TEXTS = 24
 """Requests after which there is enough to learn from."""
+AT_ONCE = 4
 WAIT_SECONDS = 180.0
 
 
 @pytest.fixture(autouse=True)
 def _a_prompt_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner's process with the usual priority and short pauses, so that a loaded machine does not delay it."""
+    """The learner's process with the usual priority, short pauses and few texts: a loaded machine does not delay it."""
     command = (sys.executable, "-m", "deploy.distillation.learner_process", "normal")
-    options = LearnerOptions(command, idle_seconds=0.2)
+    options = LearnerOptions(command, fresh_texts=TEXTS, least_held_back=3, idle_seconds=0.2)
     monkeypatch.setattr(local_cluster, "start_learner", partial(start_learner, options=options))
 
 
@@ -50,9 +52,13 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 
 
 def learning(directories: Directories, **settings: Any) -> Configuration:
-    """Heads that learn, with one candidate below each node, so that drafts do not cover all that may follow."""
+    """Heads that learn, with one candidate below each node, so that drafts do not cover all that may follow.
+
+    The learner's process finds compiled kernels.
+    """
     values = configuration(directories, "heads", settings.pop("sharing", "off")).model_dump(mode="json")
     changes = {"draft.learn": "on", "draft.heads.candidates": 1, "draft.heads.tree": "auto"}
+    changes["target.compile_directory"] = str(KEPT)
     return load_configuration(values, changes | {f"draft.{name}": value for name, value in settings.items()})
 
 
@@ -62,8 +68,12 @@ def prompt(number: int) -> list[int]:
 
 async def teach(clients: TwoKeys, key: str, **fields: Any) -> None:
     """Send a few requests again and again, whose answers are what the target writes."""
-    for number in range(TEXTS):
-        await clients.completed(key, prompt(number), max_tokens=16, allowed_token_ids=None, **fields)
+    for first in range(0, TEXTS, AT_ONCE):
+        sent = (
+            clients.completed(key, prompt(number), max_tokens=16, allowed_token_ids=None, **fields)
+            for number in range(first, first + AT_ONCE)
+        )
+        await asyncio.gather(*sent)
 
 
 async def status(clients: TwoKeys, key: str = ALICE) -> dict[str, Any]:
@@ -79,11 +89,13 @@ async def version(clients: TwoKeys) -> int:
 
 
 async def learned(clients: TwoKeys, number: int = 1) -> None:
-    """Wait until a version drafts. The learner waits until nothing runs, so looks are rare."""
+    """Wait until a version drafts. The learner is asked itself, because it stands still while a request runs."""
+    (learner,) = (one for one in gc.get_objects() if isinstance(one, Learner) and one._thread.is_alive())
     end = time.monotonic() + WAIT_SECONDS
-    while await version(clients) != number:
-        assert time.monotonic() < end, await status(clients)
-        await asyncio.sleep(2)
+    while learner.status().version != number:
+        assert time.monotonic() < end, learner.status()
+        await asyncio.sleep(0.05)
+    assert await version(clients) == number
 
 
 async def drafted(clients: TwoKeys, key: str) -> tuple[int, list[int]]:
