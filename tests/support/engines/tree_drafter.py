@@ -35,12 +35,11 @@ class DrafterHarness:
         self,
         mode: Mode = "serial",
         blocks: int = 100,
-        max_context_len: int = 1000,
         confidences: Sequence[float] = CONFIDENCES,
         lookup: Literal["off", "on"] = "off",
         **changes: int,
     ) -> None:
-        self.expander = FakeExpander(blocks, max_context_len, confidences)
+        self.expander = FakeExpander(blocks, confidences)
         self.now = 0.0
         settings = (LookupSettings if lookup == "on" else ExpansionSettings)(mode=mode, **changes)
         draft = DraftSection(max_nodes=16, max_depth=8)

@@ -64,12 +64,11 @@ class FakeMemory(BlockAllocator):
 class FakeExpander:
     """Drafts the candidates of `ranked` and records the passes."""
 
-    def __init__(
-        self, blocks: int = 100, max_context_len: int = 1000, confidences: Sequence[float] = CONFIDENCES
-    ) -> None:
+    max_context_len = 1000
+
+    def __init__(self, blocks: int = 100, confidences: Sequence[float] = CONFIDENCES) -> None:
         self._memory = FakeMemory(blocks)
         self._confidences = confidences
-        self.max_context_len = max_context_len
         self.vocabulary_size: int | None = None
         self.passes: list[list[int]] = []
         """Number of tokens of each row, for each pass."""

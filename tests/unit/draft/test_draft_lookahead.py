@@ -151,14 +151,6 @@ def test_replaced_tokens_drop_the_window() -> None:
     assert len(found.tree) > 0
 
 
-def test_after_a_release_the_sequence_must_be_sent_anew() -> None:
-    method = drafter()
-    decoding = Decoding(method, count_up)
-    decoding.step()
-    method.release([A, SequenceId("unknown")])
-    assert method.propose([decoding.row])[0].fault is not None
-
-
 def test_columns_advance_by_one_position_per_step() -> None:
     window = JacobiWindow()
     window.place(10, 2, lambda position, before: (position, 90))

@@ -1,4 +1,4 @@
-"""The registry of drafting methods, and the method without drafts."""
+"""A drafting method is registered with its settings, and read without torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.config.draft_section import DraftSection
-from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
-from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.tree import TokenTree
 from workers.draft.common.idle_work import IdleWork
 from workers.draft.registry import METHODS, create, register
 from workers.serve.configuration import load_configuration
@@ -61,25 +59,3 @@ def test_the_settings_of_all_plugins_are_read_without_torch() -> None:
     code = "import sys; from workers.serve.configuration import load_configuration; load_configuration({})"
     check = "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
-
-
-def test_every_file_with_a_method_is_found() -> None:
-    assert {"none", "ngram", "model", "synthetic"} <= set(METHODS.names())
-
-
-def test_an_unknown_method_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigurationError, match=r"draft\.method: 'n-gram' is unknown.*the nearest is ngram"):
-        create(DraftSection(method="n-gram"), TargetSection())
-
-
-def test_a_name_cannot_be_registered_twice() -> None:
-    assert "none" in METHODS.names()
-    with pytest.raises(ValueError, match="'none' is registered twice"):
-        METHODS.register("none", METHODS.get("ngram"))
-
-
-def test_the_method_none_answers_every_row_with_the_empty_tree() -> None:
-    method = create(DraftSection(method="none"), TargetSection())
-    rows = [DraftRow(SequenceId(name), 9, (5,), DraftBudget(4, 4)) for name in "ab"]
-    assert method.propose(rows) == tuple(Proposal(SequenceId(name), 9, EMPTY_TREE) for name in "ab")
-    method.release([SequenceId("a")])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, RowFaultCode
+from cluster.core.drafting import DraftBudget, DraftRow
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
@@ -77,32 +77,6 @@ def test_a_repetition_continues_beyond_the_end_of_the_context() -> None:
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3, 4], [1, 2, 1]])
 def test_without_a_match_the_tree_is_empty(tokens: list[int]) -> None:
     assert tree(tokens) == EMPTY_TREE
-
-
-@pytest.mark.parametrize("budget", [DraftBudget(0, 4), DraftBudget(4, 0)])
-def test_a_row_without_a_budget_only_commits(budget: DraftBudget) -> None:
-    drafter = NgramDrafter(NgramSettings(), DRAFT)
-    assert drafter.propose([whole([1, 2, 3, 1, 2], budget)])[0].tree == EMPTY_TREE
-    assert drafter.propose([DraftRow(NAME, 5, (), DraftBudget(1, 1))])[0].tree == TokenTree.chain([3])
-
-
-def test_the_configured_bounds_hold_for_any_budget() -> None:
-    drafter = NgramDrafter(NgramSettings(), DraftSection(max_nodes=3, max_depth=2))
-    assert drafter.propose([whole([1, 1, 1, 1, 1], DraftBudget(256, 64))])[0].tree == TokenTree.chain([1, 1])
-
-
-def test_a_row_that_is_out_of_sync_is_the_only_fault() -> None:
-    lost = DraftRow(SequenceId("b"), 9, (1,), DraftBudget(4, 4))
-    fault, fine = NgramDrafter(NgramSettings(), DRAFT).propose([lost, whole([1, 2, 3, 1, 2])])
-    assert fault.fault is not None and fault.fault.code is RowFaultCode.OUT_OF_SYNC
-    assert fine.fault is None and fine.tree.tokens[0] == 3
-
-
-def test_a_released_sequence_is_dropped() -> None:
-    drafter = NgramDrafter(NgramSettings(), DRAFT)
-    drafter.propose([whole([1, 2, 3, 1, 2])])
-    drafter.release([NAME])
-    assert drafter.propose([DraftRow(NAME, 6, (3,), DraftBudget(4, 4))])[0].fault is not None
 
 
 edits = st.lists(

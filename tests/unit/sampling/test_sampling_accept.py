@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.config.base import PluginSettings
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.sampling.acceptance import RULES, Accepted, DecidedTree, RootPosition, create_rule, register_rule
+from workers.sampling.acceptance import Accepted, DecidedTree, RootPosition, create_rule
 from workers.sampling.rules.coupled import Coupled
 from workers.sampling.rules.synthetic import Synthetic, synthetic_token
 from workers.serve.configuration import load_configuration
@@ -159,9 +158,3 @@ def test_an_unknown_rule_is_refused_with_the_nearest_name() -> None:
     )
     with pytest.raises(ConfigurationError, match=message):
         create_rule(TargetSection(acceptance="couple"))
-
-
-def test_a_name_is_registered_once() -> None:
-    assert RULES.get("coupled")
-    with pytest.raises(ValueError, match="'coupled' is registered twice"):
-        register_rule("coupled", PluginSettings)(lambda _: Synthetic((0.5,)))

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.core.drafting import DraftBudget, RowFaultCode
 from cluster.core.request import SamplingParameters
-from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
+from cluster.core.tree import ROOT, TokenTree
 from tests.support.models import tiny
 from tests.support.models.draft_model import (
     BUDGET,
@@ -88,17 +88,6 @@ def test_siblings_read_the_keys_and_values_of_their_own_branches(
         assert [node.children[0].token] == reference.continued(path, 1, GREEDY, len(PROMPT))
 
 
-def test_stored_nodes_below_a_committed_path_are_not_computed_again(loaded: LoadedModel) -> None:
-    harness = DraftModelHarness(loaded, candidates=3, mode="enumerate")
-    sent = harness.propose(first_row(PROMPT))[0].tree
-    while harness.drafter.run_ahead():
-        pass
-    second = next(node for node in range(1, 8) if sent.parents[node] == ROOT)  # the most probable correction
-    after = harness.propose(next_row([*PROMPT, sent.tokens[second]], 1, budget=DraftBudget(3, 1)))[0]
-    assert (len(after.tree), after.ready) == (3, 3)
-    assert harness.row_lengths == []
-
-
 def test_presence_and_frequency_penalties_count_only_the_answer(
     harness: DraftModelHarness, reference: ReferenceModel
 ) -> None:
@@ -115,23 +104,6 @@ def test_after_a_rejection_the_accepted_tokens_are_not_computed_again(
     corrected = harness.propose(next_row(tokens, 4))[0].tree
     assert corrected == TokenTree.chain(reference.continued(tokens, 8, GREEDY, len(PROMPT)))
     assert harness.row_lengths[0] == [1]  # three accepted drafted tokens were stored already
-
-
-def test_after_full_acceptance_only_the_last_drafted_token_and_the_bonus_token_are_computed(
-    harness: DraftModelHarness,
-) -> None:
-    drafted = harness.propose(first_row(PROMPT))[0].tree
-    harness.propose(next_row([*PROMPT, *drafted.tokens, 7], 9))
-    assert harness.row_lengths == [[2], *[[1]] * 7]
-
-
-def test_a_repeated_row_repeats_its_proposal(harness: DraftModelHarness) -> None:
-    row = first_row(PROMPT, sampling=SAMPLED)
-    before = harness.propose(row)[0]
-    again = harness.propose(row)[0]
-    assert (again.tree, again.probabilities) == (before.tree, before.probabilities)
-    assert (before.ready, again.ready) == (0, 8)
-    assert harness.row_lengths == []  # nothing was computed again
 
 
 def test_rows_of_different_lengths_and_parameters_do_not_affect_each_other(
@@ -162,13 +134,6 @@ def test_long_prompts_are_computed_in_chunks_beside_the_drafts_of_other_rows(
     assert harness.row_lengths[:2] == [[2, 4], [1, 5]]
     assert proposals[0].tree == TokenTree.chain(reference.continued(PROMPT * 4, 8, GREEDY, 32))
     assert proposals[1].tree == TokenTree.chain(reference.continued(PROMPT[:2], 8, GREEDY, 2))
-
-
-def test_a_row_without_a_budget_only_commits(harness: DraftModelHarness, reference: ReferenceModel) -> None:
-    assert harness.propose(first_row(PROMPT, budget=DraftBudget(0, 0)))[0].tree == EMPTY_TREE
-    assert harness.row_lengths == []
-    tokens = (*PROMPT, 4)
-    assert harness.propose(next_row(tokens, 1))[0].tree == TokenTree.chain(reference.continued(tokens, 8, GREEDY, 8))
 
 
 @pytest.mark.parametrize(("length", "count"), [(CONTEXT - 2, 3), (CONTEXT, 1), (CONTEXT + 1, 0), (CONTEXT + 9, 0)])

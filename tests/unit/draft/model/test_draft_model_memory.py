@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import DraftBudget, Proposal, RowFaultCode
+from cluster.core.drafting import DraftBudget, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
@@ -33,12 +33,6 @@ from workers.draft.registry import create
 from workers.forward.loaded_model import LoadedModel
 from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
-
-
-def test_a_row_that_is_out_of_sync_is_the_only_fault(harness: DraftModelHarness) -> None:
-    lost, fine = harness.propose(next_row((*PROMPT, 1), 1, "lost"), first_row(PROMPT, "fine"))
-    assert lost.fault is not None and lost.fault.code is RowFaultCode.OUT_OF_SYNC
-    assert len(fine.tree) == 8
 
 
 def test_a_full_pool_evicts_the_least_recently_used_sequence_but_keeps_its_tokens(
@@ -114,13 +108,6 @@ def test_a_draft_with_a_sliding_window_can_be_truncated_to_before_the_window(tmp
     shorter = [*tokens[:9], 3]
     assert harness.propose(first_row(shorter))[0].tree == TokenTree.chain(reference.continued(shorter, 8, GREEDY, 10))
     assert harness.row_lengths[0] == [1]
-
-
-def test_a_released_sequence_frees_its_blocks(harness: DraftModelHarness) -> None:
-    harness.propose(first_row(PROMPT))
-    assert harness.blocks_held == 4
-    harness.drafter.release([SequenceId("a"), SequenceId("unknown")])
-    assert harness.blocks_held == 0
 
 
 names = st.sampled_from("abc")

@@ -84,12 +84,6 @@ def test_sequences_share_their_passes(serial: DrafterHarness) -> None:
     assert [proposal.tree for proposal in together] == [DrafterHarness().propose().tree] * 3
 
 
-def test_drafting_ends_at_the_context_length_of_the_model() -> None:
-    harness = DrafterHarness(max_context_len=len(PROMPT) + 1)
-    assert harness.propose().tree.depth() == 2
-    assert harness.propose("a", 1, 1).tree == EMPTY_TREE
-
-
 def test_a_repeated_row_repeats_its_proposal(serial: DrafterHarness) -> None:
     before = serial.propose()
     again = serial.propose()
