@@ -1,8 +1,7 @@
-"""Streams equal plain decoding while heads draft, on the target and in a process of their own."""
+"""Heads that predict the target's own distribution are accepted, on the target and in a process of their own."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cluster.core.request import SamplingParameters
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, SamplingCase, restartable_cluster
 from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.deadline import deadline
-from tests.support.models import context_free, drafting_modules, tiny_tokenizer
+from tests.support.models import context_free, tiny_tokenizer
 from tests.support.models.plain_generation import write_alone
 from workers.model.draft_shapes import HeadsShape
 
@@ -48,14 +47,6 @@ def right(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def random_heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads with random weights and a reduced vocabulary, which are mostly wrong."""
-    directory = tmp_path_factory.mktemp("random")
-    drafting_modules.save(target, directory, "heads", TAPS, range(3, VOCABULARY, 2), shape=SHAPE)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def expected(target: Path) -> list[tuple[int, ...]]:
     """The tokens that `transformers` generates."""
     torch.set_num_threads(1)
@@ -82,29 +73,3 @@ async def test_heads_that_know_the_distribution_are_accepted_greedy_and_sampled(
     assert [answer.tokens for answer in answers] == expected
     for answer in answers[:3]:  # penalties of drafted tokens are not foreseen
         assert answer.accepted > 0.5 * TOKENS
-
-
-@pytest.mark.parametrize("heads", ["right", "random_heads"])
-async def test_a_restarted_target_drafts_again_and_changes_no_token(
-    heads: str, target: Path, expected: list[tuple[int, ...]], request: pytest.FixtureRequest
-) -> None:
-    configuration = configure(target, request.getfixturevalue(heads), "heads")
-    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
-        assert not cluster.drafters
-        answers = await cluster.answer_before_during_and_after_a_restart(CASES)
-    for disturbed in answers:
-        assert [answer.tokens for answer in disturbed] == expected
-        assert sum(answer.drafted for answer in disturbed) > 0
-    if heads == "right":
-        assert all(sum(answer.accepted for answer in disturbed) > 0 for disturbed in answers)
-
-
-async def test_restarted_drafters_change_no_token(target: Path, right: Path, expected: list[tuple[int, ...]]) -> None:
-    configuration = configure(target, right, "heads", placement="drafter")
-    async with deadline(TIMEOUT_SECONDS), restartable_cluster(configuration) as cluster:
-        running = asyncio.create_task(cluster.answer_all(CASES))
-        await asyncio.sleep(0.1)
-        await cluster.drafters[0].stop()
-        await cluster.drafters[0].start()
-        assert [answer.tokens for answer in await running] == expected
-        assert [answer.tokens for answer in await cluster.answer_all(CASES)] == expected

@@ -1,9 +1,7 @@
-"""A whole cluster with a tiny translator of each family: texts, beams, drafts, streams that go on elsewhere."""
+"""A whole cluster with a tiny translator of each family: texts, beams, streams that go on elsewhere."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -77,37 +75,6 @@ async def test_completions_are_those_of_transformers(
             details = answer["usage"]["completion_tokens_details"]
             if method == "model" and beams == 1:
                 assert details["accepted_prediction_tokens"] > answer["usage"]["completion_tokens"] // 2
-
-
-async def answers(client: GenerationClient, draft: Sequence[int] = ()) -> tuple[list[tuple[int, ...]], int]:
-    """Greedy and sampled answers to all sources at once, and the number of drafted tokens."""
-
-    async def one(source: str, sampling: common_pb2.SamplingParameters) -> tuple[tuple[int, ...], int]:
-        stopping = generation_pb2.StoppingCriteria(max_tokens=MOST, ignore_eos=True)
-        request = generation_pb2.GenerateRequest(text=source, sampling=sampling, stopping=stopping, model="tiny")
-        request.prediction_token_ids.ids.extend(draft)
-        tokens: list[int] = []
-        usage = generation_pb2.Usage()
-        async for response in client.generate(request, TIMEOUT_SECONDS):
-            tokens += response.delta.token_ids
-            usage.MergeFrom(response.finished.usage)
-        return tuple(tokens), usage.drafted_tokens
-
-    samplings = [common_pb2.SamplingParameters(temperature=temperature, seed=5) for temperature in (0.0, 0.8)]
-    found = await asyncio.gather(*(one(source, sampling) for source in FRENCH for sampling in samplings))
-    return [tokens for tokens, _ in found], sum(drafted for _, drafted in found)
-
-
-async def test_no_lookup_changes_an_answer(directory: Path) -> None:
-    plain: list[tuple[int, ...]] = []
-    for method in ("none", "suffix", "prediction", "lookahead", "recycling"):
-        async with LocalCluster(configure(directory, method)) as cluster:
-            client = GenerationClient(fixed_address(cluster.grpc_address))
-            found, drafted = await answers(client, plain[0] if plain else ())
-            plain = plain or found
-            assert found == plain, method
-            assert (drafted > 0) == (method != "none"), method
-            await client.close()
 
 
 async def test_a_stream_goes_on_at_another_cluster_after_any_event(directory: Path) -> None:
