@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,10 +17,16 @@ _GENERATION_SERVICE = "pilotfish.v1.GenerationService"
 
 
 class GenerationClient:
-    """A client of the public service. It raises the same `PilotfishError` as the service."""
+    """A client of the public service. It raises the same `PilotfishError` as the service. `async with` closes it."""
 
     def __init__(self, resolve: Resolve, access: PeerAccess | PublicAccess = OPEN) -> None:
         self._connection = Connection(resolve, NotReady, access=access)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float

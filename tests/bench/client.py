@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.wire.connection import fixed_address
@@ -100,14 +99,9 @@ class Answers:
         return Answers(self.each[places], self.seconds)
 
 
-@asynccontextmanager
-async def connected(address: str) -> AsyncIterator[GenerationClient]:
-    """A client of the server at `address`."""
-    client = GenerationClient(fixed_address(address))
-    try:
-        yield client
-    finally:
-        await client.close()
+def connected(address: str) -> GenerationClient:
+    """A client of the server at `address`, which `async with` closes."""
+    return GenerationClient(fixed_address(address))
 
 
 async def ask(

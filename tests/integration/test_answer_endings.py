@@ -108,9 +108,8 @@ async def client(directory: Path) -> AsyncIterator[GenerationClient]:
     scheduler = {"max_sequences": 8, "max_step_tokens": 128}
     configuration = tiny_cluster(directory, draft | {"model": model}, kv={"block_size": 4}, scheduler=scheduler)
     async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address))
-        yield client
-        await client.close()
+        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
+            yield client
 
 
 def prompt(number: int, length: int = 12) -> tuple[int, ...]:

@@ -120,16 +120,13 @@ async def over_grpc(server: Server, message: generation_pb2.GenerateRequest) -> 
     async def resolve() -> str:
         return server.grpc_address
 
-    client = GenerationClient(resolve)
     answers: dict[int, tuple[int, ...]] = defaultdict(tuple)
     ended: list[int] = []
-    try:
+    async with GenerationClient(resolve) as client:
         async for response in client.generate(message, TIMEOUT_SECONDS):
             answers[response.index] += tuple(response.delta.token_ids)
             if response.HasField("finished"):
                 ended.append(response.index)
-    finally:
-        await client.close()
     assert sorted(ended) == sorted(answers)
     return [answers[index] for index in sorted(answers)]
 

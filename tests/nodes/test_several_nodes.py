@@ -129,15 +129,12 @@ def wait_until_generating(server: Server, before: dict[str, float]) -> None:
 
 async def tokens_and_resumed(server: Server, case: RequestCase) -> tuple[tuple[int, ...], int]:
     """The answer over gRPC, and how many of its tokens another coordinator had generated."""
-    client = GenerationClient(fixed_address(server.grpc_address))
     tokens: list[int] = []
     resumed = 0
-    try:
+    async with GenerationClient(fixed_address(server.grpc_address)) as client:
         async for response in client.generate(case.message(), ANSWER_SECONDS):
             tokens.extend(response.delta.token_ids)
             resumed += response.finished.usage.resumed_tokens
-    finally:
-        await client.close()
     return tuple(tokens), resumed
 
 

@@ -178,14 +178,11 @@ async def local_contestant(
 ) -> AsyncIterator[LocalContestant]:
     """Start a cluster in this process. Raises `PilotfishError`."""
     async with LocalCluster(configuration) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
         predicts = _PREDICTION in configuration.draft.selected("method")
-        try:
+        async with GenerationClient(fixed_address(cluster.grpc_address), cluster.access) as client:
             seconds = configuration.limits.max_timeout_seconds
             reads_source = is_encoder_decoder(Path(configuration.target.path))
             yield LocalContestant(client, seconds, predicts=predicts, options=options, reads_source=reads_source)
-        finally:
-            await client.close()
 
 
 def is_encoder_decoder(directory: Path) -> bool:

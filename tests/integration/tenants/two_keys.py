@@ -79,11 +79,8 @@ class TwoKeys:
         self, key: str, request: generation_pb2.GenerateRequest
     ) -> list[generation_pb2.GenerateResponse]:
         """The responses to one gRPC request."""
-        client = GenerationClient(fixed_address(self.grpc_address), PublicAccess(key))
-        try:
+        async with GenerationClient(fixed_address(self.grpc_address), PublicAccess(key)) as client:
             return [response async for response in client.generate(request, 60.0)]
-        finally:
-            await client.close()
 
 
 @asynccontextmanager

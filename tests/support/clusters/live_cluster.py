@@ -66,17 +66,14 @@ class ClientAnswer:
 
 async def answer_grpc(server: Server, case: RequestCase) -> ClientAnswer:
     """The answer over gRPC."""
-    client = GenerationClient(fixed_address(server.grpc_address))
     tokens: list[int] = []
     accepted = 0
     usage = generation_pb2.Usage()
-    try:
+    async with GenerationClient(fixed_address(server.grpc_address)) as client:
         async for response in client.generate(case.message(), TIMEOUT_SECONDS):
             tokens.extend(response.delta.token_ids)
             accepted += response.delta.accepted_draft_tokens
             usage.MergeFrom(response.finished.usage)
-    finally:
-        await client.close()
     assert accepted == usage.accepted_draft_tokens
     return ClientAnswer(tuple(tokens), usage.drafted_tokens, accepted)
 

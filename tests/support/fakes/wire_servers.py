@@ -240,9 +240,8 @@ async def drafter(scripted: ScriptedServer) -> AsyncIterator[GrpcDrafter]:
 
 @pytest.fixture
 async def client(scripted: ScriptedServer) -> AsyncIterator[GenerationClient]:
-    client = GenerationClient(scripted.resolve)
-    yield client
-    await client.close()
+    async with GenerationClient(scripted.resolve) as client:
+        yield client
 
 
 async def words(

@@ -121,8 +121,7 @@ async def answers(
         }
     )
     async with deadline(SECONDS), LocalCluster(configuration) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address))
-        try:
+        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
             alone = [await answer(client, message) for message in requests()[:2]]
             before = await read_counts(client)
             together = list(await asyncio.gather(*(answer(client, message) for message in requests())))
@@ -132,8 +131,6 @@ async def answers(
             if preempted is not None:
                 preempted.append((await read_counts(client))["vllm:num_preemptions_total"])
             return together
-        finally:
-            await client.close()
 
 
 @pytest.mark.parametrize("family_and_method", slow_but(CASES[:1], CASES), ids="-".join)

@@ -96,11 +96,8 @@ def configured(target: Path, *settings: str) -> Configuration:
 
 async def answers(configuration: Configuration) -> Sequence[Answer]:
     async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address))
-        try:
+        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
             return await asyncio.gather(*(answer(client, message) for message in REQUESTS))
-        finally:
-            await client.close()
 
 
 _ALONE: dict[Path, Sequence[Answer]] = {}

@@ -82,11 +82,8 @@ async def serving(name: str, directories: Directories, **drafting: object) -> As
     """A client of a running cluster."""
     configuration = load_configuration(values(name, directories, **drafting))
     async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address))
-        try:
+        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
             yield client
-        finally:
-            await client.close()
 
 
 async def answer(client: GenerationClient, message: generation_pb2.GenerateRequest) -> Answer:

@@ -49,12 +49,9 @@ async def limited(directory: Path, defaults: ClientLimitsSection) -> AsyncIterat
 
 
 async def over_grpc(address: str, key: str) -> None:
-    client = GenerationClient(fixed_address(address), PublicAccess(key))
-    try:
+    async with GenerationClient(fixed_address(address), PublicAccess(key)) as client:
         async for _ in client.generate(Request(text="hi"), 5.0):
             pass
-    finally:
-        await client.close()
 
 
 async def test_both_apis_count_the_requests_of_one_client_together(tmp_path: Path) -> None:

@@ -50,11 +50,8 @@ def chat() -> Request:
 
 
 async def grpc_text(both: BothApis, tls: PublicTlsSection | None) -> str:
-    client = GenerationClient(fixed_address(both.grpc_address), PublicAccess(tls=tls))
-    try:
+    async with GenerationClient(fixed_address(both.grpc_address), PublicAccess(tls=tls)) as client:
         return "".join([response.delta.text async for response in client.generate(chat(), 5.0)])
-    finally:
-        await client.close()
 
 
 async def http_text(both: BothApis, context: ssl.SSLContext | bool) -> str:
