@@ -19,16 +19,16 @@ from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.soak.watch import read_counts
 from tests.support.deadline import deadline
-from tests.support.models import drafting_modules, tiny, tiny_tokenizer
+from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.hybrids import save_hybrid
 from tests.support.models.model_cases import ModelCase
 from tests.support.slow import slow_but
+from tests.unit.draft.contract.methods import VOCABULARY, Directories, values
+from tests.unit.draft.contract.test_streams import BIAS, PHRASE, Answer, answer, parameters, request, serving
 from workers.serve.configuration import load_configuration
 
-VOCABULARY, TOKENS = 320, 50
+TOKENS = 50
 SECONDS = 120.0
-PHRASE = [40, 41, 42, 43, 44, 45, 46]
-REPEATED = 77
 CASES = [
     *(("lfm2", method) for method in ("ngram", "suffix+recycling", "model")),
     ("granitemoehybrid", "eagle"),
@@ -38,7 +38,6 @@ CASES = [
 """Families, and what drafts for them. An EAGLE head reads hidden states of the target."""
 
 Save = Callable[[str], ModelCase]
-Answer = tuple[list[int], int, int]
 REPEATED_TOKENS = 8 + 12
 """Tokens in full blocks before the last token of the first two prompts."""
 
@@ -66,33 +65,13 @@ def plain(save: Save, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     return cache(answered)
 
 
-def requests() -> list[generation_pb2.GenerateRequest]:
-    """Greedy and sampled ones. The last two repeat one token for ever, so that drafts are accepted."""
-    bias = [common_pb2.LogitBias(token_id=REPEATED, bias=100.0)]
-    samplings = [
-        *(common_pb2.SamplingParameters(temperature=0.0) for _ in range(3)),
-        *(common_pb2.SamplingParameters(temperature=0.9, seed=seed) for seed in range(3)),
-        common_pb2.SamplingParameters(temperature=0.0, logit_bias=bias),
-        common_pb2.SamplingParameters(temperature=0.9, seed=3, logit_bias=bias),
-    ]
-    return [
-        generation_pb2.GenerateRequest(
-            token_ids=common_pb2.TokenIds(ids=[50 + number, *PHRASE, 60 + number, *PHRASE[: 3 + number % 3]]),
-            sampling=sampling,
-            stopping=generation_pb2.StoppingCriteria(max_tokens=TOKENS, ignore_eos=True),
-        )
-        for number, sampling in enumerate(samplings)
-    ]
-
-
-async def answer(client: GenerationClient, message: generation_pb2.GenerateRequest) -> Answer:
-    """The tokens, and how many drafted ones were verified and accepted."""
-    tokens: list[int] = []
-    usage = generation_pb2.Usage()
-    async for response in client.generate(message, SECONDS):
-        tokens += response.delta.token_ids
-        usage.MergeFrom(response.finished.usage)
-    return tokens, usage.drafted_tokens, usage.accepted_draft_tokens
+REQUESTS = [
+    *(request(number, (), parameters(temperature=0.0), max_tokens=TOKENS) for number in range(3)),
+    *(request(number, (), parameters(temperature=0.9, seed=number), max_tokens=TOKENS) for number in range(3, 6)),
+    request(6, (), parameters(temperature=0.0, logit_bias=BIAS), max_tokens=TOKENS),
+    request(7, (), parameters(temperature=0.9, seed=3, logit_bias=BIAS), max_tokens=TOKENS),
+]
+"""Greedy and sampled ones. The last two repeat one token for ever, so that drafts are accepted."""
 
 
 async def answers(
@@ -102,30 +81,15 @@ async def answers(
 
     `preempted` receives how many sequences were preempted.
     """
-    methods = method.split("+")
-    sections: dict[str, object] = {}
-    if method == "eagle":
-        drafting_modules.save(case.directory, others / "eagle", "eagle", (1, 2))
-        sections["eagle"] = {"path": str(others / "eagle")}
-    if method == "model":
-        draft = tiny.save(others / "draft", tiny.llama(vocab_size=VOCABULARY))
-        sections["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 4 << 20}}
-    target = {"path": str(case.directory), "served_name": "tiny", "device": "cpu", "compile": "off"}
-    draft_section = {"methods": methods, "max_nodes": 6, "max_depth": 4, "controller": "off", "timeout_seconds": 30.0}
-    configuration = load_configuration(
-        {
-            "target": target | {"kv": {"pool_bytes": 8 << 20, "block_size": 4} | kv},
-            "draft": draft_section | sections,
-            "scheduler": {"max_sequences": 8, "max_step_tokens": 64},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
-    async with deadline(SECONDS), LocalCluster(configuration) as cluster:
+    draft = tiny.save(others / "draft", tiny.llama(vocab_size=VOCABULARY)) if method == "model" else others
+    chosen = values(method, Directories(case.directory, draft, others), max_nodes=6, max_depth=4, timeout_seconds=30.0)
+    chosen["target"]["kv"] |= kv
+    async with deadline(SECONDS), LocalCluster(load_configuration(chosen)) as cluster:
         async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
-            alone = [await answer(client, message) for message in requests()[:2]]
+            alone = [await answer(client, message) for message in REQUESTS[:2]]
             before = await read_counts(client)
-            together = list(await asyncio.gather(*(answer(client, message) for message in requests())))
-            assert [tokens for tokens, _, _ in alone] == [tokens for tokens, _, _ in together[:2]]
+            together = list(await asyncio.gather(*(answer(client, message) for message in REQUESTS)))
+            assert [one.tokens for one in alone] == [one.tokens for one in together[:2]]
             name = "vllm:prefix_cache_hits_total"
             assert (await read_counts(client))[name] - before[name] >= REPEATED_TOKENS
             if preempted is not None:
@@ -139,15 +103,13 @@ async def test_drafts_change_no_token(
 ) -> None:
     family, method = family_and_method
     case, expected = save(family), plain(family)
-    for message, (tokens, drafted, _) in zip(requests()[:3], expected, strict=False):
-        assert tokens == case.reference(message.token_ids.ids, TOKENS)
-        assert len(set(tokens)) > 3
-        assert drafted == 0
+    for message, one in zip(REQUESTS[:3], expected, strict=False):
+        assert list(one.tokens) == case.reference(message.token_ids.ids, TOKENS)
+        assert len(set(one.tokens)) > 3
+        assert one.drafted == 0
     found = await answers(case, method, tmp_path)
-    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
-    drafted, accepted = sum(one[1] for one in found), sum(one[2] for one in found)
-    assert drafted - accepted > 0
-    assert accepted > 0
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert sum(one.drafted for one in found) > sum(one.accepted for one in found) > 0
 
 
 @pytest.mark.slow
@@ -157,19 +119,13 @@ async def test_preempted_sequences_are_computed_again(tmp_path: Path) -> None:
     case = save_hybrid(directory, "lfm2", vocab_size=VOCABULARY, hidden_size=256, num_key_value_heads=4)
     expected = await answers(case, "none", tmp_path)
     found = await answers(case, "ngram", tmp_path, preempted, pool_bytes=1 << 20)
-    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
     assert preempted[0] > 0
 
 
 @pytest.mark.slow
 async def test_beams_and_several_answers_are_those_of_transformers(save: Save) -> None:
     case, prompt = save("lfm2"), [50, *PHRASE]
-    target = {"path": str(case.directory), "device": "cpu", "compile": "off"}
-    values = {
-        "target": target | {"kv": {"pool_bytes": 8 << 20, "block_size": 4}},
-        "draft": {"method": "none"},
-        "server": {"grpc_port": 0, "http_port": 0},
-    }
     message = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
         stopping=generation_pb2.StoppingCriteria(max_tokens=12, ignore_eos=True),
@@ -178,8 +134,7 @@ async def test_beams_and_several_answers_are_those_of_transformers(save: Save) -
         beam_search=generation_pb2.BeamSearch(length_penalty=1.0),
     )
     found: dict[int, list[int]] = {index: [] for index in range(3)}
-    async with deadline(SECONDS), LocalCluster(load_configuration(values)) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address))
+    async with serving("none", Directories(case.directory, case.directory, case.directory)) as client:
         async for response in client.generate(message, SECONDS):
             found[response.index] += response.delta.token_ids
         several = generation_pb2.GenerateRequest(
@@ -191,7 +146,6 @@ async def test_beams_and_several_answers_are_those_of_transformers(save: Save) -
         forked: dict[int, list[int]] = {0: [], 1: []}
         async for response in client.generate(several, SECONDS):
             forked[response.index] += response.delta.token_ids
-        await client.close()
     assert forked[0] == forked[1] == case.reference(prompt, 12)
     model: Any = AutoModelForCausalLM.from_pretrained(case.directory, dtype=torch.float32)
     expected = model.generate(
