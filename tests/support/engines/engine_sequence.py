@@ -42,6 +42,20 @@ def drafts_near(answer: Sequence[int], seed: int = 0) -> Propose:
     return propose
 
 
+class BothTexts:
+    """Drafts two texts and noise in one tree, so that its nodes are on paths that are allowed and that are excluded."""
+
+    def __init__(self, allowed: Sequence[int], free: Sequence[int], vocabulary: int = tiny.VOCABULARY) -> None:
+        self._texts, self._vocabulary, self._draw = (allowed, free), vocabulary, random.Random(0)
+        self.steps = 0
+
+    def __call__(self, tokens: Sequence[int]) -> TokenTree:
+        self.steps += 1
+        noise = [self._draw.randrange(self._vocabulary) for _ in range(3)]
+        candidates = [*(text[len(tokens) :][:4] for text in self._texts), noise]
+        return TokenTree.from_candidates([one for one in candidates if one], max_nodes=12)
+
+
 @dataclass
 class EngineSequence:
     """One sequence on an engine."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 
 from cluster.core.drafting import RowFaultCode
 from cluster.core.request import SamplingParameters
-from cluster.core.tree import TokenTree
 from tests.support.engines.engine_rows import PROMPT, decode, first_row, open_engine, verify
+from tests.support.engines.engine_sequence import BothTexts
 from tests.support.models import tiny
 from workers.verify.engine import TargetEngine
 
@@ -60,19 +59,9 @@ def test_excluded_tokens_never_occur_and_no_draft_changes_the_text(
         text = [*PROMPT, *plain]
         ngrams = [tuple(text[end - size : end]) for end in range(size, len(text) + 1)]
         assert not {ngram for ngram in ngrams[len(PROMPT) - size + 1 :] if ngrams.count(ngram) > 1}
-    right, unrestricted = [*PROMPT, *plain, *range(9)], [*PROMPT, *free, *range(9)]
-    draw, steps = random.Random(0), 0
-
-    def propose(tokens: Sequence[int]) -> TokenTree:
-        """Both texts and noise in one tree, so that its nodes are on allowed and on excluded paths."""
-        nonlocal steps
-        steps += 1
-        at = len(tokens)
-        noise = [draw.randrange(tiny.VOCABULARY) for _ in range(3)]
-        return TokenTree.from_candidates([right[at : at + 4], unrestricted[at : at + 4], noise], max_nodes=12)
-
-    assert decode(engine, PROMPT, COUNT, parameters, propose) == plain
-    assert steps < COUNT / 2  # drafts were accepted
+    drafts = BothTexts([*PROMPT, *plain], [*PROMPT, *free])
+    assert decode(engine, PROMPT, COUNT, parameters, drafts) == plain
+    assert drafts.steps < COUNT / 2  # drafts were accepted
 
 
 def test_a_request_that_excludes_every_token_fails_alone(engine: TargetEngine) -> None:

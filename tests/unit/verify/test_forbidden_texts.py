@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +10,9 @@ import pytest
 from cluster.core.drafting import RowFaultCode
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.request import SamplingParameters
-from cluster.core.tree import TokenTree
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.engines.engine_rows import decode, first_row, open_engine, verify
+from tests.support.engines.engine_sequence import BothTexts
 from tests.support.models import tiny, tiny_tokenizer
 from workers.verify.engine import TargetEngine
 
@@ -61,19 +59,9 @@ def test_no_word_of_an_answer_begins_with_a_bad_text_and_no_draft_changes_it(
     for word in bad:
         begins = [at for at in range(len(text)) if text.startswith(word, at)]
         assert all(at > 0 and text[at - 1].isalnum() for at in begins), (word, text)
-    right, unrestricted = [*PROMPT, *plain, *range(9)], [*PROMPT, *free, *range(9)]
-    draw, steps = random.Random(0), 0
-
-    def propose(tokens: Sequence[int]) -> TokenTree:
-        """Both texts and noise in one tree, so that its nodes are on allowed and on excluded paths."""
-        nonlocal steps
-        steps += 1
-        at = len(tokens)
-        noise = [draw.randrange(VOCABULARY) for _ in range(3)]
-        return TokenTree.from_candidates([right[at : at + 4], unrestricted[at : at + 4], noise], max_nodes=12)
-
-    assert decode(engine, PROMPT, COUNT, parameters, propose) == plain
-    assert steps < COUNT / 2  # drafts were accepted
+    drafts = BothTexts([*PROMPT, *plain], [*PROMPT, *free], VOCABULARY)
+    assert decode(engine, PROMPT, COUNT, parameters, drafts) == plain
+    assert drafts.steps < COUNT / 2  # drafts were accepted
 
 
 def test_a_grammar_and_bad_texts_hold_together(engine: TargetEngine, directory: Path) -> None:

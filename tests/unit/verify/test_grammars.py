@@ -7,7 +7,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.engines.engine_rows import first_row, verify
+from tests.support.engines.engine_sequence import Propose, no_draft
 from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
@@ -57,7 +58,6 @@ SAMPLINGS = {
     "sampled": SamplingParameters(temperature=0.9, seed=7, end_token_ids=(END,)),
     "truncated": SamplingParameters(temperature=1.2, top_p=0.9, top_k=20, seed=8, end_token_ids=(END,)),
 }
-Draft = Callable[[Sequence[int]], TokenTree]
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,8 @@ def engine(directory: Path) -> TargetEngine:
     return TargetEngine(model, pool, LocalDecider(), EngineOptions(directory=directory))
 
 
-def no_draft(tokens: Sequence[int]) -> TokenTree:
-    return TokenTree()
-
-
 def answer(
-    engine: TargetEngine, sampling: SamplingParameters, draft: Draft = no_draft, most: int = 100
+    engine: TargetEngine, sampling: SamplingParameters, draft: Propose = no_draft, most: int = 100
 ) -> tuple[list[int], int]:
     """The answer up to its end, and the number of steps."""
     tokens, steps = list(PROMPT), 1
@@ -94,7 +90,7 @@ def answer(
     return tokens[len(PROMPT) :], steps
 
 
-def guided(expected: Sequence[int], draw: random.Random) -> Draft:
+def guided(expected: Sequence[int], draw: random.Random) -> Propose:
     """Trees with the expected continuation and wrong branches, some of which the grammar excludes."""
 
     def draft(tokens: Sequence[int]) -> TokenTree:

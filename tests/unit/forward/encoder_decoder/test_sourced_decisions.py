@@ -16,9 +16,10 @@ from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from cluster.core.verification import VerifyRow
 from tests.support.engines.engine_rows import verify
-from tests.support.engines.engine_sequence import GREEDY, drafts_near, some_tokens
+from tests.support.engines.engine_sequence import GREEDY, BothTexts, drafts_near, some_tokens
 from tests.support.engines.sourced import SAMPLED, SOURCE, SourcedModel, sourced, translate
 from tests.support.models import tiny
+from tests.unit.verify.test_excluded_tokens import contains
 from workers.verify.engine import TargetEngine
 
 PENALISED = SamplingParameters(
@@ -37,10 +38,6 @@ def first_row(engine: TargetEngine, drafted: Sequence[int] = (), **parameters: o
     sequence = sourced(engine, sampling=replace(GREEDY, **parameters))  # type: ignore[arg-type]
     tree = TokenTree.chain(drafted)
     return VerifyRow(sequence.name, len(sequence.tokens), tuple(sequence.tokens), tree, start=sequence.start)
-
-
-def contains(tokens: Sequence[int], word: Sequence[int]) -> bool:
-    return any(tuple(tokens[start : start + len(word)]) == tuple(word) for start in range(len(tokens)))
 
 
 def test_penalties_are_the_same_with_drafts(engine: TargetEngine) -> None:
@@ -95,21 +92,12 @@ def test_excluded_tokens_never_occur_and_no_draft_changes_the_text(
         assert set(plain) <= set(parameters.allowed_token_ids)
     assert not any(contains(plain, word) for word in sequence.start.sampling.bad_words)
     assert not set(plain) & set(parameters.end_token_ids)
-    right, unrestricted, steps = [*start, *plain], [*start, *free], 0
-
-    def propose(tokens: Sequence[int]) -> TokenTree:
-        """Both texts in one tree, so that its nodes are on allowed and on excluded paths."""
-        nonlocal steps
-        steps += 1
-        at = len(tokens)
-        candidates = [right[at : at + 4], unrestricted[at : at + 4], [at % 90 + 3]]
-        return TokenTree.from_candidates([one for one in candidates if one], max_nodes=12)
-
+    drafts = BothTexts([*start, *plain], [*start, *free])
     del sequence.tokens[len(start) :]
     sequence.open()
-    assert sequence.decode(COUNT, propose) == plain
+    assert sequence.decode(COUNT, drafts) == plain
     engine.release([sequence.name])
-    assert steps < COUNT / 2  # drafts were accepted
+    assert drafts.steps < COUNT / 2  # drafts were accepted
 
 
 @pytest.mark.parametrize("ends_after", [1, 4, 9])
