@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from cluster.core.config.model_section import ModelSection, PoolSection
+from cluster.core.config.target_section import TargetSection
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 
 TEXT = tuple((7 * index) % 90 + 3 for index in range(48))
 BOUND = 1e-3
@@ -33,6 +35,29 @@ def logits(model: LoadedModel, *texts: tuple[int, ...]) -> torch.Tensor:
         pool.reserve(table, len(text))
         rows.append(ForwardRow(table, text, select=tuple(range(len(text)))))
     return ModelRunner(model, pool).forward(rows)[: len(texts[0])].float().clone()
+
+
+def check_logits(model: LoadedModel, expected: torch.Tensor, text: tuple[int, ...] = TEXT) -> None:
+    """Check the logits of a text, and that neither texts beside it nor its own end change a bit of them."""
+    found = logits(model, text)
+    check_close(found, expected)
+    assert torch.equal(logits(model, text, text[:1], text[:7], text), found)
+    for width in (1, 2, 7, 8):
+        assert torch.equal(logits(model, text[:width]), found[:width])
+
+
+def check_kept(section: TargetSection) -> LoadedModel:
+    """Load a model, keep its packed weights, and check that what is read from them computes the same bits."""
+    file = packed_file(section)
+    assert file is not None
+    model = load_model(section)
+    writer = keep_packed(section, file, model)
+    assert writer is not None
+    writer.join()
+    found = read_packed(section, file)
+    assert found is not None
+    assert torch.equal(logits(found, TEXT), logits(model, TEXT))
+    return model
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -12,16 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.core.config.model_section import ModelSection, PoolSection
+from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
+from tests.support.engines.stored_model import TEXT, logits
 from tests.support.models import distilled_draft, tiny
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.pool import KvPool
 from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS, read_card
 from workers.model.loading import load_model
 
-TEXT = tuple((7 * index) % 90 + 3 for index in range(20))
 REDUCED = (2, 3, 17, 40, 41, 95)
 NORM = "model.norm.weight"
 KINDS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"))
@@ -50,20 +48,12 @@ def load(target: Path, code: Path) -> Load:
     return loaded
 
 
-def logits(model: LoadedModel) -> torch.Tensor:
-    """The logits after each token of the text: `[tokens, vocabulary of the head]`."""
-    pool = KvPool(model.kv_spec, PoolSection(pool_bytes=1 << 20), truncatable=True)
-    table = pool.new_table()
-    pool.reserve(table, len(TEXT))
-    return ModelRunner(model, pool).forward([ForwardRow(table, TEXT, select=tuple(range(len(TEXT))))]).float().clone()
-
-
 def test_a_draft_with_all_layers_computes_the_same_as_its_target(target: Path, load: Load, tmp_path: Path) -> None:
     draft, whole = load(distilled_draft.save(target, tmp_path / "draft")), load(target)
     assert draft.vocabulary is None
     assert draft.vocabulary_size == tiny.VOCABULARY
     assert draft.max_context_len == whole.max_context_len
-    assert torch.equal(logits(draft), logits(whole))
+    assert torch.equal(logits(draft, TEXT), logits(whole, TEXT))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -81,7 +71,7 @@ def test_a_reduced_head_has_the_rows_of_its_tokens(
     assert reduced.vocabulary is not None
     assert reduced.vocabulary.tolist() == list(REDUCED)
     assert reduced.vocabulary_size == tiny.VOCABULARY
-    torch.testing.assert_close(logits(reduced), logits(whole)[:, list(REDUCED)], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits(reduced, TEXT), logits(whole, TEXT)[:, list(REDUCED)], rtol=1e-3, atol=1e-3)
 
 
 def test_a_draft_may_be_of_another_family_than_its_target(load: Load, target: Path, tmp_path: Path) -> None:
@@ -91,7 +81,7 @@ def test_a_draft_may_be_of_another_family_than_its_target(load: Load, target: Pa
     own = {name: values for name, values in weights.items() if "wte" not in name and "lm_head" not in name}
     save_file(own | {VOCABULARY: torch.tensor(REDUCED, dtype=torch.int32)}, draft / WEIGHTS)
     shutil.copy(source / "config.json", draft / "config.json")
-    found = logits(load(draft))
+    found = logits(load(draft), TEXT)
     assert found.shape == (len(TEXT), len(REDUCED))
     assert found.isfinite().all()
 

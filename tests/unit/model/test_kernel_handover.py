@@ -10,18 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from cluster.core.config.model_section import ModelSection
-from cluster.core.config.target_section import KvSection
+from tests.support.engines.stored_model import TEXT, logits
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native import decoder_shape
-from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.pool import KvPool
 from workers.model import kernel_handover
 from workers.model.loading import load_model
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
-TOKENS = tuple((7 * index) % 90 + 3 for index in range(30))
 UNSCALED = {
     "embedding_multiplier": 1.0,
     "attention_multiplier": 0.25,
@@ -41,20 +38,11 @@ def load(directory: Path, code: str, **settings: str) -> LoadedModel:
     return load_model(ModelSection.model_validate(values | settings))
 
 
-def logits_of(model: LoadedModel) -> torch.Tensor:
-    """The logits `[tokens, vocabulary]`, by the kernels or by the modules."""
-    pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=20)
-    table = pool.new_table()
-    pool.reserve(table, len(TOKENS))
-    row = ForwardRow(table, TOKENS, select=tuple(range(len(TOKENS))))
-    return ModelRunner(model, pool).forward([row])
-
-
 def check_logits(model: LoadedModel, directory: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.inference_mode():
-        expected = reference(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+        expected = reference(torch.tensor([TEXT])).logits[0]
+    torch.testing.assert_close(logits(model, TEXT), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("field", ["embedding_multiplier", "residual_multiplier", "logits_scaling"])

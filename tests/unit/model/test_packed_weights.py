@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.target_section import KvSection, TargetSection
+from cluster.core.config.target_section import TargetSection
+from tests.support.engines.stored_model import TEXT, logits
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.pool import KvPool
 from workers.model.fingerprint import fingerprint
 from workers.model.loading import load_model
 from workers.model.packed_weights import store
@@ -25,7 +24,6 @@ from workers.model.packed_weights.store import keep_packed, packed_file, read_pa
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
-TOKENS = tuple((7 * index) % 90 + 3 for index in range(30))
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS = {
     "tied": tiny.llama(tie_word_embeddings=True),
@@ -76,14 +74,6 @@ def files(section: TargetSection) -> list[Path]:
     return sorted(Path(section.compile_directory or "", store.FOLDER).glob("*"))
 
 
-def logits_of(model: LoadedModel) -> torch.Tensor:
-    pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=20)
-    table = pool.new_table()
-    pool.reserve(table, len(TOKENS))
-    row = ForwardRow(table, TOKENS, select=tuple(range(len(TOKENS))))
-    return ModelRunner(model, pool).forward([row]).clone()
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
 def test_packed_weights_compute_the_same_bits(
@@ -94,7 +84,7 @@ def test_packed_weights_compute_the_same_bits(
     model = keep(section)
     found = read(section)
     assert found is not None
-    assert torch.equal(logits_of(found), logits_of(model))
+    assert torch.equal(logits(found, TEXT), logits(model, TEXT))
     for field in ("name", "layers", "hidden_size", "vocabulary_size", "max_context_len", "eos_token_ids", "dtype"):
         assert getattr(found, field) == getattr(model, field)
     assert fingerprint(section, found, None) == fingerprint(section, model, None)

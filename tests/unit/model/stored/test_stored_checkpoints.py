@@ -18,14 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, PreTraine
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.graph_replay import gemma3
-from tests.support.engines.stored_model import TEXT, check_close, load, logits
+from tests.support.engines.stored_model import TEXT, check_close, check_kept, check_logits, load, logits
 from tests.support.models import quantized, tiny
 from tests.support.slow import slow_but
 from workers.forward.attention import register
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
-from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
-from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.model.sharding import complete_plan
 from workers.model.share import Share
 from workers.model.stored.loading import load_stored
@@ -131,11 +129,7 @@ def test_logits_are_those_of_the_dequantized_weights_and_no_neighbour_changes_a_
     expected = written(sources("llama"), tmp_path / "model", name)
     model = load(tmp_path / "model", code, native=native)
     assert (model.native is not None) is (native == "auto" and shutil.which("cc") is not None)
-    found = logits(model, TEXT)
-    check_close(found, expected)
-    assert torch.equal(logits(model, TEXT, TEXT[:1], TEXT[:7], TEXT), found)
-    for width in (1, 2, 7, 8):
-        assert torch.equal(logits(model, TEXT[:width]), found[:width])
+    check_logits(model, expected)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq 4 bits", "compressed-tensors 4 bits"])
@@ -179,17 +173,9 @@ def test_packed_weights_are_as_small_and_are_kept_on_disk(
     plain = load(sources("llama"), code, quantization="none").native
     values = {"path": str(tmp_path / "model"), "device": "cpu", "compile": "off", "compile_directory": code}
     section = TargetSection.model_validate(values | {"quantization": "stored"})
-    file = packed_file(section)
-    assert file is not None
-    model = load_model(section)
+    model = check_kept(section)
     whole, stored = (sum(part.nbytes for part in native.packed.memory) for native in (plain, model.native))  # type: ignore[union-attr]
     assert stored < (0.40 if "8 bits" in name or "int8" in name or "fp8" in name else 0.32) * whole
-    writer = keep_packed(section, file, model)
-    assert writer is not None
-    writer.join()
-    found = read_packed(section, file)
-    assert found is not None
-    assert torch.equal(logits(found, TEXT), logits(model, TEXT))
 
 
 def held(path: Path, share: Share) -> dict[str, StoredLinear]:

@@ -13,13 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from deploy.settings import load_settings
-from tests.support.engines.stored_model import TEXT, check_close, load, logits
+from tests.support.engines.stored_model import TEXT, check_kept, check_logits, load, logits
 from tests.support.models import stored_gguf, tiny
 from workers.forward.attention import register
 from workers.forward.weights.modules import StoredLinear
-from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
-from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
+from workers.model.packed_weights.store import packed_file
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
@@ -60,11 +59,7 @@ def test_logits_are_those_of_the_dequantized_weights(family: str, native: str, c
     path, expected = converted(tmp_path, family)
     model = load(path, code, native=native)
     assert (model.native is not None) is (native == "auto" and shutil.which("cc") is not None)
-    found = logits(model, TEXT)
-    check_close(found, expected)
-    assert torch.equal(logits(model, TEXT, TEXT[:1], TEXT[:7], TEXT), found)
-    for width in (1, 2, 7, 8):
-        assert torch.equal(logits(model, TEXT[:width]), found[:width])
+    check_logits(model, expected)
 
 
 @pytest.mark.parametrize("native", ["auto", "off"])
@@ -155,14 +150,7 @@ def test_packed_weights_are_kept_on_disk_and_compute_the_same_bits(family: str, 
     values = {"path": str(path), "device": "cpu", "compile": "off", "compile_directory": code, "quantization": "stored"}
     section = TargetSection.model_validate(values)
     file = packed_file(section)
-    assert file is not None
-    model = load_model(section)
-    writer = keep_packed(section, file, model)
-    assert writer is not None
-    writer.join()
-    found = read_packed(section, file)
-    assert found is not None
-    assert torch.equal(logits(found, TEXT), logits(model, TEXT))
+    check_kept(section)
     (tmp_path / "model.gguf").touch()
     assert packed_file(section) != file
 
@@ -171,9 +159,4 @@ def test_packed_weights_are_kept_on_disk_and_compute_the_same_bits(family: str, 
 def test_the_packaged_model_decides_as_its_dequantized_weights(code: str) -> None:
     path = resolve_model_directory("smollm2-135m-instruct", load_settings().cache_directory)
     text = tuple(7919 * index % 40000 + 3 for index in range(1, 48))
-    model = load(path, code)
-    found = logits(model, text)
-    check_close(found, logits(load(path, code, quantization="none"), text))
-    assert torch.equal(logits(model, text, text[:1], text[:7]), found)
-    for width in (1, 2, 7, 8):
-        assert torch.equal(logits(model, text[:width]), found[:width])
+    check_logits(load(path, code), logits(load(path, code, quantization="none"), text), text)
