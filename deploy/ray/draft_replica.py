@@ -38,7 +38,7 @@ class DraftReplica:
         self._access = access
         self._member = Member(MemberRole.DRAFTER, member_id(context), "", version)
         self._host: WorkerHost | None = None
-        self._directory = DirectoryClient(context.app_name, self._describe)
+        self._directory = DirectoryClient(context.app_name, lambda: self._member)
 
     async def reconfigure(self, user_config: Mapping[str, str]) -> None:
         """Start the drafter at the first call. Serve counts the replica as ready when this returns."""
@@ -73,9 +73,6 @@ class DraftReplica:
         await self._directory.stop()
         if self._host is not None:
             await self._host.stop()
-
-    def _describe(self) -> Member:
-        return self._member
 
     def _load(self) -> DraftMethod:
         if self._configuration.draft.weights is not None:

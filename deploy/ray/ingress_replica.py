@@ -18,7 +18,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.core.membership import Member, MemberRole, View
+from cluster.core.membership import MemberRole, View
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.key_ring import KeyRing
@@ -66,7 +66,7 @@ class IngressReplica:
         self._drain_seconds = configuration.server.drain_timeout_seconds
         server = configuration.server
         router = Router(
-            self._coordinators,
+            lambda: self._directory.view.of(MemberRole.TARGET),  # also those that drain
             lambda address: CoordinatorClient(fixed_address(address), access),
             shares_between_keys=server.sharing_between_keys == "on",
         )
@@ -132,10 +132,6 @@ class IngressReplica:
     async def _kill_drafter(self) -> bool:
         await self._directory.beat()  # a drafter may be newer than the last view
         return await kill_drafter(self._directory.view, self._application)
-
-    def _coordinators(self) -> tuple[Member, ...]:
-        """The coordinators, also those that drain."""
-        return self._directory.view.of(MemberRole.TARGET)
 
 
 _NAMESPACE = "serve"

@@ -138,10 +138,7 @@ class Process:
     def add(self, task: asyncio.Task[Any]) -> None:
         """Count a task as part of this process."""
         self._tasks[task] = None
-        task.add_done_callback(self._drop)
-
-    def _drop(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
 
 def current_process() -> Process | None:

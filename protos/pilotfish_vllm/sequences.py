@@ -7,7 +7,7 @@ their drafts are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -99,13 +99,9 @@ class Sequences:
 
     def _take(self, others: list[Sequence], row: npt.NDArray[Any]) -> Sequence:
         """Remove and return the longest of the others that the row continues; else begin a sequence."""
-        best = max(_continued(others, row), key=lambda one: one.length, default=None)
+        best = max((one for one in others if one.is_continued_by(row)), key=lambda one: one.length, default=None)
         if best is None:
             self._named += 1
             return Sequence(str(self._named))
         others.remove(best)
         return best
-
-
-def _continued(others: Iterable[Sequence], row: npt.NDArray[Any]) -> Iterable[Sequence]:
-    return (one for one in others if one.is_continued_by(row))

@@ -181,7 +181,8 @@ def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Pl
         return "drafter"
     if draft.placement == "auto":
         prefers_target = draft.replicas == 1 and all(plugin.places.best(target) == "target" for _, plugin in selected)
-        place: Placement = "target" if prefers_target or any(_only("target", one) for _, one in selected) else "drafter"
+        needs_target = any(plugin.places.order == ("target",) for _, plugin in selected)
+        place: Placement = "target" if prefers_target or needs_target else "drafter"
     else:
         place = draft.placement
     for name, plugin in selected:
@@ -237,10 +238,6 @@ def is_encoder_decoder(directory: Path) -> bool:
 def _order(tap: Tap) -> int:
     """A place for each tap in the evidence, so that it does not depend on the order of methods."""
     return 1 << 16 if tap == "middle" else tap
-
-
-def _only(place: Placement, plugin: MethodPlugin) -> bool:
-    return plugin.places.order == (place,)
 
 
 def _needed(draft: DraftSection, name: str, plugin: MethodPlugin) -> tuple[str, ...]:

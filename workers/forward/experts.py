@@ -189,13 +189,9 @@ def matrices_of(layer: Any) -> ExpertMatrices | None:
 
 
 def _on_cpu(experts: Sequence[Expert], gate: Gate, directory: str | None) -> ExpertsKernel:
-    library = load_library(directory) if all(map(_is_packed, experts)) else None
+    are_packed = all(can_pack(one.first) and can_pack(one.second) for one in experts)
+    library = load_library(directory) if are_packed else None
     return PlainExperts(experts, gate) if library is None else PackedExperts(experts, gate, library)
-
-
-def _is_packed(expert: Expert) -> bool:
-    """Whether the CPU kernels take the matrices of an expert."""
-    return can_pack(expert.first) and can_pack(expert.second)
 
 
 def _mix(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

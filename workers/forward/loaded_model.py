@@ -95,21 +95,28 @@ class SourceReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceParts:
-    """What an encoder-decoder model has besides its decoder. For the tokens, see `TargetInfo`."""
+class GenerationDefaults:
+    """What the generation configuration of an encoder-decoder model fixes for every answer, as `TargetInfo` has it."""
 
-    encoder: SourceReader
     decoder_start: tuple[int, ...]
-    max_source_len: int
-    vocabulary_size: int
-    """Tokens that the encoder distinguishes."""
-    forced_eos_token_id: int | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    forced_eos_token_id: int | None
+    bad_words: tuple[tuple[int, ...], ...]
     no_repeat_ngram_size: int = 0
     min_tokens: int = 0
     beam_scoring: BeamScoring = USUAL_SCORING
     renormalize_logits: bool = False
     """Whether log-probabilities are those among the tokens that can be chosen, as beam search then takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParts:
+    """What an encoder-decoder model has besides its decoder."""
+
+    encoder: SourceReader
+    defaults: GenerationDefaults
+    max_source_len: int
+    vocabulary_size: int
+    """Tokens that the encoder distinguishes."""
     relative_biases: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     """Biases of the self-attention of each decoder layer: from key position minus query position
     `[rows, queries, keys]` to `[rows, heads, queries, keys]`. Empty: none has any."""

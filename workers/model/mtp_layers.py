@@ -109,7 +109,8 @@ def load_mtp_layer(
 
     `attention` names a function that is registered with `transformers`. Raises `ModelLoadError`.
     """
-    checkpoint = _checkpoint(directory if draft is None else draft)
+    stored_in = draft or directory
+    checkpoint = Checkpoint.read(stored_in) or Checkpoint(stored_in, {})
     config = _config(directory) if draft is None else _nested_config(checkpoint)
     layout, names = _own_tensors(checkpoint, config, LAYOUTS if draft is None else _OF_SPECULATORS)
     parts = {part: names.pop(name) for name, part in layout.parts.items()}
@@ -156,10 +157,6 @@ def _of_one_layer(config: PreTrainedConfig, attention: str, *, has_experts: bool
         found.layer_types = ["full_attention"]
     found._attn_implementation = attention
     return found
-
-
-def _checkpoint(directory: Path) -> Checkpoint:
-    return Checkpoint.read(directory) or Checkpoint(directory, {})
 
 
 def _config(directory: Path) -> PreTrainedConfig:

@@ -49,14 +49,10 @@ def decide(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
         raise ValueError(f"{len(contexts)} contexts for {len(logits)} rows of logits")
     if all(context.allowed is None and leaders_of(context.sampling) for context in contexts):
         tokens = largest(logits)
-        if tokens is not None and not any(map(_is_excluded, tokens, contexts)):
+        if tokens is not None and all(one not in of.excluded_tokens for one, of in zip(tokens, contexts, strict=True)):
             return tokens
     values, ids = _winners(logits, contexts, offset=0)
     return merge_winners(values.unsqueeze(0), ids.unsqueeze(0))
-
-
-def _is_excluded(token: int, context: DecisionContext) -> bool:
-    return token in context.excluded_tokens
 
 
 def largest(logits: Tensor) -> list[int] | None:

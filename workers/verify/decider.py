@@ -131,7 +131,7 @@ class RenormalizingDecider:
 
 def decider_of_model(model: LoadedModel, decider: Decider) -> Decider:
     """The decider, or one that renormalizes log-probabilities where the model's generation configuration says so."""
-    renormalizes = model.source is not None and model.source.renormalize_logits
+    renormalizes = model.source is not None and model.source.defaults.renormalize_logits
     return RenormalizingDecider(decider) if renormalizes else decider
 
 

@@ -417,13 +417,14 @@ def describe_target(model: LoadedModel, pool: KvPool) -> TargetInfo:
     )
     if model.source is None:
         return info
+    defaults = model.source.defaults
     return replace(
         info,
-        decoder_start=model.source.decoder_start,
+        decoder_start=defaults.decoder_start,
         max_source_len=model.source.max_source_len,
-        forced_eos_token_id=model.source.forced_eos_token_id,
-        bad_words=model.source.bad_words,
-        no_repeat_ngram_size=model.source.no_repeat_ngram_size,
-        min_tokens=model.source.min_tokens,
-        beam_scoring=model.source.beam_scoring,
+        forced_eos_token_id=defaults.forced_eos_token_id,
+        bad_words=defaults.bad_words,
+        no_repeat_ngram_size=defaults.no_repeat_ngram_size,
+        min_tokens=defaults.min_tokens,
+        beam_scoring=defaults.beam_scoring,
     )

@@ -228,7 +228,8 @@ class _CallRules:
 
     def _json(self, schema: object, root: dict[str, Any]) -> str:
         """Return the rule of JSON that a part of a schema describes, with the references that the whole resolves."""
-        wrapped = {**_rooted(schema), "$defs": {"__root": _rooted(root)}} if _has_references(schema) else schema
+        has_references = '"$ref"' in json.dumps(schema)
+        wrapped = {**_rooted(schema), "$defs": {"__root": _rooted(root)}} if has_references else schema
         return self._rule(lark_json(wrapped if isinstance(wrapped, dict) else True))
 
     def _rule(self, body: str, attribute: str = "") -> str:
@@ -298,10 +299,6 @@ def _resolved(schema: object, root: Mapping[str, Any]) -> object:
         for step in filter(None, reference[1:].split("/")):
             schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
     return None
-
-
-def _has_references(schema: object) -> bool:
-    return '"$ref"' in json.dumps(schema)
 
 
 def _rooted(schema: object) -> Any:

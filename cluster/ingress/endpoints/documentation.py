@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
@@ -133,7 +133,7 @@ def _rows(model: Json, required: set[str]) -> Iterator[str]:
 def _type(field: Json) -> str:
     """Return the type of a field in a few words."""
     if "anyOf" in field:
-        return " or ".join(_unique(_type(one) for one in field["anyOf"]))
+        return " or ".join(dict.fromkeys(map(_type, field["anyOf"])))
     if "enum" in field or "const" in field:
         return ", ".join(str(value) for value in field.get("enum", [field.get("const")]))
     if "$ref" in field:
@@ -144,7 +144,3 @@ def _type(field: Json) -> str:
 
 def _referenced(schema: Json) -> str:
     return str(schema.get("$ref", "")).removeprefix(_REFERENCE)
-
-
-def _unique(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))

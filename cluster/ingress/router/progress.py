@@ -102,11 +102,7 @@ class StreamProgress:
     @property
     def is_complete(self) -> bool:
         """Whether all answers have ended."""
-        return self._finished >= max(1, self._request.n)
-
-    @property
-    def _finished(self) -> int:
-        return sum(answer.is_finished for answer in self._answers.values())
+        return sum(answer.is_finished for answer in self._answers.values()) >= max(1, self._request.n)
 
     def message(self) -> generation_pb2.GenerateRequest:
         """Return the request to send. A repeated one continues after what was received, and ends an earlier call."""

@@ -31,7 +31,8 @@ from deploy.models import served_name
 from deploy.progress import ProgressReporter
 from deploy.terminal import notices
 from workers.distill.prompts import read_prompts
-from workers.model.encoder_decoder.generation_defaults import GenerationDefaults, read_generation_defaults
+from workers.forward.loaded_model import GenerationDefaults
+from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
 
 _TASK = "texts"
 

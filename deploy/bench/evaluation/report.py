@@ -77,7 +77,7 @@ def markdown(evaluation: Evaluation) -> str:
 
 
 def _quality_table(evaluation: Evaluation, task: Task, lines: Sequence[Line]) -> str:
-    qualities = [(line, _quality(evaluation, line)) for line in lines if line.cells]
+    qualities = [(line, evaluation.quality.of(line.name, line.cells[0].cell)) for line in lines if line.cells]
     metrics = list(dict.fromkeys(name for _, found in qualities if found for name in found.scores))
     plain = next((found for line, found in qualities if line.entry is None and found), None)
     deltas = [f"Δ {name}" for name in metrics] if plain else []
@@ -88,10 +88,6 @@ def _quality_table(evaluation: Evaluation, task: Task, lines: Sequence[Line]) ->
     ]
     table = markdown_table(("competitor", *metrics, *deltas, *_QUALITY_COLUMNS), rows)
     return "\n\n".join([table, " ".join((*task.notes, _STATUS_NOTE))])
-
-
-def _quality(evaluation: Evaluation, line: Line) -> Quality | None:
-    return evaluation.quality.of(line.name, line.cells[0].cell)
 
 
 def _scores(found: Quality, plain: Quality | None, metrics: Sequence[str]) -> list[str]:

@@ -132,7 +132,7 @@ def _costs(results: BenchResults) -> str:
         [
             entry.name,
             "`" + " ".join(entry.assignments) + "`" if entry.assignments else UNKNOWN,
-            *(f"{value / _MIB:.0f}" if value else UNKNOWN for value in _memory(entry)),
+            *(f"{value / _MIB:.0f}" if value else UNKNOWN for value in (entry.cost.target_bytes, entry.cost.draft_bytes, entry.cost.resident_bytes)),
         ]
         for entry in results.entries
     ]
@@ -142,10 +142,6 @@ def _costs(results: BenchResults) -> str:
         "receives the user's message as the prediction. The methods of transformers run with its defaults."
     )
     return f"{markdown_table(columns, rows)}\n\n{note}"
-
-
-def _memory(entry: Entry) -> tuple[int, int, int]:
-    return entry.cost.target_bytes, entry.cost.draft_bytes, entry.cost.resident_bytes
 
 
 def _plain_own(results: BenchResults) -> str:

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.bench.contestants.answers import BenchPass
 from deploy.bench.measuring import measures
 from deploy.bench.measuring.results import BenchResults, over_tasks, plain_passes
 
@@ -114,18 +113,15 @@ def throughput_by_batch(results: BenchResults) -> bytes | None:
     }
     lines[PLAIN] = [plain_passes(results, batch, temperature) for batch in batches]
     for name, passes in lines.items():
-        points = [(batch, _rate(found)) for batch, found in zip(batches, passes, strict=True) if found]
+        known = [(batch, found) for batch, found in zip(batches, passes, strict=True) if found]
+        rates = [statistics.median(one.rate for one in found) for _, found in known]
         style = "k--" if name == PLAIN else "o-"
-        axes.plot([batch for batch, _ in points], [rate for _, rate in points], style, label=name)
+        axes.plot([batch for batch, _ in known], rates, style, label=name)
     axes.set(xlabel="requests in flight (logarithmic)", ylabel="tokens per second (logarithmic)")
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(batches)
     axes.set_xticks([], minor=True)
     return png(figure, axes)
-
-
-def _rate(passes: Sequence[BenchPass]) -> float:
-    return statistics.median(found.rate for found in passes)
 
 
 def _ratio(results: BenchResults, name: str, task: str, batch: int, temperature: float) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -67,7 +66,7 @@ def measured_times(path: Path) -> Times:
 
 def of_measured(values: MeasuredTimes) -> Times:
     """The times that measurements give: interpolated between the sizes, extended by a line beyond them."""
-    model = LatencyModel.of_profile(_samples(values.steps))
+    model = LatencyModel.of_profile([StepSample(*step) for step in values.steps])
 
     def step(rows: int, tokens: int, held: int) -> float:
         return model.seconds(rows, tokens) + values.held_token_seconds * held
@@ -76,7 +75,3 @@ def of_measured(values: MeasuredTimes) -> Times:
         values.draft_call_seconds, values.draft_row_seconds, values.draft_depth_seconds, values.draft_token_seconds
     )
     return Times(step, speed, values.round_seconds)
-
-
-def _samples(steps: Iterable[tuple[int, int, float]]) -> list[StepSample]:
-    return [StepSample(rows, tokens, seconds) for rows, tokens, seconds in steps]

@@ -54,7 +54,7 @@ def write_card(facts: ModuleFacts) -> str:
     """The card, as Markdown."""
     card, progress = facts.card, facts.progress
     tokens = sum(len(answer.answer) for answer in facts.answers)
-    taps = f" It reads the target's hidden states after {_list(card.taps)} layers." if card.taps else ""
+    taps = f" It reads the target's hidden states after {', '.join(map(str, card.taps))} layers." if card.taps else ""
     size = "" if card.vocabulary_size is None else f" It can propose {card.vocabulary_size:,} different tokens."
     lines = [
         f"# A draft for {card.target}\n",
@@ -129,7 +129,3 @@ def _served(facts: ModuleFacts) -> list[str]:
 def _row(name: str, found: Acceptance) -> str:
     shares = [f"{found.reached[depth] / found.paths:.1%}" if depth < len(found.reached) else "–" for depth in range(3)]
     return f"| {name} | {' | '.join(shares)} | {found.paths:,} |"
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

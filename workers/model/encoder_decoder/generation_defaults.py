@@ -10,21 +10,8 @@ from typing import Any
 
 from cluster.core import bounds
 from cluster.core.errors import ModelLoadError
-from cluster.core.request import USUAL_SCORING, BeamScoring, EarlyStopping
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Tokens that the model's authors fixed. See `TargetInfo` for the fields."""
-
-    decoder_start: tuple[int, ...]
-    forced_eos_token_id: int | None
-    bad_words: tuple[tuple[int, ...], ...]
-    no_repeat_ngram_size: int = 0
-    min_tokens: int = 0
-    beam_scoring: BeamScoring = USUAL_SCORING
-    renormalize_logits: bool = False
-    """Log-probabilities are those among the tokens that can be chosen."""
+from cluster.core.request import BeamScoring, EarlyStopping
+from workers.forward.loaded_model import GenerationDefaults
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:

@@ -85,15 +85,9 @@ def split_encoder_decoder(
     reader = SourceEncoder(encoder, _joined(projections), len(projections), heads)
     source = SourceParts(
         encoder=reader,
-        decoder_start=defaults.decoder_start,
+        defaults=defaults,
         max_source_len=_source_limit(getattr(encoder, "config", config)) or _DEFAULT_CONTEXT,
         vocabulary_size=source_vocabulary,
-        forced_eos_token_id=defaults.forced_eos_token_id,
-        bad_words=defaults.bad_words,
-        no_repeat_ngram_size=defaults.no_repeat_ngram_size,
-        min_tokens=defaults.min_tokens,
-        beam_scoring=defaults.beam_scoring,
-        renormalize_logits=defaults.renormalize_logits,
         relative_biases=biases,
     )
     return SplitModel(cast(PreTrainedModel, decoder), source, reader, vocabulary_size)

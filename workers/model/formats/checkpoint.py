@@ -83,7 +83,10 @@ class Checkpoint:
             return self.known_sizes
         found: Sizes = {}
         for file in self.files:
-            found |= self._header(file) if file.suffix == ".safetensors" else self._pickled_sizes(file)
+            if file.suffix == ".safetensors":
+                found |= self._header(file)
+            else:
+                found |= {name: tuple(value.shape) for name, value in self._pickled(file).items()}
         return found
 
     @property
@@ -190,9 +193,6 @@ class Checkpoint:
             return {name: tuple(map(int, one["shape"])) for name, one in safetensors_header(file).items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.fail(f"{file.name} is no safetensors file: {error}")
-
-    def _pickled_sizes(self, file: Path) -> Sizes:
-        return {name: tuple(value.shape) for name, value in self._pickled(file).items()}
 
     def _pickled(self, file: Path) -> dict[str, Tensor]:
         """The tensors of a file of `torch.save`, which is read without running its code."""

@@ -112,7 +112,7 @@ def check_tool_choice(body: ChatExtensions) -> None:
     choice = body.tool_choice
     if choice not in (None, "none") and not body.tools:
         raise InvalidRequest("tool_choice", _shown(choice), "left out unless there are tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in map(_name, body.tools):
+    if isinstance(choice, NamedTool) and choice.function.name not in (str(tool["function"]["name"]) for tool in body.tools):
         raise InvalidRequest("tool_choice", choice.function.name, "the name of one of the tools")
 
 
@@ -122,10 +122,6 @@ def required_tool(body: ChatExtensions) -> str | None:
     if isinstance(choice, NamedTool):
         return choice.function.name
     return "" if choice == "required" else None
-
-
-def _name(tool: dict[str, Any]) -> str:
-    return str(tool["function"]["name"])
 
 
 def _shown(choice: object) -> object:

@@ -19,7 +19,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 def bleu_and_chrf(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Corpus BLEU and chrF2 with sacrebleu's defaults. Every answer has the same number of references."""
     metrics = _library("sacrebleu.metrics")
-    streams = _streams(references)
+    streams = [list(stream) for stream in zip(*references, strict=True)]  # the i-th reference of every answer
     return {
         "BLEU": float(metrics.BLEU().corpus_score(list(answers), streams).score),
         "chrF": float(metrics.CHRF().corpus_score(list(answers), streams).score),
@@ -68,11 +68,6 @@ def contains_one(answer: str, references: Sequence[str]) -> bool:
 def percentage(hits: Sequence[bool]) -> float:
     """The share of true values in percent; 0 without values."""
     return 100.0 * sum(hits) / len(hits) if hits else 0.0
-
-
-def _streams(references: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The i-th reference of every answer in the i-th list, as sacrebleu takes them."""
-    return [list(stream) for stream in zip(*references, strict=True)]
 
 
 def _library(name: str) -> ModuleType:

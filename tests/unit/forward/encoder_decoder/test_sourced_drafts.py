@@ -41,7 +41,7 @@ class SourcedDrafter:
         model = load_model(ModelSection(path=str(directory), device="cpu"), target_directory=target)
         assert model.source is not None
         self.model = model
-        self.start = model.source.decoder_start
+        self.start = model.source.defaults.decoder_start
         self.pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks, truncatable=True)
         expander = ModelExpander(model, self.pool, 1)
         draft = DraftSection(max_nodes=8, max_depth=4)
