@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from deploy import cli
+from tests.support.terminal import run_command
 
 pytestmark = pytest.mark.weights
 
@@ -19,21 +18,12 @@ PROMPTS = (
 TOKENS = 24
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["pilotfish", "bench", "race", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
-def test_a_race_writes_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_race_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "repetition.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     arguments = ["--prompts", str(prompts), "--out", str(tmp_path / "out"), "--max-tokens", str(TOKENS)]
     arguments += ["--batches", "1", "--methods", "none,ngram", "--no-peers"]
-    assert run(monkeypatch, *arguments, "--set", "draft.controller=off") == 0
+    assert run_command("bench", "race", *arguments, "--set", "draft.controller=off") == 0
 
     found = json.loads((tmp_path / "out" / "race.json").read_text(encoding="utf-8"))
     assert "bench race" in found["command"] and found["machine"]["versions"]["torch"]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from deploy.packaged_drafts import packaged_drafts
 from deploy.settings import load_settings
 from pilotfish.v1 import generation_pb2
 from tests.support.models import drafting_modules
+from tests.support.terminal import run_command
 from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights
@@ -141,16 +141,10 @@ def test_the_command_translates_in_one_process(
     library: Any,
     expected: dict[int, list[tuple[int, ...]]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from deploy import cli
-
     (tmp_path / "in.txt").write_text("\n".join(SENTENCES) + "\n")
     arguments = [str(tmp_path / "in.txt"), "--model", MODEL, "--max-tokens", str(MAX_TOKENS)]
-    monkeypatch.setattr(sys, "argv", ["pilotfish", "translate", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
+    assert run_command("translate", *arguments) == 0
     wanted = [library.decode(tokens, skip_special_tokens=True) for tokens in expected[1]]
     assert capsys.readouterr().out.split("\n") == [*wanted, ""]

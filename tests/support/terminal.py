@@ -1,4 +1,4 @@
-"""A command of Pilotfish in a terminal of its own, where a test types and reads as a user does."""
+"""Commands of Pilotfish, in this process or in a terminal, where a test types and reads as a user does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import sys
 import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from deploy import cli
 
 CTRL_C = "\x03"
 
@@ -81,3 +85,11 @@ async def in_terminal(*arguments: str) -> AsyncIterator[Terminal]:
         await process.wait()
         os.close(leader)
         os.close(follower)
+
+
+def run_command(*words: str) -> int:
+    """Run `pilotfish` with these words in this process. Returns its exit code."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr(sys, "argv", ["pilotfish", *words])
+        cli.main()
+    return int(ended.value.code or 0)

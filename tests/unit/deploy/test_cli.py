@@ -13,19 +13,12 @@ from google.protobuf import json_format
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.requests import ChatRequest
-from deploy import cli, settings
+from deploy import settings
 from deploy.commands.serve import usage_examples
 from deploy.placement import Resources
 from pilotfish.v1 import generation_pb2
 from tests.support.models import tiny
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the console script; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["pilotfish", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
+from tests.support.terminal import run_command
 
 
 class TestSettings:
@@ -114,48 +107,44 @@ class TestCommands:
 
         assert set(ended.stdout.split()) == {"deploy.commands.serve", "deploy.commands.options"}
 
-    def test_help_lists_all_commands(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(monkeypatch, "--help") == 0
+    def test_help_lists_all_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run_command("--help") == 0
 
         printed = capsys.readouterr().out
         assert all(name in printed for name in ("serve", "demo", "run-batch", "bench", "simulate"))
 
-    def test_the_version_is_printed(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(monkeypatch, "--version") == 0
+    def test_the_version_is_printed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run_command("--version") == 0
         assert capsys.readouterr().out.startswith("pilotfish ")
 
-    def test_a_plan_shows_every_rank(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
+    def test_a_plan_shows_every_rank(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         tiny.save(tmp_path, tiny.llama(num_attention_heads=6, num_key_value_heads=3))
         arguments = ("--set", f"target.path={tmp_path}", "--set", "target.tensor_parallel=3")
 
-        assert run(monkeypatch, "plan", "--config", "cpu", *arguments) == 0
+        assert run_command("plan", "--config", "cpu", *arguments) == 0
 
         shown = capsys.readouterr().out
         assert all(f"rank {rank} of 3" in shown for rank in range(3))
         assert "127.0.0.1:9000" in shown
 
-    def test_a_plan_shows_what_the_machine_lacks(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_plan_shows_what_the_machine_lacks(self, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ("--set", "target.device=cuda", "--set", "target.tensor_parallel=64")
 
-        assert run(monkeypatch, "plan", *arguments) == 1
+        assert run_command("plan", *arguments) == 1
         assert "would not start: GPUs: needed 64" in capsys.readouterr().out
 
     def test_a_plan_refuses_a_directory_without_a_model(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
-        assert run(monkeypatch, "plan", "--set", f"target.path={tmp_path}") == 1
+        assert run_command("plan", "--set", f"target.path={tmp_path}") == 1
         assert "a model directory needs config.json and .safetensors files" in capsys.readouterr().out
 
     def test_the_preset_for_gpus_starts_on_one_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         node = Resources(cpus=8, gpus=1, memory_bytes=1 << 36, gpu_memory_bytes=24 << 30)
         monkeypatch.setattr("deploy.machine.local_resources", lambda: node)
 
-        assert run(monkeypatch, "plan", "--config", "gpu") == 0
-        assert run(monkeypatch, "plan", "--config", "gpu", "--set", "target.tensor_parallel=2") == 1
+        assert run_command("plan", "--config", "gpu") == 0
+        assert run_command("plan", "--config", "gpu", "--set", "target.tensor_parallel=2") == 1
 
     @pytest.mark.parametrize(("method", "gpus"), [("model", 5), ("ngram", 4), ("none", 4)])
     def test_only_a_method_that_loads_a_model_claims_a_gpu(
@@ -166,17 +155,15 @@ class TestCommands:
 
         settings = ("target.tensor_parallel=4", "draft.model.path=Qwen/Qwen3-0.6B", f"draft.method={method}")
         assignments = [part for setting in settings for part in ("--set", setting)]
-        assert run(monkeypatch, "plan", "--config", "gpu", *assignments) == 0
+        assert run_command("plan", "--config", "gpu", *assignments) == 0
 
         printed = capsys.readouterr().out
         assert printed.count("cuda") == gpus
         assert ("Qwen3-0.6B" in "".join(printed.split())) == (method == "model")
 
     @pytest.mark.parametrize("command", ["plan", "serve", "demo", "prepare"])
-    def test_a_bad_setting_is_one_line_and_exit_code_2(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-    ) -> None:
-        assert run(monkeypatch, command, "--set", "server.http_prot=1") == 2
+    def test_a_bad_setting_is_one_line_and_exit_code_2(self, capsys: pytest.CaptureFixture[str], command: str) -> None:
+        assert run_command(command, "--set", "server.http_prot=1") == 2
 
         shown = capsys.readouterr().err
         assert shown == "pilotfish: server.http_prot: unknown key; the nearest valid one is server.http_port\n"
@@ -201,7 +188,7 @@ class TestCommands:
         monkeypatch.setenv("_PILOTFISH_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
-        assert run(monkeypatch) == 0
+        assert run_command() == 0
         assert set(capsys.readouterr().out.split()) >= expected
 
     @pytest.mark.parametrize(
@@ -224,23 +211,21 @@ class TestCommands:
         monkeypatch.setenv("_PILOTFISH_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", "\n".join(["pilotfish", *words]))
         monkeypatch.setenv("COMP_CWORD", str(len(words)))
-        assert run(monkeypatch) == 0
+        assert run_command() == 0
         assert set(capsys.readouterr().out.split()) == expected
 
     def test_the_script_of_the_completion_is_printed(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-        assert run(monkeypatch, "--show-completion", "bash") == 0
+        assert run_command("--show-completion", "bash") == 0
         assert "_PILOTFISH_COMPLETE=complete_bash" in capsys.readouterr().out
 
-    def test_an_unknown_command_is_exit_code_2(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert run(monkeypatch, "unknown") == 2
+    def test_an_unknown_command_is_exit_code_2(self) -> None:
+        assert run_command("unknown") == 2
 
-    def test_a_server_and_this_process_cannot_both_answer(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert run(monkeypatch, "generate", "hello", "--url", "http://localhost:8000", "--in-process") == 2
+    def test_a_server_and_this_process_cannot_both_answer(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run_command("generate", "hello", "--url", "http://localhost:8000", "--in-process") == 2
         assert "needed one of them, found both" in capsys.readouterr().err
 
     def test_libraries_show_no_bars_of_their_own(self) -> None:
@@ -252,10 +237,8 @@ class TestCommands:
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert ended.stdout.startswith("pilotfish ") and ended.stderr == ""
 
-    def test_a_missing_model_is_exit_code_1(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert run(monkeypatch, "prepare", "--set", "target.path=./nowhere") == 1
+    def test_a_missing_model_is_exit_code_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run_command("prepare", "--set", "target.path=./nowhere") == 1
         assert "no such directory" in capsys.readouterr().err
 
     def test_the_three_usage_examples_are_well_formed_and_name_the_model_and_both_addresses(self) -> None:
@@ -300,7 +283,7 @@ class TestPreflight:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "empty.keys").touch()
         monkeypatch.setattr("deploy.preflight._why_unbindable", lambda _, port: "address in use" if port == 1 else None)
-        assert run(monkeypatch, "serve", "--set", assignment) == 2
+        assert run_command("serve", "--set", assignment) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"pilotfish: {words}")
 
@@ -310,7 +293,7 @@ class TestPreflight:
     ) -> None:
         (tmp_path / "cache").touch()
         monkeypatch.setenv("PILOTFISH_CACHE_DIR", f"{tmp_path}/cache{below}")
-        assert run(monkeypatch, "serve", "--set", "server.http_port=0", "--set", "server.grpc_port=0") == 2
+        assert run_command("serve", "--set", "server.http_port=0", "--set", "server.grpc_port=0") == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("pilotfish: PILOTFISH_CACHE_DIR: needed the directory")
         assert line.endswith(f"found the file {tmp_path}/cache; set PILOTFISH_CACHE_DIR to another directory")

@@ -10,11 +10,11 @@ import pytest
 
 from cluster.core.config.load import load
 from cluster.core.errors import ConfigurationError
-from deploy import cli
 from deploy.bench.measuring.competitors import BenchSettings
 from deploy.implied_settings import with_implied_settings
 from deploy.settings import load_settings, settings_from_arguments
 from tests.support.models import drafting_modules, tiny
+from tests.support.terminal import run_command
 from workers.draft.common.learning import salt_key
 from workers.serve.configuration import load_configuration
 
@@ -106,20 +106,18 @@ def test_a_contradiction_in_one_layer_names_both_fields(write: Write) -> None:
 
 
 def test_the_command_line_takes_a_method_over_several_and_refuses_a_contradiction(
-    write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(*arguments: str) -> tuple[int | str | None, str]:
-        monkeypatch.setattr("sys.argv", ["pilotfish", "plan", "--json", "--config", write(SEVERAL), *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
+    def run(*arguments: str) -> tuple[int, str]:
+        code = run_command("plan", "--json", "--config", write(SEVERAL), *arguments)
         shown = capsys.readouterr()
-        return ended.value.code, shown.out + shown.err
+        return code, shown.out + shown.err
 
     in_processes = ("--set", "draft.placement=drafter", "--node", "cpus=8")
     for assignment, name in (("max_nodes=3", "suffix+recycling"), ("method=lookahead", "lookahead")):
         code, shown = run(*in_processes, "--set", f"draft.{assignment}")
         (draft,) = (one for one in json.loads(shown)["processes"] if one["role"] == "draft")
-        assert (code or 0, draft["what"]) == (0, name)
+        assert (code, draft["what"]) == (0, name)
     code, shown = run("--set", "draft.method=lookahead", "--set", "draft.methods=[ngram, suffix]")
     assert code == 2 and "method (lookahead) and methods (ngram, suffix)" in " ".join(shown.split())
 
@@ -162,16 +160,9 @@ def test_only_a_method_that_can_be_trained_where_it_drafts_learns(
         with_implied_settings(load_configuration(values, {"draft.learn": "on"}))
 
 
-def test_learned_drafts_are_listed_and_rolled_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_learned_drafts_are_listed_and_rolled_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def drafts(*arguments: str) -> int:
-        monkeypatch.setattr(
-            "sys.argv", ["pilotfish", "drafts", *arguments, "--set", f"draft.learn_directory={tmp_path}"]
-        )
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
+        return run_command("drafts", *arguments, "--set", f"draft.learn_directory={tmp_path}")
 
     alice, bob = salt_key("alice/"), salt_key("bob/")
     for key in (alice, bob):

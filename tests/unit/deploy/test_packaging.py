@@ -18,6 +18,7 @@ from deploy.doctor.models import model_findings
 from deploy.models import resolve_models
 from deploy.network.tracing import tracer_provider
 from deploy.settings import load_settings
+from tests.support.terminal import run_command
 from workers.model.draft_card import CARD
 
 ROOT = Path(__file__).parents[3]
@@ -106,10 +107,7 @@ def test_a_command_whose_distribution_is_absent_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda _: None)
     for arguments in ([], ["--help"], ["serve", "--url", "http://127.0.0.1:8000"]):
-        monkeypatch.setattr(sys, "argv", ["pilotfish", command, *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 2
+        assert run_command(command, *arguments) == 2
         printed = " ".join(capsys.readouterr().err.split())
         assert printed == f"pilotfish: {command}: not installed; run `pip install 'pilotfish[{extra}]'`"
 

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import product
 from typing import Any
 
 import pytest
 
-from deploy import cli
+from tests.support.terminal import run_command
 
 CLUSTER = ("--node", "2*cpus=32,gpus=4,memory_gib=256,gpu_memory_gib=80", "--node", "cpus=16")
 SETTINGS = ("target.device=auto", "target.replicas=2", "target.tensor_parallel=4", "draft.replicas=2")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    settings = (part for setting in SETTINGS for part in ("--set", setting))
-    monkeypatch.setattr(sys, "argv", ["pilotfish", "plan", *settings, *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
+def run(*arguments: str) -> int:
+    return run_command("plan", *(part for setting in SETTINGS for part in ("--set", setting)), *arguments)
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert run(monkeypatch, "--json", *arguments) == 0
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run("--json", *arguments) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def test_json_lists_nodes_and_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(monkeypatch, capsys, *CLUSTER)
+def test_json_lists_nodes_and_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *CLUSTER)
     assert [(node["node"], node["gpus"]) for node in found["nodes"]] == [("node 1", 4), ("node 2", 4), ("node 3", 0)]
     ranks = [process for process in found["processes"] if process["role"] == "target"]
     assert [(rank["replica"], rank["rank"]) for rank in ranks] == list(product(range(2), range(4)))
@@ -42,65 +37,53 @@ def test_json_lists_nodes_and_processes(monkeypatch: pytest.MonkeyPatch, capsys:
     assert found["problems"] == []
 
 
-def test_json_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--json", "--node", "3*cpus=32,gpus=3") == 1
+def test_json_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", "--node", "3*cpus=32,gpus=3") == 1
     found = json.loads(capsys.readouterr().out)
     (problem,) = found["problems"]
     assert problem["subject"] == "GPUs on one node"
     assert {process["node"] for process in found["processes"] if process["role"] == "target"} == {None}
 
 
-def test_ranks_span_nodes_where_a_setting_lets_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_span_nodes_where_a_setting_lets_them(capsys: pytest.CaptureFixture[str]) -> None:
     """The plan takes as few nodes as possible and counts the GPUs of all."""
-    found = planned(monkeypatch, capsys, "--node", "3*cpus=32,gpus=3", "--set", "target.span_nodes=true")
+    found = planned(capsys, "--node", "3*cpus=32,gpus=3", "--set", "target.span_nodes=true")
     ranks = [process for process in found["processes"] if process["role"] == "target"]
     assert [rank["node"] for rank in ranks] == ["node 1"] * 3 + ["node 2"] + ["node 3"] * 3 + ["node 2"]
     coordinators = [process["node"] for process in found["processes"] if process["role"] == "coordinator"]
     assert coordinators == ["node 1", "node 3"]
-    assert planned(monkeypatch, capsys, *CLUSTER, "--set", "target.span_nodes=true") == planned(
-        monkeypatch, capsys, *CLUSTER
-    )
+    assert planned(capsys, *CLUSTER, "--set", "target.span_nodes=true") == planned(capsys, *CLUSTER)
 
 
-def test_too_few_gpus_for_ranks_on_several_nodes_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_gpus_for_ranks_on_several_nodes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = ("--node", "cpus=32,gpus=8", "--node", "cpus=0.1,gpus=3", "--set", "target.tensor_parallel=9")
-    assert run(monkeypatch, "--json", *nodes, "--set", "target.span_nodes=true", "--set", "target.replicas=1") == 1
+    assert run("--json", *nodes, "--set", "target.span_nodes=true", "--set", "target.replicas=1") == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem["subject"] == "GPUs and CPU cores on several nodes"
 
 
-def test_the_table_names_the_node_of_every_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *CLUSTER) == 0
+def test_the_table_names_the_node_of_every_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*CLUSTER) == 0
     shown = capsys.readouterr().out
     assert "Placement on 80 cores and 8 GPUs of 3 nodes" in shown
     assert "node 3" in shown
 
 
 @pytest.mark.parametrize("node", ["gpus=8", "cpus=many", "x*cpus=4", "cpus=4,disks=2", "4"])
-def test_a_node_that_is_not_understood_is_refused_with_the_form(
-    node: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "--node", node) == 2
+def test_a_node_that_is_not_understood_is_refused_with_the_form(node: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--node", node) == 2
     assert f"--node {node}: needed [COUNT*]cpus=" in capsys.readouterr().err
 
 
-def test_it_says_why_a_draft_model_shares_the_targets_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_why_a_draft_model_shares_the_targets_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     model = ("--set", "draft.method=model", "--set", "draft.model.path=small", "--set", "draft.replicas=1")
     one = ("--set", "target.replicas=1", "--set", "target.tensor_parallel=1", *model)
     for gpus, notes in ((1, 1), (2, 0)):
-        found = planned(monkeypatch, capsys, *one, "--node", f"cpus=32,gpus={gpus}")
+        found = planned(capsys, *one, "--node", f"cpus=32,gpus={gpus}")
         graphs, *others = found["notes"]
         assert graphs.startswith("CUDA graphs of the target, captured before the first request: 37 for 1 to 128 rows")
         assert len(others) == notes
         assert [process["role"] for process in found["processes"]].count("draft") == 1 - notes
-    assert run(monkeypatch, *one, "--node", "cpus=32,gpus=1") == 0
+    assert run(*one, "--node", "cpus=32,gpus=1") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "the draft small drafts on a GPU of the target (rank 0): no GPU is left for it" in printed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.http import create_app
-from deploy import cli
 from deploy.commands.client.connection import ChosenServer
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.implied_settings import NOT_LOSSLESS
@@ -26,7 +24,7 @@ from deploy.signals import SIGNALLED
 from tests.support.certificates import Authority
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import HttpApi
-from tests.support.terminal import CTRL_C, in_terminal
+from tests.support.terminal import CTRL_C, in_terminal, run_command
 
 NOWHERE = "http://127.0.0.1:1"
 BATCH_LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}\n'
@@ -60,14 +58,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     monkeypatch.delenv("PILOTFISH_API_KEY", raising=False)
 
     async def run(command: str, *options: str) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["pilotfish", *command.split(), *COMMANDS[command], *options])
-
-        def main() -> int:
-            with pytest.raises(SystemExit) as ended:
-                cli.main()
-            return int(ended.value.code or 0)
-
-        status = await asyncio.to_thread(main)
+        status = await asyncio.to_thread(run_command, *command.split(), *COMMANDS[command], *options)
         errors = capsys.readouterr().err
         return status, [line for line in errors.splitlines() if line.startswith("pilotfish: ")]
 
@@ -187,11 +178,7 @@ def test_ctrl_c_keeps_what_there_is_and_says_so(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(asyncio, "run", interrupted)
-    options = [*COMMANDS[command], "--url", NOWHERE]
-    monkeypatch.setattr(sys, "argv", ["pilotfish", *command.split(), *options])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 130
+    assert run_command(*command.split(), *COMMANDS[command], "--url", NOWHERE) == 130
     assert "stopped; " in capsys.readouterr().err
     for name in {"bench race": ("race/race.json",), "bench tasks": ("tasks/tasks.json",)}.get(command, ()):
         assert (tmp_path / name).exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import httpx
 import pytest
 
 from cluster.core.errors import ConfigurationError
-from deploy import cli
 from deploy.batch import run as batch_run
 from deploy.batch.run import BatchRun
 from deploy.network.https_client import open_client, verification
 from tests.support.fakes.both_apis import HI, BothApis, apis
 from tests.support.models import tiny, tiny_tokenizer
+from tests.support.terminal import run_command
 
 __all__ = ["apis"]
 
@@ -135,26 +134,19 @@ class TestCommand:
         ],
     )
     def test_a_mistake_is_reported_before_models_are_loaded(
-        self, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert command(monkeypatch, *arguments) == 2
+        assert run_command("run-batch", *arguments) == 2
         assert words in capsys.readouterr().err
 
-    def test_a_file_is_answered_in_one_process(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_is_answered_in_one_process(self, tmp_path: Path) -> None:
         target = tmp_path / "target"
         tiny_tokenizer.byte_level(tiny.save(target, tiny.llama(vocab_size=320, head_dim=8)))
         body = {"prompt": "abab", "max_tokens": 6, "temperature": 0}
         source = write(tmp_path, *(line(str(index), "/v1/completions", **body) for index in range(3)))
         settings = (f"target.path={target}", "target.device=cpu", "target.compile=off")
         options = [part for setting in (*settings, "target.kv.pool_bytes=4194304") for part in ("--set", setting)]
-        assert command(monkeypatch, "-i", str(source), "-o", str(tmp_path / "out.jsonl"), *options) == 0
+        assert run_command("run-batch", "-i", str(source), "-o", str(tmp_path / "out.jsonl"), *options) == 0
         found = read(tmp_path / "out.jsonl")
         assert len({row["response"]["body"]["choices"][0]["text"] for row in found.values()}) == 1
         assert [found[str(index)]["response"]["body"]["usage"]["completion_tokens"] for index in range(3)] == [6] * 3
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["pilotfish", "run-batch", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)

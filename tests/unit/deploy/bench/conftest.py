@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from deploy import cli
 from tests.support.models import tiny, tiny_tokenizer
+from tests.support.terminal import run_command
 
 SETTINGS = ("target.device=cpu", "target.compile=off", "target.kv.pool_bytes=4194304", "draft.controller=off")
 
@@ -22,10 +21,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def command(monkeypatch: pytest.MonkeyPatch, target: Path, *words: str) -> int:
+def command(target: Path, *words: str) -> int:
     """Run `pilotfish bench` with these words. Returns its exit code."""
     settings = [part for setting in (f"target.path={target}", *SETTINGS) for part in ("--set", setting)]
-    monkeypatch.setattr(sys, "argv", ["pilotfish", "bench", *words, *settings])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
+    return run_command("bench", *words, *settings)

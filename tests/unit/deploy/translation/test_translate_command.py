@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import httpx
 import pytest
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from deploy import cli
 from deploy.translation.sources import read_sources
 from deploy.translation.translator import RefusedText, TranslateOptions, Translator, in_order
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import HttpApi
+from tests.support.terminal import run_command
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH
 from tests.support.translation.translator import translator
 
@@ -149,21 +148,11 @@ class TestTranslator:
 
 
 async def run(*arguments: str) -> int:
-    """Run the console script in a thread; returns its exit code."""
-
-    def call() -> int:
-        sys.argv = ["pilotfish", "translate", *arguments]
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
-    return await asyncio.to_thread(call)
+    """Run the command in a thread. Returns its exit code."""
+    return await asyncio.to_thread(run_command, "translate", *arguments)
 
 
-async def test_the_command_translates_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)
+async def test_the_command_translates_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [FRENCH[3], "", *FRENCH]
     expected = [ENGLISH[3], "", *ENGLISH]
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
@@ -187,9 +176,8 @@ async def test_the_command_translates_a_file(
 
 @pytest.mark.parametrize("wrong", [("--beams", "0"), ("--max-tokens", "0"), ("--in-flight", "0")])
 async def test_wrong_options_are_refused(
-    tmp_path: Path, wrong: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)
     (tmp_path / "in").write_text("un")
     assert await run(str(tmp_path / "in"), *wrong) == 2
     assert "at least 1" in capsys.readouterr().err

@@ -23,15 +23,13 @@ TRANSLATION = ({"fr": "the fish the fish", "en": "hello world"}, {"fr": "swim", 
 CORRECTION = ({"source": "the fish swim", "references": ["the fish swims"]},)
 
 
-def test_methods_beams_and_peers_run_tasks_with_references(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_beams_and_peers_run_tasks_with_references(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["tasks", "--translation", str(write_jsonl(tmp_path, *TRANSLATION, name="translation.jsonl"))]
     arguments += ["--correction", str(write_jsonl(tmp_path, *CORRECTION, name="correction.jsonl"))]
     arguments += ["--out", str(out), "--max-tokens", "8", "--methods", "prediction"]
     arguments += ["--configuration", "beams=request.beams=2,draft.method=ngram"]
-    assert command(monkeypatch, target, *arguments) == 0
+    assert command(target, *arguments) == 0
     found: dict[str, Any] = json.loads((out / "tasks.json").read_text(encoding="utf-8"))
     assert [entry["name"] for entry in found["entries"]][:2] == ["prediction", "beams"]
     beams = "2 beams, length penalty 1"
@@ -50,15 +48,13 @@ def test_methods_beams_and_peers_run_tasks_with_references(
     assert "## translation fr-en, batch 1" in text and "## correction, batch 1" in text and "## Cost" in text
 
 
-def test_a_translator_of_its_own_translates_and_the_target_does_the_other_tasks(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_translator_of_its_own_translates_and_the_target_does_the_other_tasks(target: Path, tmp_path: Path) -> None:
     out, translator = tmp_path / "out", save_translator(tmp_path / "translator", "marian")
     rows = [{"fr": french, "en": english} for french, english in zip(FRENCH, ENGLISH, strict=True)]
     arguments = ["tasks", "--translation", str(write_jsonl(tmp_path, *rows, name="translation.jsonl"))]
     arguments += ["--translator", str(translator), "--correction", str(write_jsonl(tmp_path, *CORRECTION))]
     arguments += ["--out", str(out), "--max-tokens", "8", "--methods", "ngram"]
-    assert command(monkeypatch, target, *arguments) == 0
+    assert command(target, *arguments) == 0
     for directory, task in ((out, "correction"), (out / "translation", "translation fr-en")):
         found: dict[str, Any] = json.loads((directory / "tasks.json").read_text(encoding="utf-8"))
         competitors = {quality["competitor"] for quality in found["quality"]}
@@ -66,16 +62,14 @@ def test_a_translator_of_its_own_translates_and_the_target_does_the_other_tasks(
         assert {cell["cell"]["task"] for cell in found["cells"]} == {task}
 
 
-def test_prompts_in_the_prefix_cache_are_stored_before_the_measurements(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_in_the_prefix_cache_are_stored_before_the_measurements(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     data = write_jsonl(
         tmp_path, *({"source": f"{word} fish swim {'the ' * 9}", "references": [word]} for word in "abcde")
     )
     arguments = ["tasks", "--correction", str(data), "--out", str(out), "--max-tokens", "4", "--no-peers"]
     arguments += ["--configuration", "cached=request.reuses_cache=true,draft.method=none"]
-    assert command(monkeypatch, target, *arguments) == 0
+    assert command(target, *arguments) == 0
     (cell,) = json.loads((out / "tasks.json").read_text(encoding="utf-8"))["cells"]
     assert cell["exactness"]["equal"] == 5
     for once in (*cell["plain"], *cell["passes"]):
@@ -102,11 +96,11 @@ async def test_a_server_is_scored_beside_another_one(target: Path, tmp_path: Pat
     assert found.roofs is None
 
 
-def test_two_models_are_compared_on_a_file(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_are_compared_on_a_file(target: Path, tmp_path: Path) -> None:
     texts = write_jsonl(tmp_path, {"text": "the fish swim"}, {"text": "hello world"})
     out = tmp_path / "out"
     arguments = ["agreement", str(texts), "--draft", str(target), "--out", str(out), "--max-tokens", "8"]
-    assert command(monkeypatch, target, *arguments) == 0
+    assert command(target, *arguments) == 0
     found: dict[str, Any] = json.loads((out / "agreement.json").read_text(encoding="utf-8"))
     # a draft that is the target agrees everywhere, and every drafted token is accepted
     for source in found["sources"].values():
@@ -116,12 +110,12 @@ def test_two_models_are_compared_on_a_file(target: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("family", ["marian", "bart", "t5"])
-def test_two_translators_are_compared_on_pairs(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_translators_are_compared_on_pairs(family: str, tmp_path: Path) -> None:
     translator = save_translator(tmp_path / "translator", family)
     rows = [{"fr": french, "en": english} for french, english in zip(FRENCH, ENGLISH, strict=True)]
     out = tmp_path / "out"
     arguments = ["agreement", str(write_jsonl(tmp_path, *rows)), "--draft", str(translator), "--out", str(out)]
-    assert command(monkeypatch, translator, *arguments, "--max-tokens", "8", "--texts", "3") == 0
+    assert command(translator, *arguments, "--max-tokens", "8", "--texts", "3") == 0
     found: dict[str, Any] = json.loads((out / "agreement.json").read_text(encoding="utf-8"))
     assert set(found["sources"]) == {"texts", "the target's answers"}
     for source in found["sources"].values():
@@ -136,8 +130,8 @@ def test_two_translators_are_compared_on_pairs(family: str, tmp_path: Path, monk
 
 
 def test_a_missing_file_ends_the_command_with_its_name(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["tasks", "--arithmetic", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "out")]
-    assert command(monkeypatch, target, *arguments) == 2
+    assert command(target, *arguments) == 2
     assert "--arithmetic" in capsys.readouterr().err

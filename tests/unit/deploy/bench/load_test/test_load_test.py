@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import httpx
 import pytest
 
 from cluster.core.errors import WorkerUnavailable
-from deploy import cli
 from deploy.bench.load_test.records import Measurement
 from deploy.bench.load_test.run import LoadTest
 from deploy.bench.options import Endpoint, LoadOptions
 from deploy.commands.client.connection import server_client
 from deploy.settings import load_settings
 from tests.support.fakes.both_apis import BothApis, apis
+from tests.support.terminal import run_command
 
 __all__ = ["apis"]
 
@@ -106,10 +105,5 @@ def test_bounds_may_follow_without_the_option(monkeypatch: pytest.MonkeyPatch, t
         raise WorkerUnavailable("stop here")
 
     monkeypatch.setattr("deploy.bench.load_test.run.run_load_test", run)
-    monkeypatch.setattr(
-        sys, "argv", ["pilotfish", "bench", "serve", "--goodput", "ttft:500", "tpot:50", "--request-rate", "1,inf"]
-    )
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 1
+    assert run_command("bench", "serve", "--goodput", "ttft:500", "tpot:50", "--request-rate", "1,inf") == 1
     assert (seen[0].goodput, seen[0].request_rate[0]) == (("ttft:500", "tpot:50"), 1.0)

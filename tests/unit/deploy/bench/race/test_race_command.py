@@ -35,13 +35,11 @@ def read(out: Path) -> dict[str, Any]:
     return found
 
 
-def test_methods_and_peers_run_on_the_same_prompts(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_and_peers_run_on_the_same_prompts(target: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", str(TOKENS), "--prompts-per-task", "2"]
     arguments += ["--batches", "1,2", "--temperatures", "0,1", "--methods", "ngram", "--repeats", "2"]
-    assert command(monkeypatch, target, "race", *arguments) == 0
+    assert command(target, "race", *arguments) == 0
     found = read(out)
     names = ["ngram", "transformers: generate", "transformers: prompt lookup"]
     assert [entry["name"] for entry in found["entries"]][:3] == names
@@ -57,14 +55,12 @@ def test_methods_and_peers_run_on_the_same_prompts(
     assert greedy and all(cell["exactness"]["equal"] == 4 for cell in greedy)
 
 
-def test_a_method_that_fails_does_not_end_the_race(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_that_fails_does_not_end_the_race(target: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     broken = "broken=draft.method=model,draft.model.path=/nowhere"
     arguments = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--batches", "1", "--no-peers"]
     arguments += ["--methods", "ngram", "--configuration", broken, "--prompts-per-task", "1"]
-    assert command(monkeypatch, target, "race", *arguments) == 0
+    assert command(target, "race", *arguments) == 0
     found = read(out)
     assert [entry["name"] for entry in found["entries"]] == ["ngram"]
     assert [skipped["name"] for skipped in found["skipped"]] == ["broken"]
@@ -76,7 +72,7 @@ def test_without_room_for_a_second_cluster_plain_runs_in_the_same_one(
     monkeypatch.setattr("deploy.bench.measuring.runner.has_room_for_two", lambda *_: False)
     out = tmp_path / "out"
     arguments = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--batches", "1"]
-    assert command(monkeypatch, target, "race", *arguments, "--methods", "ngram") == 0
+    assert command(target, "race", *arguments, "--methods", "ngram") == 0
     found = read(out)
     assert found["entries"][0]["is_plain_own"] and found["cells"][0]["exactness"]["equal"] == 3
     assert all(answer["drafted"] == 0 for once in found["cells"][0]["plain"] for answer in once["answers"])
