@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from deploy.settings import load_settings
 from deploy.signals import SIGNALLED
 from tests.support.certificates import Authority
 from tests.support.fakes.fake_engine import listening
-from tests.support.fakes.http_app import HttpApi
+from tests.support.fakes.http_app import api_that_writes
 from tests.support.terminal import CTRL_C, in_terminal, run_command
 
 NOWHERE = "http://127.0.0.1:1"
@@ -39,6 +40,20 @@ COMMANDS = {
     "bench tasks": ["--correction", "pairs.jsonl", "--max-tokens", "8", "--model", "tiny", "--out", "tasks"],
     "chat": [],
 }
+
+
+KEYS = KeyRing(parse_keys("alice alice-key-0123456789", "here"))
+
+
+@asynccontextmanager
+async def serving(
+    directory: Path, *, keys: KeyRing | None = None, tls: PublicTlsSection | None = None, is_lossless: bool = True
+) -> AsyncIterator[str]:
+    """A server that continues every text with `hello the world`. Yields its address."""
+    api = api_that_writes(directory / "model", "hello the world")
+    api.engine.is_lossless = is_lossless
+    async with api.http, listening(create_app(api.client, LimitsSection(), keys=keys), tls) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +109,7 @@ async def test_a_command_that_may_load_the_models_fetches_the_draft_without_a_se
         raise RuntimeError("no network\nhere")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    api = HttpApi(tmp_path / "model", "hello the world")
-    api.engine.context = 400
-    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+    async with serving(tmp_path) as url:
         port = url.rpartition(":")[2] if is_running else "1"
         found = await run("complete", "--set", f"server.http_port={port}", "--set", "draft.path=owner/name")
     missing = "pilotfish: draft 'owner/name': it cannot be downloaded from the model hub: no network here"
@@ -114,9 +127,7 @@ async def test_what_is_no_address_is_refused_before_anything_is_sent(run: Run, c
 
 @pytest.mark.parametrize("command", COMMANDS)
 async def test_a_missing_key_names_the_variable(run: Run, command: str, tmp_path: Path) -> None:
-    api = HttpApi(tmp_path / "model")
-    app = create_app(api.client, LimitsSection(), keys=KeyRing(parse_keys("alice alice-key-0123456789", "here")))
-    async with api.http, listening(app) as url:
+    async with serving(tmp_path, keys=KEYS) as url:
         status, lines = await run(command, "--url", url)
     assert status == 1
     assert len(lines) == 1
@@ -135,8 +146,7 @@ async def test_a_server_of_another_kind_is_one_line(run: Run, command: str) -> N
 
 @pytest.mark.parametrize("command", ["bench race", "bench tasks"])
 async def test_a_benchmark_asks_for_both_servers_before_it_measures(run: Run, command: str, tmp_path: Path) -> None:
-    api = HttpApi(tmp_path / "model")
-    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+    async with serving(tmp_path) as url:
         status, lines = await run(command, "--url", url, "--plain-url", NOWHERE)
         assert (status, len(lines)) == (1, 1) and lines[0].startswith(
             f"pilotfish: {NOWHERE}: the connection is refused"
@@ -152,18 +162,14 @@ async def test_a_benchmark_asks_for_both_servers_before_it_measures(run: Run, co
 async def test_the_key_of_the_environment_opens_the_server(
     run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = HttpApi(tmp_path / "model")
-    api.engine.context = 400
-    app = create_app(api.client, LimitsSection(), keys=KeyRing(parse_keys("alice alice-key-0123456789", "here")))
     monkeypatch.setenv("PILOTFISH_API_KEY", "alice-key-0123456789")
-    async with api.http, listening(app) as url:
+    async with serving(tmp_path, keys=KEYS) as url:
         assert await run(command, "--url", url) == (0, [])
 
 
 @pytest.mark.parametrize("command", ["bench race", "bench tasks"])
 async def test_a_benchmark_without_a_measurement_fails(run: Run, command: str, tmp_path: Path) -> None:
-    api = HttpApi(tmp_path / "model")
-    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+    async with serving(tmp_path) as url:
         status, lines = await run(command, "--url", url, "--model", "another")
     assert status == 1
     assert len(lines) == 1 and lines[0].startswith("pilotfish: nothing was measured; ") and "answered 404" in lines[0]
@@ -185,12 +191,9 @@ def test_ctrl_c_keeps_what_there_is_and_says_so(
 
 
 async def test_bench_serve_prints_what_was_measured_before_ctrl_c(tmp_path: Path) -> None:
-    api = HttpApi(tmp_path / "model", "hello the world")
-    api.engine.context = 400
     many = ("--num-prompts", "600", "--request-rate", "40", "--random-input-len", "4", "--max-tokens", "8")
     async with (
-        api.http,
-        listening(create_app(api.client, LimitsSection())) as url,
+        serving(tmp_path) as url,
         in_terminal("bench", "serve", "--url", url, *many) as terminal,
     ):
         await terminal.shows("[1-9]%")
@@ -215,11 +218,8 @@ async def test_run_batch_counts_its_lines_and_fails_if_one_failed(
     lines: tuple[str, ...], told: str, status: int, tmp_path: Path
 ) -> None:
     (tmp_path / "in.jsonl").write_text("".join(lines))
-    api = HttpApi(tmp_path / "model", "hello the world")
-    api.engine.context = 400
     async with (
-        api.http,
-        listening(create_app(api.client, LimitsSection())) as url,
+        serving(tmp_path) as url,
         in_terminal("run-batch", *COMMANDS["run-batch"], "--url", url) as terminal,
     ):
         await terminal.shows(f"{told}, in the order in which they ended: out.jsonl")
@@ -230,10 +230,7 @@ async def test_run_batch_counts_its_lines_and_fails_if_one_failed(
 async def test_certificates_are_checked_by_cacert(run: Run, command: str, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     certificate, key = authority.issue("server")
-    api = HttpApi(tmp_path / "model", "hello the world")
-    api.engine.context = 400
-    tls = PublicTlsSection(certificate=certificate, key=key)
-    async with api.http, listening(create_app(api.client, LimitsSection()), tls) as url:
+    async with serving(tmp_path, tls=PublicTlsSection(certificate=certificate, key=key)) as url:
         status, lines = await run(command, "--url", url)
         assert status == 1
         assert len(lines) == 1 and "its certificate is not trusted" in lines[0] and "--cacert" in lines[0]
@@ -243,8 +240,7 @@ async def test_certificates_are_checked_by_cacert(run: Run, command: str, tmp_pa
 
 
 async def test_a_server_without_tls_is_named_as_such(tmp_path: Path) -> None:
-    api = HttpApi(tmp_path / "model")
-    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+    async with serving(tmp_path) as url:
         server = ChosenServer(load_settings(), url.replace("http:", "https:"))
         with pytest.raises(WorkerUnavailable, match="it does not speak TLS; use http:// instead"):
             await answer_prompt(server, Prompt("hi"), print, print)
@@ -262,11 +258,8 @@ def test_other_addresses_are_refused(url: str) -> None:
 
 
 async def test_generate_says_that_an_answer_is_not_lossless(tmp_path: Path) -> None:
-    api = HttpApi(tmp_path / "model", "hello the world")
-    api.engine.context = 400
-    api.engine.is_lossless = False
     notices: list[str] = []
-    async with api.http, listening(create_app(api.client, LimitsSection())) as url:
+    async with serving(tmp_path, is_lossless=False) as url:
         server = ChosenServer(load_settings(), url)
         answer = await answer_prompt(server, Prompt("hi", raw=True), lambda _: None, notices.append)
     assert (answer.text, answer.lossless, answer.completion_tokens) == ("hello the world", False, len(answer.token_ids))
