@@ -12,22 +12,23 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from cluster.core.drafting import RowFault, RowFaultCode
-from cluster.core.errors import TargetUnavailable
+from cluster.core.errors import KvPoolExhausted, TargetUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import GenerationRequest, SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import ROOT
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict, VerifyRow
-from tests.support.fakes.fake_memory import FakeMemory
+from deploy.simulation.block_memory import BlockMemory, BlockTable
 
 
 @dataclass(slots=True)
 class _Stored:
     start: SequenceStart
     tokens: list[int] = field(default_factory=list)
-    table: list[int] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
     answered: VerifyRow | None = None
     verdict: Verdict | None = None
 
@@ -49,9 +50,10 @@ class FakeTarget:
         self.max_context_len = max_context_len
         self.step_delay = step_delay
         self.stored: dict[SequenceId, _Stored] = {}
-        self.memory = FakeMemory(
-            blocks, block_size, lambda: [stored.table for stored in self.stored.values()], prefix_cache=prefix_cache
-        )
+        self.new_memory = partial(BlockMemory, blocks, block_size, prefix_cache=prefix_cache)
+        """Makes the memory of the next start."""
+        self.memory = self.new_memory()
+        self._caches = prefix_cache
         self.openings: list[tuple[OpenRow, int]] = []
         """Every opened row, and how many of its tokens were found."""
         self.batches: list[StepBatch] = []
@@ -105,8 +107,7 @@ class FakeTarget:
     def crash(self) -> None:
         """Drop all state and refuse all calls until `revive()`."""
         self.is_down = True
-        self.stored.clear()
-        self.memory.forget()
+        self._forget()
 
     def revive(self) -> None:
         """Accept calls again, without sequences and with a new epoch."""
@@ -115,8 +116,7 @@ class FakeTarget:
         self.accepted = 0
         """Number of drafted tokens accepted."""
         self.is_down = False
-        self.stored.clear()
-        self.memory.forget()
+        self._forget()
         self._epoch += 1
 
     def hang(self) -> None:
@@ -132,12 +132,12 @@ class FakeTarget:
     @property
     def blocks(self) -> int:
         """Blocks of the pool."""
-        return self.memory.blocks
+        return self.memory.total
 
     @property
     def blocks_free(self) -> int:
         """Blocks that no sequence holds."""
-        return self.memory.blocks_free
+        return self.memory.free
 
     @property
     def is_empty(self) -> bool:
@@ -156,11 +156,12 @@ class FakeTarget:
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         await self._answering()
         for sequence_id in sequence_ids:
-            self.stored.pop(sequence_id, None)
+            self._drop(sequence_id)
 
     async def release_all(self) -> None:
         await self._answering()
-        self.stored.clear()
+        for sequence_id in list(self.stored):
+            self._drop(sequence_id)
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
         """Open a sequence. Shares the parent's blocks and, with a prefix cache, full blocks of earlier sequences."""
@@ -198,31 +199,42 @@ class FakeTarget:
             self.fail_after_computing -= 1
             raise TargetUnavailable("the answer was lost")
 
+    def _forget(self) -> None:
+        self.stored.clear()
+        self.memory = self.new_memory()
+
+    def _drop(self, sequence_id: SequenceId) -> None:
+        if (stored := self.stored.pop(sequence_id, None)) is not None:
+            self.memory.release(stored.table)
+
     def _open(self, row: OpenRow) -> int:
         parent = self.stored.get(row.parent) if row.parent is not None else None
         alike = 0
         if parent is not None and parent.start.cache_salt == row.start.cache_salt:
             most = min(len(parent.tokens), len(row.tokens) - 1)
             alike = next((i for i in range(most) if parent.tokens[i] != row.tokens[i]), most)
-        table = [] if parent is None else parent.table[: -(-alike // self.memory.block_size)]
-        found = self.memory.find(row.start.cache_salt, row.tokens)
-        if len(found) * self.memory.block_size > alike:
-            table, alike = found, len(found) * self.memory.block_size
-        self.stored[row.sequence_id] = _Stored(row.start, list(row.tokens[:alike]), table)
-        return alike
+        table = BlockTable() if parent is None else self.memory.share(parent.table, alike)
+        found = self.memory.find(row.start.cache_salt, self._full_blocks(row.tokens[:-1]))
+        known = len(found.blocks) * self.memory.block_size
+        kept, left = (found, table) if known > alike else (table, found)
+        self.memory.release(left)
+        self._drop(row.sequence_id)
+        self.stored[row.sequence_id] = _Stored(row.start, list(row.tokens[: max(known, alike)]), kept)
+        return max(known, alike)
+
+    def _full_blocks(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """The end of each full block, and what stands for all tokens before it; empty without a prefix cache."""
+        size = self.memory.block_size
+        if not self._caches:
+            return []
+        return [(end, hash(tuple(tokens[:end]))) for end in range(size, len(tokens) + 1, size)]
 
     def _verify(self, batch: StepBatch) -> list[Verdict]:
         """Reserve the blocks of all rows, as in one forward pass; then decide each row."""
-        reserved = 0
-        prepared: list[tuple[VerifyRow, _Stored | RowFault | Verdict]] = []
-        for row in batch.rows:
-            state = self._prepare(row, reserved)
-            if isinstance(state, _Stored):
-                reserved += self._needed(row, state)
-            prepared.append((row, state))
+        prepared = [(row, self._prepare(row)) for row in batch.rows]
         return [self._decide(row, state) for row, state in prepared]
 
-    def _prepare(self, row: VerifyRow, reserved: int) -> _Stored | RowFault | Verdict:
+    def _prepare(self, row: VerifyRow) -> _Stored | RowFault | Verdict:
         stored = self.stored.get(row.sequence_id)
         if not row.pending or (row.tree.tokens and not row.decide):
             return RowFault(RowFaultCode.INVALID, "a row must have pending tokens, and a tree requires a decision")
@@ -233,18 +245,18 @@ class FakeTarget:
         if stored is not None and stored.verdict is not None and row == stored.answered:
             return stored.verdict
         if row.start is not None and row.start_len == 0:
+            self._drop(row.sequence_id)
             stored = self.stored[row.sequence_id] = _Stored(row.start)
         if stored is None or row.start_len != len(stored.tokens):
             held = 0 if stored is None else len(stored.tokens)
             return RowFault(
                 RowFaultCode.OUT_OF_SYNC, f"{held} tokens are stored, found start_len {row.start_len}", held
             )
-        if self._needed(row, stored) > self.blocks_free - reserved:
+        try:
+            self.memory.reserve(stored.table, len(stored.tokens), row.base_len + len(row.tree))
+        except KvPoolExhausted:
             return RowFault(RowFaultCode.KV_EXHAUSTED, "no free block", len(stored.tokens))
         return stored
-
-    def _needed(self, row: VerifyRow, stored: _Stored) -> int:
-        return self.memory.needed(stored.table, len(stored.tokens), row.base_len + len(row.tree))
 
     def _decide(self, row: VerifyRow, state: _Stored | RowFault | Verdict) -> Verdict:
         if isinstance(state, Verdict):
@@ -252,7 +264,6 @@ class FakeTarget:
         if isinstance(state, RowFault):
             self.faults.append(state)
             return Verdict(row.sequence_id, row.base_len, fault=state)
-        stored_len = len(state.tokens)
         state.tokens.extend(row.pending)
         decided: list[int] = []
         node: int | None = ROOT
@@ -263,8 +274,8 @@ class FakeTarget:
         state.tokens.extend(decided[:-1])
         self.drafted += len(row.tree)
         self.accepted += max(0, len(decided) - 1)
-        self.memory.write(state.table, stored_len, len(state.tokens))
-        self.memory.cache(state.start.cache_salt, state.tokens, state.table)
+        self.memory.truncate(state.table, len(state.tokens))
+        self.memory.store(state.start.cache_salt, state.table, self._full_blocks(state.tokens))
         state.answered = row
         logprobs = self._top_logprobs(state, row.base_len, decided)
         state.verdict = Verdict(row.sequence_id, row.base_len, tuple(decided), len(row.tree), logprobs)

@@ -34,9 +34,9 @@ async def test_blocks_that_disappear_between_steps_cost_time_and_nothing_else() 
     async with serving(target, RandomDrafter(target)) as coordinator:
         reading = asyncio.create_task(all_tokens(coordinator, wanted))
         await until(lambda: len(target.batches) > 3)
-        target.memory.foreign_blocks = target.blocks_free  # between the report and the next step
+        target.memory.occupied = target.blocks_free  # between the report and the next step
         await until(lambda: len(target.faults) > 0)
-        target.memory.foreign_blocks = 0
+        target.memory.occupied = 0
         assert await reading == [target.answer(one) for one in wanted]
         await until(lambda: target.blocks_free == target.blocks)
     assert target.accepted > 0
@@ -44,12 +44,12 @@ async def test_blocks_that_disappear_between_steps_cost_time_and_nothing_else() 
 
 async def test_a_request_waits_for_blocks_that_are_taken_from_the_outside() -> None:
     target = FakeTarget(blocks=12)
-    target.memory.foreign_blocks = 12
+    target.memory.occupied = 12
     async with serving(target, WrongDrafter(target)) as coordinator:
         reading = asyncio.create_task(tokens_of(coordinator, request()))
         await asyncio.sleep(0.02)
         assert not reading.done() and target.batches == []
-        target.memory.foreign_blocks = 0
+        target.memory.occupied = 0
         assert await reading == target.answer(request())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from cluster.coordinator.metrics import Metrics
 from cluster.core.errors import InvalidRequest, NotReady, TargetUnavailable
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, Verdict
+from deploy.simulation.block_memory import BlockMemory
 from tests.support.fakes.fake_cluster import (
     all_tokens,
     answers_of,
@@ -171,7 +173,7 @@ async def test_a_request_that_no_longer_fits_a_smaller_target_fails_and_blocks_n
         reading = [asyncio.create_task(tokens_of(coordinator, one)) for one in (large, small)]
         await until(lambda: len(target.batches) > 3)
         target.crash()
-        target.memory.blocks = 10
+        target.new_memory = partial(BlockMemory, 10, 4)
         target.revive()
         with pytest.raises(NotReady, match="KV pool holds 40 tokens"):
             await reading[0]

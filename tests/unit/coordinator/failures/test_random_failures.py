@@ -111,9 +111,9 @@ class RandomCluster:
                 case 2:
                     self.target.fail_after_computing = 1
                 case 3:
-                    self.target.memory.foreign_blocks = self.rng.randrange(6)
+                    self.target.memory.occupied = self.rng.randrange(6)
                     await asyncio.sleep(0.005)
-                    self.target.memory.foreign_blocks = 0
+                    self.target.memory.occupied = 0
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -32,7 +32,7 @@ async def test_a_coordinator_first_frees_what_the_target_stores_for_it() -> None
     await coordinator.start()
     reading = coordinator.generate(request("orphan", max_tokens=30))
     await anext(reading)
-    orphans.stored = dict(target.stored)  # as if they were left from an earlier connection
+    orphans.stored, orphans.memory = dict(target.stored), target.memory  # as if left from an earlier connection
     assert orphans.blocks_free < orphans.blocks
     await coordinator.stop(0.0)
     async with serving(orphans, PerfectDrafter(orphans)) as successor:
