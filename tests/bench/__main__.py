@@ -2,7 +2,6 @@
 
     python -m tests.bench [SECTION …] [--repeats 3] [--tokens 48] [--set key=value …]
 
-`speculation` and `overlap` use the prompts of Spec-Bench: [--prompts FILE.jsonl] [--per-task 8] [--draft DIRECTORY].
 `llama` takes the variants [--variants stored,stored-drafts,plain,plain-drafts].
 `serving-pairs` takes the numbers of requests in flight: [--batches 1,4,8]. `ranks` takes their number: [--ranks 2].
 
@@ -41,8 +40,6 @@ SECTIONS = {
     "serving-pairs": "two clusters with default settings, plain and with a draft model, in turn (--pairs 10)",
     "llama": "the packaged file in llama.cpp, which is built the first time, and here, in turn",
     "recovery": "the pause of a stream when a process of the cluster is killed, by role, under Ray Serve",
-    "speculation": "a draft model with a core of its own against plain decoding, on Spec-Bench's six tasks",
-    "overlap": "drafts that run ahead against serial ones; the same with synthetic acceptance, beside theory",
     "remote": "drafting on rank 0 against a drafter elsewhere, by the target's cost and the network's delay",
     "remote-simulated": "the same in the capacity simulation, with the constants of a GPU",
     "grammar": "steps that forced tokens and drafts save in answers that match JSON schemas",

@@ -16,11 +16,8 @@ TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Options of a request. By default the answer is greedy and has full length."""
+    """Options of a request."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    ignore_eos: bool = True
     max_draft_tokens: int | None = None
     """0 selects plain decoding."""
 
@@ -37,8 +34,6 @@ class Answer:
     """Number of target steps that decided tokens of the answer."""
     first_tokens: int = 0
     """Number of tokens that arrived together with the first one."""
-    is_lossless: bool = True
-    """Whether the server reports that the answer is lossless."""
 
     @property
     def first_token_seconds(self) -> float:
@@ -84,19 +79,10 @@ class Answers:
         return self.tokens / sum(answer.steps for answer in self.each)
 
     @property
-    def own_rate(self) -> float:
-        """Tokens per second of a single reader: all tokens by the sum of the answers' own times."""
-        return self.tokens / sum(answer.seconds for answer in self.each)
-
-    @property
     def decoding_rate(self) -> float:
         """Tokens per second of a single reader after the first tokens, without the time of the prompts."""
         later = sum(len(answer.tokens) - answer.first_tokens for answer in self.each)
         return later / max(1e-9, sum(answer.decoding_seconds for answer in self.each))
-
-    def part(self, places: slice) -> Answers:
-        """The answers to some of the prompts."""
-        return Answers(self.each[places], self.seconds)
 
 
 def connected(address: str) -> GenerationClient:
@@ -115,10 +101,8 @@ async def ask(
     """An answer of at most `tokens` tokens. It is appended to `into` before it starts, so that it survives a cancel."""
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
-        sampling=common_pb2.SamplingParameters(
-            temperature=request_options.temperature, top_p=request_options.top_p, seed=seed
-        ),
-        stopping=generation_pb2.StoppingCriteria(max_tokens=tokens, ignore_eos=request_options.ignore_eos),
+        sampling=common_pb2.SamplingParameters(temperature=0.0, seed=seed),
+        stopping=generation_pb2.StoppingCriteria(max_tokens=tokens, ignore_eos=True),
         max_draft_tokens=request_options.max_draft_tokens,
     )
     answer = Answer(time.perf_counter())
@@ -126,7 +110,6 @@ async def ask(
         into.append(answer)
     async for response in client.generate(request, TIMEOUT_SECONDS):
         now = time.perf_counter()
-        answer.is_lossless &= not response.lossy
         answer.first_tokens = answer.first_tokens or len(response.delta.token_ids)
         answer.tokens.extend(response.delta.token_ids)
         answer.arrivals.extend([now] * len(response.delta.token_ids))

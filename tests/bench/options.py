@@ -9,15 +9,18 @@ from functools import cached_property
 from pathlib import Path
 
 from cluster.core.config.sections import Configuration
+from cluster.core.errors import ConfigurationError
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.models import Models, resolve_models
 from deploy.settings import Settings, load_settings
 from tests.bench.processes.llama_server import ENVIRONMENTS
-from tests.bench.tasks import read_user_prompts
 from tests.support.models.prompts import CHAT, PLAIN
+from workers.distill.prompts import read_prompts
 
 TOKENS, ANSWER_TOKENS, QUICK_TOKENS = 48, 64, 8
+SPEC_BENCH = Path(__file__).resolve().parents[3] / "shared" / "data" / "spec_bench.jsonl"
+"""The six tasks of Spec-Bench (Xia et al. 2024). Their prompts are never trained on."""
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
 
 
@@ -32,8 +35,6 @@ class Options:
     tokens: int
     answer_tokens: int
     """Largest number of tokens in an answer to a prompt of Spec-Bench."""
-    per_task: int
-    """Number of prompts of each task of Spec-Bench."""
     batches: tuple[int, ...]
     """Numbers of requests in flight, for some sections. Empty: the section's own choice."""
     lengths: tuple[int, ...]
@@ -99,7 +100,9 @@ def own_prompts(most: int) -> list[str]:
 
 def file_prompts(file: Path, most: int) -> list[str]:
     """First turns of a prompts file, spread over it. Raises `ConfigurationError` with the name of the file."""
-    lines = [prompt.turns[0] for prompt in read_user_prompts(file)]
+    lines = [prompt.turns[0] for prompt in read_prompts(file) if prompt.turns]
+    if not lines:
+        raise ConfigurationError(f"--prompts {file}: needed at least one question, found system messages alone")
     return lines[:: max(1, len(lines) // most)][:most]
 
 
@@ -128,7 +131,6 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument("--prompts", type=Path, help="JSONL with prompts, such as Spec-Bench's")
     parser.add_argument("--repeats", "--pairs", type=int, default=3, help="number of repetitions of each measurement")
     parser.add_argument("--tokens", type=int, help="tokens per answer (default: 48, for Spec-Bench's prompts 64)")
-    parser.add_argument("--per-task", type=int, default=8, help="prompts of each of Spec-Bench's tasks")
     parser.add_argument(
         "--batches",
         type=_counts,
@@ -166,7 +168,6 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
         repeats=1 if asked.quick else max(1, asked.repeats),
         tokens=min(asked.tokens or QUICK_TOKENS, QUICK_TOKENS) if asked.quick else asked.tokens or TOKENS,
         answer_tokens=min(asked.tokens or QUICK_TOKENS, QUICK_TOKENS) if asked.quick else asked.tokens or ANSWER_TOKENS,
-        per_task=1 if asked.quick else max(1, asked.per_task),
         batches=asked.batches,
         lengths=asked.lengths,
         contexts=asked.contexts,

@@ -47,9 +47,9 @@ class RoleProcess:
     ) -> None:
         self._process.stop()
 
-    def collect(self) -> dict[str, float]:
-        """The process's counters since the last call."""
-        return self._process.ask({}, ANSWER_SECONDS)
+    def draft_seconds(self) -> float:
+        """Time in which the process drafted since the last call."""
+        return float(self._process.ask({}, ANSWER_SECONDS)["draft_seconds"])
 
 
 def target(configuration: Configuration, cores: Sequence[int]) -> RoleProcess:
@@ -79,39 +79,12 @@ def all_cores() -> list[int]:
 
 
 @dataclass(frozen=True)
-class Activity:
-    """The activity of a cluster during one measurement."""
-
-    ready: float
-    """Number of proposed nodes that existed before the call."""
-    nodes: float
-    """Number of proposed nodes."""
-    target_idle: float
-    """Share of the time in which the target computed no step."""
-    draft_idle: float
-    """Share of the time in which the drafter computed nothing."""
-    target_draft_seconds: float
-    """Time in which the target drafted, in seconds."""
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the proposed nodes that existed before the call."""
-        return self.ready / self.nodes if self.nodes else 0.0
-
-
-@dataclass(frozen=True)
 class ProcessCluster:
     """A coordinator with its target and its drafter. Clients connect to the coordinator."""
 
     coordinator: RoleProcess
     target: RoleProcess
     draft: RoleProcess
-
-    def collect(self) -> Activity:
-        """The cluster's activity since the last call."""
-        counters, target = self.coordinator.collect(), self.target.collect()
-        idle = _idle_share(target), _idle_share(self.draft.collect())
-        return Activity(counters["ready"], counters["nodes"], *idle, target["draft_seconds"])
 
 
 def start_cluster(
@@ -125,7 +98,3 @@ def start_cluster(
     drafter = drafter or stack.enter_context(draft(configuration, all_cores()))
     front = coordinator(configuration, target, drafter, delay_seconds)
     return ProcessCluster(stack.enter_context(front), target, drafter)
-
-
-def _idle_share(counters: dict[str, float]) -> float:
-    return max(0.0, 1 - counters["busy_seconds"] / counters["wall_seconds"])

@@ -71,8 +71,9 @@ def run(options: Options) -> None:
 
 def _configuration(options: Options) -> Configuration:
     return options.based_on(
-        *drafting.ROOM,
         "target.kv.prefix_cache=false",
+        "target.kv.pool_bytes=1610612736",
+        "scheduler.max_sequences=32",
         "draft.method=synthetic",
         f"draft.synthetic.acceptance=[{ACCEPTANCE}]",
         f"draft.max_nodes={NODES}",

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import httpx
 
-from tests.bench.options import Options, file_prompts
+from tests.bench.options import SPEC_BENCH, Options, file_prompts
 from tests.bench.processes.llama_server import LlamaServer, install, missing_tools
 from tests.bench.processes.serve_command import ServeCommand
 from tests.bench.report import heading, ratios, spread, table, write
-from tests.bench.tasks import SPEC_BENCH
 from workers.model.stored.source import stored_file
 
 PRESET = "cpu"

@@ -26,7 +26,7 @@ FACTORS, QUICK_FACTORS = (1, 3, 10), (1,)
 DELAYS, QUICK_DELAYS = (0.0, 0.002, 0.01), (0.0, 0.01)
 """Delays of a message, in seconds."""
 PROMPTS = 4
-PLAIN, DRAFTED = RequestOptions(max_draft_tokens=0), RequestOptions()
+PLAIN = RequestOptions(max_draft_tokens=0)
 ROOM = (
     "target.kv.prefix_cache=false",
     "target.kv.pool_bytes=268435456",
@@ -82,10 +82,10 @@ def _row(options: Options, method: str, factor: int, delays: tuple[float, ...]) 
         for cluster in (on_rank_0, *elsewhere.values()):
             drafting.warm(cluster, prompts, options.answer_tokens, (1,))
         for _ in range(options.repeats):
-            drafting.measure(on_rank_0, prompts, options.answer_tokens, 1, plain, PLAIN)
-            drafting.measure(on_rank_0, prompts, options.answer_tokens, 1, local, DRAFTED)
+            drafting.measure(on_rank_0, prompts, options.answer_tokens, plain, PLAIN)
+            drafting.measure(on_rank_0, prompts, options.answer_tokens, local)
             for delay, cluster in elsewhere.items():
-                drafting.measure(cluster, prompts, options.answer_tokens, 1, remote[delay], DRAFTED)
+                drafting.measure(cluster, prompts, options.answer_tokens, remote[delay])
     rates = {delay: _rates(passes) for delay, passes in remote.items()}
     times = [1 / statistics.median(found) for found in rates.values()]
     found = crossing(delays, times, 1 / statistics.median(_rates(local)))
@@ -119,5 +119,5 @@ def _rates(passes: Passes) -> list[float]:
 def _cost_ratios(local: Passes, plain: Passes) -> list[float]:
     """Time of a proposal on rank 0 in units of a plain round, per repetition."""
     rounds = [sum(answer.steps for answer in answers.each) for answers in local.answers]
-    drafted = [activity.target_draft_seconds for activity in local.activity]
-    return [seconds / count * rate for seconds, count, rate in zip(drafted, rounds, _rates(plain), strict=True)]
+    drafted = zip(local.target_draft_seconds, rounds, _rates(plain), strict=True)
+    return [seconds / count * rate for seconds, count, rate in drafted]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.target_section import TargetSection
-from tests.bench import options, theory
+from tests.bench import options
 from tests.bench.client import Answer, Answers
 from tests.bench.decoding import Decoding
 from tests.bench.machine import weight_bytes
@@ -81,24 +81,12 @@ def test_prompts_of_any_number_are_distinct() -> None:
     assert len(set(options.own_prompts(60))) == 60
 
 
-def test_the_theoretical_speedups_have_the_right_limits() -> None:
-    assert theory.expected_tokens(0.0, 4) == 1
-    assert theory.expected_tokens(1.0, 4) == 5
-    assert theory.expected_tokens(0.8, 4) == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
-    assert theory.serial_speedup(0.8, 4, 0.0, 0.0) == theory.overlapped_speedup(0.8, 4, 0.0, 0.0)
-    assert theory.serial_speedup(1.0, 4, 0.25, 0.5) == 5 / 2.5
-    assert theory.overlapped_speedup(1.0, 4, 0.25, 0.5) == 5 / 1.5
-    assert theory.overlapped_speedup(1.0, 4, 1.0, 0.5) == 5 / 4
-
-
-def test_the_rate_of_a_reader_counts_from_the_request_and_the_decoding_rate_from_the_first_tokens() -> None:
+def test_the_decoding_rate_counts_from_the_first_tokens() -> None:
     first = Answer(0.0, [1, 2, 3, 4], [1.0, 1.0, 2.0, 3.0], steps=3, first_tokens=2)
     second = Answer(1.0, [1, 2], [2.0, 4.0], steps=1, first_tokens=1)
     answers = Answers([first, second], seconds=4.0)
     assert (answers.rate, answers.committed_per_step) == (1.5, 1.5)
-    assert answers.own_rate == 6 / (3 + 3)
     assert answers.decoding_rate == 3 / (2 + 2)
-    assert answers.part(slice(1, 2)).own_rate == 2 / 3
 
 
 def test_an_engine_that_is_stepped_directly_always_writes_the_same_text(directory: Path) -> None:

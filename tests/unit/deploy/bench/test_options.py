@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from cluster.core.errors import ConfigurationError
 from tests.bench import options
 from tests.bench.__main__ import SECTIONS
-from tests.bench.tasks import CONVERSATION, read_tasks
 from tests.support.models import tiny
 from workers.draft.synthetic import SyntheticSettings
 
@@ -18,20 +16,6 @@ from workers.draft.synthetic import SyntheticSettings
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("bench"), tiny.llama())
-
-
-def write_prompts(file: Path, *rows: tuple[str, str]) -> Path:
-    file.write_text("\n".join(json.dumps({"category": category, "turns": [turn]}) for category, turn in rows))
-    return file
-
-
-def test_the_first_of_every_category_comes_before_the_second(tmp_path: Path) -> None:
-    """MT-bench's categories are one task."""
-    file = write_prompts(
-        tmp_path / "spec.jsonl", ("writing", "w1"), ("writing", "w2"), ("qa", "q1"), ("coding", "c1"), ("qa", "q2")
-    )
-    assert read_tasks(file, 2) == {CONVERSATION: ["w1", "c1"], "question answering": ["q1", "q2"]}
-    assert read_tasks(file, 9)[CONVERSATION] == ["w1", "c1", "w2"]
 
 
 @pytest.mark.parametrize(
@@ -50,13 +34,13 @@ def test_unreadable_prompts_are_reported_with_file_and_line(tmp_path: Path, text
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigurationError, match=words) as caught:
-        read_tasks(file, 1)
+        options.file_prompts(file, 1)
     assert str(file) in str(caught.value)
 
 
 def test_chosen_settings_take_precedence_over_those_of_a_section(directory: Path) -> None:
     chosen = [f"target.path={directory}", "draft.synthetic.mode=serial"]
-    _, asked = options.parse(SECTIONS, ["overlap", *(part for assignment in chosen for part in ("--set", assignment))])
+    _, asked = options.parse(SECTIONS, ["calibration", *(part for assignment in chosen for part in ("--set", assignment))])
     configuration = asked.based_on("draft.synthetic.mode=run_ahead", "draft.method=synthetic")
     assert configuration.draft.settings("synthetic", SyntheticSettings).mode == "serial"
     assert configuration.draft.method == "synthetic"
