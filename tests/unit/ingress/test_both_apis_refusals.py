@@ -13,177 +13,107 @@ from tests.support.fakes.both_apis import apis as apis
 from tests.support.fakes.fake_engine import CONTEXT, VOCABULARY
 
 
-def tokens(*ids: int) -> Request:
-    return Request(token_ids=common_pb2.TokenIds(ids=ids))
-
-
-def conversation(*messages: tuple[str, str]) -> Request:
+def conversation(*messages: tuple[str, str]) -> generation_pb2.ChatInput:
     encoded = [generation_pb2.ChatMessage(role=role, content=content) for role, content in messages]
-    return Request(chat=generation_pb2.ChatInput(messages=encoded))
+    return generation_pb2.ChatInput(messages=encoded)
 
 
-BAD_INPUT: list[tuple[str, dict[str, Any], Request, type[InvalidRequest], str]] = [
-    ("an empty prompt", {"prompt": ""}, Request(text=""), InvalidRequest, "prompt"),
-    (
-        "a prompt longer than the context",
-        {"prompt": "x" * CONTEXT},
-        Request(text="x" * CONTEXT),
-        ContextLengthExceeded,
-        "prompt",
-    ),
-    (
-        "a prompt far longer than the context",
-        {"prompt": "x" * 5000},
-        Request(text="x" * 5000),
-        ContextLengthExceeded,
-        "prompt",
-    ),
-    (
-        "an answer longer than the context",
-        {"prompt": "hi", "max_tokens": CONTEXT + 1},
-        Request(text="hi", stopping=Stopping(max_tokens=CONTEXT + 1)),
-        ContextLengthExceeded,
-        "max_tokens",
-    ),
-    ("an unknown model", {"prompt": "hi", "model": "gpt-4"}, Request(text="hi", model="gpt-4"), UnknownModel, "model"),
-    (
-        "a negative temperature",
-        {"prompt": "hi", "temperature": -1},
-        Request(text="hi", sampling=Sampling(temperature=-1)),
-        InvalidRequest,
-        "temperature",
-    ),
-    (
-        "a top_p of zero",
-        {"prompt": "hi", "top_p": 0},
-        Request(text="hi", sampling=Sampling(top_p=0)),
-        InvalidRequest,
-        "top_p",
-    ),
-    ("a token beyond the vocabulary", {"prompt": [1, VOCABULARY]}, tokens(1, VOCABULARY), InvalidRequest, "prompt[1]"),
-    (
-        "a bias beyond its bound",
-        {"prompt": "hi", "logit_bias": {"5": 1000}},
-        Request(text="hi", sampling=Sampling(logit_bias=[common_pb2.LogitBias(token_id=5, bias=1000)])),
-        InvalidRequest,
-        "logit_bias[5]",
-    ),
-    (
-        "more tokens than may be asked for",
-        {"prompt": "hi", "max_tokens": 33},
-        Request(text="hi", stopping=Stopping(max_tokens=33)),
-        InvalidRequest,
-        "max_tokens",
-    ),
-    (
-        "an empty stop string",
-        {"prompt": "hi", "stop": ""},
-        Request(text="hi", stopping=Stopping(stop=[""])),
-        InvalidRequest,
-        "stop",
-    ),
-    ("no answer", {"prompt": "hi", "n": 0}, Request(text="hi", n=0), InvalidRequest, "n"),
-    ("more answers than may be asked for", {"prompt": "hi", "n": 99}, Request(text="hi", n=99), InvalidRequest, "n"),
-    (
-        "a best_of above the limit",
-        {"prompt": "hi", "best_of": 99},
-        Request(text="hi", best_of=99),
-        InvalidRequest,
-        "best_of",
-    ),
-    (
-        "a best_of below n",
-        {"prompt": "hi", "n": 3, "best_of": 2},
-        Request(text="hi", n=3, best_of=2),
-        InvalidRequest,
-        "best_of",
-    ),
-    (
-        "a salt beyond its bound",
-        {"prompt": "hi", "cache_salt": "x" * 257},
-        Request(text="hi", cache_salt="x" * 257),
-        InvalidRequest,
-        "cache_salt",
-    ),
-    (
-        "a single beam",
-        {"messages": HI, "use_beam_search": True},
-        Request(chat=conversation(("user", "hi")).chat, beam_search=BeamSearch()),
-        InvalidRequest,
-        "best_of",
-    ),
+BIASES = [common_pb2.LogitBias(token_id=5, bias=1000)]
+BEAMS: dict[str, Any] = {"n": 2, "use_beam_search": True}
+PARAMETERS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("a negative temperature", {"temperature": -1}, {"sampling": Sampling(temperature=-1)}, "temperature"),
+    ("a top_p of zero", {"top_p": 0}, {"sampling": Sampling(top_p=0)}, "top_p"),
+    ("too large a bias", {"logit_bias": {"5": 1000}}, {"sampling": Sampling(logit_bias=BIASES)}, "logit_bias[5]"),
+    ("too many tokens", {"max_tokens": 33}, {"stopping": Stopping(max_tokens=33)}, "max_tokens"),
+    ("an empty stop string", {"stop": ""}, {"stopping": Stopping(stop=[""])}, "stop"),
+    ("no answer", {"n": 0}, {"n": 0}, "n"),
+    ("too many answers", {"n": 99}, {"n": 99}, "n"),
+    ("a best_of above the limit", {"best_of": 99}, {"best_of": 99}, "best_of"),
+    ("a best_of below n", {"n": 3, "best_of": 2}, {"n": 3, "best_of": 2}, "best_of"),
+    ("a salt beyond its bound", {"cache_salt": "x" * 257}, {"cache_salt": "x" * 257}, "cache_salt"),
+    ("a single beam", {"use_beam_search": True}, {"beam_search": BeamSearch()}, "best_of"),
     (
         "a length penalty beyond its bound",
-        {"prompt": "hi", "n": 2, "use_beam_search": True, "length_penalty": 11},
-        Request(text="hi", n=2, beam_search=BeamSearch(length_penalty=11)),
-        InvalidRequest,
+        BEAMS | {"length_penalty": 11},
+        {"n": 2, "beam_search": BeamSearch(length_penalty=11)},
         "length_penalty",
     ),
     (
         "beams and a temperature",
-        {"prompt": "hi", "n": 2, "use_beam_search": True, "temperature": 0.7},
-        Request(text="hi", n=2, beam_search=BeamSearch(), sampling=Sampling(temperature=0.7)),
-        InvalidRequest,
+        BEAMS | {"temperature": 0.7},
+        {"n": 2, "beam_search": BeamSearch(), "sampling": Sampling(temperature=0.7)},
         "temperature",
     ),
     (
         "beams and a penalty",
-        {"prompt": "hi", "n": 2, "use_beam_search": True, "presence_penalty": 1},
-        Request(text="hi", n=2, beam_search=BeamSearch(), sampling=Sampling(presence_penalty=1)),
-        InvalidRequest,
+        BEAMS | {"presence_penalty": 1},
+        {"n": 2, "beam_search": BeamSearch(), "sampling": Sampling(presence_penalty=1)},
         "presence_penalty",
     ),
     (
         "beams and a stop string",
-        {"prompt": "hi", "n": 2, "use_beam_search": True, "stop": "x"},
-        Request(text="hi", n=2, beam_search=BeamSearch(), stopping=Stopping(stop=["x"])),
-        InvalidRequest,
+        BEAMS | {"stop": "x"},
+        {"n": 2, "beam_search": BeamSearch(), "stopping": Stopping(stop=["x"])},
         "stop",
     ),
+    ("an invalid request id", {"request_id": "a b"}, {"request_id": "a b"}, "request_id"),
+    ("too large a draft tree", {"max_draft_tokens": 257}, {"max_draft_tokens": 257}, "max_draft_tokens"),
+]
+"""Parameters over HTTP and over gRPC, and the one that is refused."""
+INPUTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("an empty prompt", {"prompt": ""}, {"text": ""}, "prompt"),
     (
-        "an invalid request id",
-        {"prompt": "hi", "request_id": "a b"},
-        Request(text="hi", request_id="a b"),
-        InvalidRequest,
-        "request_id",
+        "a token beyond the vocabulary",
+        {"prompt": [1, VOCABULARY]},
+        {"token_ids": common_pb2.TokenIds(ids=[1, VOCABULARY])},
+        "prompt[1]",
     ),
-    (
-        "a draft tree above the bound",
-        {"prompt": "hi", "max_draft_tokens": 257},
-        Request(text="hi", max_draft_tokens=257),
-        InvalidRequest,
-        "max_draft_tokens",
-    ),
-    ("no messages", {"messages": []}, conversation(), InvalidRequest, "messages"),
+    ("no messages", {"messages": []}, {"chat": conversation()}, "messages"),
     (
         "a role the template refuses",
         {"messages": [{"role": "villain", "content": "ha"}]},
-        conversation(("villain", "ha")),
-        InvalidRequest,
+        {"chat": conversation(("villain", "ha"))},
         "messages",
     ),
     (
         "a role that is no word",
         {"messages": [{"role": "a b", "content": "ha"}]},
-        conversation(("a b", "ha")),
-        InvalidRequest,
+        {"chat": conversation(("a b", "ha"))},
         "messages[0].role",
     ),
 ]
+PROMPT: tuple[dict[str, Any], dict[str, Any]] = {"prompt": "hi"}, {"text": "hi"}
 
 
 @pytest.mark.parametrize(
-    ("body", "request_", "kind", "field"), [pytest.param(*row[1:], id=row[0]) for row in BAD_INPUT]
+    ("body", "fields", "kind", "field"),
+    [
+        *(
+            pytest.param(PROMPT[0] | http, PROMPT[1] | fields, InvalidRequest, field, id=name)
+            for name, http, fields, field in PARAMETERS
+        ),
+        *(pytest.param(http, fields, InvalidRequest, field, id=name) for name, http, fields, field in INPUTS),
+        ({"prompt": "x" * CONTEXT}, {"text": "x" * CONTEXT}, ContextLengthExceeded, "prompt"),
+        ({"prompt": "x" * 5000}, {"text": "x" * 5000}, ContextLengthExceeded, "prompt"),
+        (
+            {"prompt": "hi", "max_tokens": CONTEXT + 1},
+            {"text": "hi", "stopping": Stopping(max_tokens=CONTEXT + 1)},
+            ContextLengthExceeded,
+            "max_tokens",
+        ),
+        ({"prompt": "hi", "model": "gpt-4"}, {"text": "hi", "model": "gpt-4"}, UnknownModel, "model"),
+    ],
 )
 async def test_bad_input_gets_the_same_error_in_both_apis_and_the_next_request_works(
-    apis: BothApis, body: dict[str, Any], request_: Request, kind: type[InvalidRequest], field: str
+    apis: BothApis, body: dict[str, Any], fields: dict[str, Any], kind: type[InvalidRequest], field: str
 ) -> None:
+    request = Request(**fields)
     with pytest.raises(kind):
-        async for _ in apis.client.generate(request_, TIMEOUT_SECONDS):
+        async for _ in apis.client.generate(request, TIMEOUT_SECONDS):
             pass
-    over_grpc = await apis.over_grpc(request_)
+    over_grpc = await apis.over_grpc(request)
     assert over_grpc == await apis.over_http(body)
     assert over_grpc[1] == field
     assert await apis.over_grpc(Request(text="hi")) == ("hello the world", "")
     assert await apis.over_http({"prompt": "hi"}) == ("hello the world", "")
-    assert await apis.over_http({"messages": [{"role": "user", "content": "hi"}]}) == ("hello the world", "")
+    assert await apis.over_http({"messages": HI}) == ("hello the world", "")
