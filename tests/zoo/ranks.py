@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import PilotfishError
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.engines.kept_kernels import kept_kernels
-from tests.support.engines.rank_processes import free_port, start_ranks
+from tests.support.engines.rank_processes import Ranks, running_ranks
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
@@ -29,7 +28,6 @@ from workers.verify.group import join_group
 RANKS = 2
 BOUND = 1e-3
 """Largest relative error of a token's logits, both less their mean."""
-_SECONDS = 120.0
 _REFUSED = f"target.tensor_parallel: {RANKS} is refused, because "
 _PROMPTS = (tuple((7 * index) % 90 + 4 for index in range(30)), tuple((11 * index) % 90 + 4 for index in range(17)))
 _TREES = (TokenTree.chain([9, 8, 7, 6]), TokenTree((5, 6, 7, 8, 5, 9, 10), (-1, -1, 0, 0, 1, 3, 5)))
@@ -42,7 +40,7 @@ class TwoRanks:
     """Processes of two ranks, which load one model after another. What one of them fails with ends both."""
 
     def __init__(self) -> None:
-        self._pipes: list[Connection] = []
+        self._ranks: Ranks | None = None
         self._running = ExitStack()
 
     def __enter__(self) -> Self:
@@ -56,40 +54,31 @@ class TwoRanks:
 
         `max_context_len` is that of a model whose configuration states none.
         """
-        if not self._pipes:
-            self._start()
-        for pipe in self._pipes:
+        if self._ranks is None:
+            self._ranks = self._running.enter_context(running_ranks(RANKS, _run))
+        for pipe in self._ranks.pipes:
             pipe.send((str(directory), max_context_len))
         expected = torch.tensor(_logits(directory, max_context_len, 0, 1))
-        answers = [self._answer(pipe) for pipe in self._pipes]
+        answers = [_answer(self._ranks, rank) for rank in range(RANKS)]
         reasons = [answer for answer in answers if isinstance(answer, str)]
         if reasons:
-            self._end()
+            self._running.close()
+            self._ranks = None
             refused = next((one for one in reasons if not one.startswith("DIFFERS")), reasons[0])
             return refused.removeprefix(_REFUSED).removesuffix("; it must be 1")
         found = torch.cat([torch.tensor(answer) for answer in answers], dim=1)
         error = max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
         return "yes" if error <= BOUND else f"DIFFERS: relative error {error:.2g}"
 
-    def _start(self) -> None:
-        port, pairs = free_port(), [Pipe() for _ in range(RANKS)]
-        processes = start_ranks(_run, [(port, theirs) for _, theirs in pairs])
-        for (ours, theirs), process in zip(pairs, processes, strict=True):
-            theirs.close()
-            self._running.callback(process.join)
-            self._running.callback(process.kill)
-            self._running.callback(ours.close)
-            self._pipes.append(ours)
 
-    def _end(self) -> None:
-        self._running.close()
-        self._pipes = []
-
-    def _answer(self, pipe: Connection) -> Answer:
-        try:
-            return pipe.recv() if pipe.poll(_SECONDS) else "DIFFERS: a rank does not answer"
-        except EOFError:
-            return "DIFFERS: a rank ended"
+def _answer(ranks: Ranks, rank: int) -> Answer:
+    try:
+        answer: Answer = ranks.answer(rank)
+        return answer
+    except TimeoutError:
+        return "DIFFERS: a rank does not answer"
+    except EOFError:
+        return "DIFFERS: a rank ended"
 
 
 def _run(rank: int, port: int, pipe: Connection) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,87 +15,64 @@ from cluster.core.kv import KvOccupancy
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, StepSample, TargetInfo
 from cluster.wire.codec.step import decode_step_result, encode_step_result
 from pilotfish.v1.target_pb2 import TargetServiceStepResponse
-from tests.support.engines.rank_processes import end_ranks, free_port, start_ranks
+from tests.support.engines.rank_processes import Ranks, running_ranks
 
 PROFILE = (StepSample(1, 1, 0.01), StepSample(1, 8, 0.02))
 """Times of steps that no group measures again."""
-LONGEST_SECONDS = 60.0
-"""Longest wait for rank 0."""
 
 
 class RankGroup:
     """The driver rank of the group that was formed last. It is a `StepEngine`."""
 
-    def __init__(self, pipes: Sequence[Connection]) -> None:
-        self._pipes = pipes
+    def __init__(self, processes: Ranks) -> None:
+        self._processes = processes
         self._is_formed = False
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return len(self._pipes)
+        return len(self._processes.pipes)
 
     def form(self, configuration: Configuration) -> RankGroup:
         """Build the engine of each rank, in place of those before. Raises what rank 0 raises, or `TimeoutError`."""
         self.close()
-        for pipe in self._pipes:
+        for pipe in self._processes.pipes:
             pipe.send(configuration.model_dump(mode="json"))
-        self._answer()
+        self._processes.answer(0)
         self._is_formed = True
         return self
 
     def step(self, batch: StepBatch) -> StepResult:
-        return decode_step_result(TargetServiceStepResponse.FromString(self._ask("step", batch)))
+        return decode_step_result(TargetServiceStepResponse.FromString(self._processes.ask("step", batch)))
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        result: OpenResult = self._ask("open", rows)
+        result: OpenResult = self._processes.ask("open", rows)
         return result
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
-        result: KvOccupancy = self._ask("release", sequence_ids)
+        result: KvOccupancy = self._processes.ask("release", sequence_ids)
         return result
 
     def release_all(self) -> KvOccupancy:
-        result: KvOccupancy = self._ask("release_all")
+        result: KvOccupancy = self._processes.ask("release_all")
         return result
 
     def info(self) -> TargetInfo:
-        result: TargetInfo = self._ask("info")
+        result: TargetInfo = self._processes.ask("info")
         return result
 
     def close(self) -> None:
         """Close the engines of all ranks. Their processes wait for the next group."""
         if self._is_formed:
             self._is_formed = False
-            self._ask("close")
-
-    def _ask(self, called: str, *arguments: object) -> Any:
-        self._pipes[0].send((called, arguments))
-        return self._answer()
-
-    def _answer(self) -> Any:
-        if not self._pipes[0].poll(LONGEST_SECONDS):
-            raise TimeoutError(f"rank 0 has not answered for {LONGEST_SECONDS:g} s")
-        answer = self._pipes[0].recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+            self._processes.ask("close")
 
 
 @contextmanager
 def rank_group(ranks: int) -> Iterator[RankGroup]:
     """Processes for a number of ranks, which end with the context."""
-    port = free_port()
-    pairs = [Pipe() for _ in range(ranks)]
-    processes = start_ranks(_serve, [(ranks, port, theirs) for _, theirs in pairs])
-    for _, theirs in pairs:
-        theirs.close()
-    try:
-        yield RankGroup([ours for ours, _ in pairs])
-    finally:
-        for ours, _ in pairs:
-            ours.close()
-        end_ranks(processes)
+    with running_ranks(ranks, _serve, ranks) as processes:
+        yield RankGroup(processes)
 
 
 def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+LONGEST_SECONDS = 120.0
+"""Longest wait for an answer of a rank."""
 _LIBRARIES = ["workers.verify.build", "workers.verify.group", "tests.support.models.tiny"]
 
 
@@ -34,14 +38,6 @@ def start_ranks(run: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) 
     return processes
 
 
-def end_ranks(processes: Sequence[BaseProcess]) -> None:
-    """Wait for processes that were told to end, and kill those that do not."""
-    for process in processes:
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
-
-
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens at."""
     with socket.socket() as probe:
@@ -50,21 +46,47 @@ def free_port() -> int:
 
 
 @dataclass
-class Group:
-    """Ranks of which the first executes calls that it receives through a pipe."""
+class Ranks:
+    """Running ranks, and this process's ends of their pipes."""
 
-    pipe: Connection
-    processes: list[Any]
+    processes: list[BaseProcess]
+    pipes: list[Connection]
 
-    def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of rank 0. Returns its answer, or raises its error."""
-        self.pipe.send((method, arguments))
-        answer = self.pipe.recv()
+    def answer(self, rank: int) -> Any:
+        """What a rank says next, or its error. Raises `TimeoutError` if it says nothing, `EOFError` if it has ended."""
+        if not self.pipes[rank].poll(LONGEST_SECONDS):
+            raise TimeoutError(f"rank {rank} has not answered for {LONGEST_SECONDS:g} s")
+        answer = self.pipes[rank].recv()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def form_next(self) -> None:
-        """Close the group. The same processes then form the group of the next kind."""
-        self.ask("close")
-        assert self.pipe.recv() == "ready"
+    def answers(self) -> list[Any]:
+        """What each rank says next."""
+        return [self.answer(rank) for rank in range(len(self.pipes))]
+
+    def ask(self, called: str, *arguments: object) -> Any:
+        """Let rank 0 call what has this name. Returns its answer, or raises its error."""
+        self.pipes[0].send((called, arguments))
+        return self.answer(0)
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of a rank."""
+        self.processes[rank].kill()
+        self.processes[rank].join()
+
+
+@contextmanager
+def running_ranks(count: int, run: Callable[..., None], *arguments: object) -> Iterator[Ranks]:
+    """Processes in which rank `i` calls `run(i, *arguments, port, pipe)`. They are killed at the end."""
+    port, pairs = free_port(), [Pipe() for _ in range(count)]
+    processes = start_ranks(run, [(*arguments, port, theirs) for _, theirs in pairs])
+    for _, theirs in pairs:
+        theirs.close()  # so that this process notices the end of a rank
+    ranks = Ranks(processes, [ours for ours, _ in pairs])
+    try:
+        yield ranks
+    finally:
+        for rank, pipe in enumerate(ranks.pipes):
+            pipe.close()
+            ranks.kill(rank)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from datetime import timedelta
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from torch import distributed
 
 from cluster.core.config.target_section import KvSection, TargetSection
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import end_ranks, free_port, start_ranks
+from tests.support.engines.rank_processes import running_ranks
 from tests.support.models import tiny
 from workers.forward import symmetric_all_reduce
 from workers.forward.cuda_graphs import CudaGraphCapture
@@ -262,22 +261,8 @@ def logits(model: Any, section: TargetSection) -> torch.Tensor:
 
 def answers(run: Any, *arguments: object, count: int = 1, ranks: int = RANKS) -> list[list[Any]]:
     """What each of the ranks sends."""
-    port, pairs = free_port(), [Pipe() for _ in range(ranks)]
-    processes = start_ranks(run, [(*arguments, port, theirs) for _, theirs in pairs])
-    for _, theirs in pairs:
-        theirs.close()
-    try:
-        found: list[list[Any]] = []
-        for ours, _ in pairs:
-            found.append([])
-            for _ in range(count):
-                assert ours.poll(SECONDS), "a rank waits for another one"
-                found[-1].append(ours.recv())
-        return found
-    finally:
-        for ours, _ in pairs:
-            ours.close()
-        end_ranks(processes)
+    with running_ranks(ranks, run, *arguments) as running:
+        return [[running.answer(rank) for _ in range(count)] for rank in range(ranks)]
 
 
 @pytest.mark.slow

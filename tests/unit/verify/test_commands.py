@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 from cluster.core.config.target_section import TargetSection
-from tests.support.engines.rank_processes import free_port, start_ranks
+from tests.support.engines.rank_processes import Ranks, running_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -68,53 +66,30 @@ def serve_rank(rank: int, situation: str, port: int, pipe: Connection) -> None:
     os._exit(0)
 
 
-@dataclass
-class Ranks:
-    """Processes of ranks, and the test's ends of their pipes."""
-
-    processes: list[Any]
-    pipes: list[Connection]
-
-    def send(self, command: int, payload: bytes) -> Any:
-        """Let rank 0 send a command. Returns how many broadcasts it took, or rank 0's error as text."""
-        self.pipes[0].send((command, payload))
-        return self.answer(0)
-
-    def answer(self, rank: int) -> Any:
-        """What a rank says next."""
-        assert self.pipes[rank].poll(SECONDS), f"rank {rank} waits"
-        return self.pipes[rank].recv()
-
-    def kill(self, rank: int) -> None:
-        self.processes[rank].kill()
-        self.processes[rank].join()
-
-
 @pytest.fixture
 def ranks(situation: str) -> Iterator[Ranks]:
-    port, pairs = free_port(), [Pipe() for _ in range(RANKS)]
-    processes = start_ranks(serve_rank, [(situation, port, theirs) for _, theirs in pairs])
-    yield Ranks(processes, [ours for ours, _ in pairs])
-    for process in processes:
-        process.kill()
-        process.join()
-    for pair in pairs:
-        for end in pair:
-            end.close()
+    with running_ranks(RANKS, serve_rank, situation) as ranks:
+        yield ranks
+
+
+def send(ranks: Ranks, command: int, payload: bytes) -> Any:
+    """Let rank 0 send a command. Returns how many broadcasts it took, or rank 0's error as text."""
+    ranks.pipes[0].send((command, payload))
+    return ranks.answer(0)
 
 
 @pytest.mark.parametrize(("situation", "broadcasts"), BROADCASTS.items())
 def test_commands_come_whole_and_in_order_until_a_rank_dies(ranks: Ranks, broadcasts: tuple[int, int]) -> None:
     way = "Broadcasts" if any(broadcasts) else "CommandSockets"
-    assert [ranks.answer(rank) for rank in range(RANKS)] == [way] * RANKS
+    assert ranks.answers() == [way] * RANKS
     for command, length in enumerate((SHORT, LONG, 0, 1 << 20, 1)):
         payload = os.urandom(length)
-        assert ranks.send(command, payload) == broadcasts[length > SHORT]
+        assert send(ranks, command, payload) == broadcasts[length > SHORT]
         assert [ranks.answer(rank) for rank in range(1, RANKS)] == [(command, payload)] * (RANKS - 1)
 
     ranks.kill(LAST)
     deadline = time.monotonic() + SECONDS
-    while not isinstance(failed := ranks.send(9, b""), str):  # the operating system may take a broadcast before
+    while not isinstance(failed := send(ranks, 9, b""), str):  # the operating system may take a broadcast before
         assert way == "Broadcasts"
         assert time.monotonic() < deadline
         assert ranks.answer(1) == (9, b"")

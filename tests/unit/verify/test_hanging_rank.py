@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import Group, free_port, start_ranks
+from tests.support.engines.rank_processes import Ranks, running_ranks
 from tests.support.models import tiny
 
 pytestmark = pytest.mark.slow
@@ -46,7 +45,7 @@ def section(directory: Path) -> TargetSection:
     )
 
 
-def serve_rank(rank: int, directory: Path, port: int, is_apart: bool, pipe: Connection) -> None:
+def serve_rank(rank: int, directory: Path, is_apart: bool, port: int, pipe: Connection) -> None:
     """Run one rank. Rank 0 executes the calls that the test sends; another one sends the error that ends it."""
     import torch
 
@@ -79,34 +78,21 @@ def serve_rank(rank: int, directory: Path, port: int, is_apart: bool, pipe: Conn
     os._exit(0)
 
 
-@pytest.fixture
-def pipes() -> list[tuple[Connection, Connection]]:
-    """One for each rank."""
-    return [Pipe() for _ in range(RANKS)]
-
-
 @pytest.fixture(params=["one host", "several hosts"])
-def group(
-    request: pytest.FixtureRequest, tmp_path: Path, pipes: list[tuple[Connection, Connection]]
-) -> Iterator[Group]:
-    directory, port, is_apart = tiny.save(tmp_path, tiny.llama()), free_port(), request.param == "several hosts"
-    processes = start_ranks(serve_rank, [(directory, port, is_apart, theirs) for _, theirs in pipes])
-    assert pipes[0][0].recv() == "ready"
-    yield Group(pipes[0][0], processes)
-    for process in processes:
-        process.kill()
-        process.join()
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
+    directory = tiny.save(tmp_path, tiny.llama())
+    with running_ranks(RANKS, serve_rank, directory, request.param == "several hosts") as group:
+        assert group.answer(0) == "ready"
+        yield group
 
 
-def step(group: Group, name: str) -> None:
+def step(group: Ranks, name: str) -> None:
     start = SequenceStart(len(PROMPT), SamplingParameters(temperature=0.0))
     verdicts = group.ask("step", StepBatch((VerifyRow(SequenceId(name), len(PROMPT), PROMPT, start=start),))).verdicts
     assert [len(verdict.tokens) for verdict in verdicts] == [1]
 
 
-def test_a_rank_that_stops_fails_a_step_of_all_others_in_time_but_an_idle_group_waits_on(
-    group: Group, pipes: list[tuple[Connection, Connection]]
-) -> None:
+def test_a_rank_that_stops_fails_a_step_of_all_others_in_time_but_an_idle_group_waits_on(group: Ranks) -> None:
     step(group, "first")
     time.sleep(2 * STEP_SECONDS)
     step(group, "after an idle time")
@@ -117,8 +103,8 @@ def test_a_rank_that_stops_fails_a_step_of_all_others_in_time_but_an_idle_group_
     begun = time.monotonic()
     with pytest.raises(TargetUnavailable, match=r"not answered within target\.step_timeout_seconds: 1\.5"):
         step(group, "never")
-    assert pipes[1][0].poll(LITTLE_SECONDS)
+    assert group.pipes[1].poll(LITTLE_SECONDS)
     assert time.monotonic() - begun < STEP_SECONDS + LITTLE_SECONDS
-    assert isinstance(pipes[1][0].recv(), TargetUnavailable)
+    assert isinstance(group.pipes[1].recv(), TargetUnavailable)
     with pytest.raises(TargetUnavailable, match="group is broken: a rank has not answered"):
         step(group, "later")

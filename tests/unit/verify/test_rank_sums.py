@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import pytest
 
 from cluster.core.config.target_section import TargetSection
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import end_ranks, free_port, start_ranks
+from tests.support.engines.rank_processes import running_ranks
 from tests.support.models import tiny
 
 pytestmark = pytest.mark.slow
 
 RANKS = 3
-SECONDS = 60
 WIDTH, MOST_ROWS = 2881, 130
 """Numbers of a row, which three ranks do not divide, and rows: some sums are gathered whole, others in parts."""
 NEIGHBORS = (1, 7, 64)
@@ -93,15 +91,5 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(family: str, tmp_path: 
         tensor_parallel=RANKS,
         enable_expert_parallel=family == "whole experts",
     )
-    port, pairs = free_port(), [Pipe() for _ in range(RANKS)]
-    processes = start_ranks(serve_rank, [(section, port, theirs) for _, theirs in pairs])
-    for _, theirs in pairs:
-        theirs.close()
-    try:
-        for ours, _ in pairs:
-            assert ours.poll(SECONDS)
-            assert ours.recv() == (0, 0)
-    finally:
-        for ours, _ in pairs:
-            ours.close()
-        end_ranks(processes)
+    with running_ranks(RANKS, serve_rank, section) as ranks:
+        assert ranks.answers() == [(0, 0)] * RANKS

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import end_ranks, free_port, start_ranks
+from tests.support.engines.rank_processes import running_ranks
 from tests.support.models import tiny
 from workers.forward.experts import FastExperts
 from workers.forward.native import build
@@ -30,7 +27,7 @@ from workers.verify.build import build_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
 
-RANKS, SECONDS, TOKENS = 2, 120.0, 8
+RANKS, TOKENS = 2, 8
 PROMPT = (5, 17, 33, 8, 61)
 Found = tuple[list[int], int, str, list[str]]
 """Text, accepted draft tokens, attention backend, and what computes the experts of each layer."""
@@ -101,50 +98,25 @@ def section(tmp_path: Path) -> TargetSection:
     )
 
 
-@pytest.fixture
-def pipes() -> Iterator[list[tuple[Connection, Connection]]]:
-    found = [Pipe() for _ in range(RANKS)]
-    yield found
-    for ours, _ in found:
-        ours.close()
-
-
-def answers(pipes: list[tuple[Connection, Connection]]) -> list[Any]:
-    """The next answer of each rank."""
-    for ours, _ in pipes:
-        assert ours.poll(SECONDS), "a rank waits for another one"
-    return [ours.recv() for ours, _ in pipes]
-
-
-def test_a_rank_without_compiler_or_with_other_files(
-    section: TargetSection, tmp_path: Path, pipes: list[tuple[Connection, Connection]]
-) -> None:
+def test_a_rank_without_compiler_or_with_other_files(section: TargetSection, tmp_path: Path) -> None:
     other = tiny.save(tmp_path / "other", tiny.mixtral(num_attention_heads=4, num_key_value_heads=2), seed=1)
-    port = free_port()
-    processes = start_ranks(serve, [(section, other, port, theirs) for _, theirs in pipes])
-    expected, accepted, _, _ = generate(section.model_copy(update={"tensor_parallel": 1}), 0)
+    with running_ranks(RANKS, serve, section, other) as ranks:
+        expected, accepted, _, _ = generate(section.model_copy(update={"tensor_parallel": 1}), 0)
+        lacking, whole, refused = (ranks.answers() for _ in range(3))
     assert accepted > 0
-    lacking = answers(pipes)
     assert lacking[0] == lacking[1]
     assert lacking[0][0] == expected
     assert lacking[0][2] == "sdpa"
-    whole = answers(pipes)
     assert whole[0] == whole[1]
     assert whole[0][0] == expected
     assert whole[0][2] == "native"
     assert set(whole[0][3]) == {"PackedExperts"}
     assert not {"PackedExperts"} & set(lacking[0][3])
-    refused = answers(pipes)
     assert refused[0] == refused[1]
     assert "must hold the same files for all ranks" in refused[0]
-    end_ranks(processes)
 
 
-def test_a_gpu_on_one_rank_alone_is_refused(section: TargetSection, pipes: list[tuple[Connection, Connection]]) -> None:
-    port = free_port()
-    processes = start_ranks(join_with_a_gpu_on_one, [(section, port, theirs) for _, theirs in pipes])
-    for error in answers(pipes):
-        assert "target.device: cpu is refused, because it is cpu, cuda for ranks 0 to 1" in error
-    for ours, _ in pipes:
-        ours.send("end")
-    end_ranks(processes)
+def test_a_gpu_on_one_rank_alone_is_refused(section: TargetSection) -> None:
+    with running_ranks(RANKS, join_with_a_gpu_on_one, section) as ranks:
+        for error in ranks.answers():
+            assert "target.device: cpu is refused, because it is cpu, cuda for ranks 0 to 1" in error

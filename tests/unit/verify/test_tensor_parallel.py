@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,7 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import OpenRow, StepBatch, VerifyRow
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import Group, end_ranks, free_port, start_ranks
+from tests.support.engines.rank_processes import Ranks, running_ranks
 from tests.support.models import tiny, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ def build(target: TargetSection, rank: int = 0) -> TargetEngine:
         return build_module.build_engine(target, rank)
 
 
-def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -> None:
+def serve_rank(rank: int, directory: Path, port: int, pipe: Connection) -> None:
     """Run one rank in its process. Rank 0 executes the calls that the test sends through its pipe."""
     import torch
 
@@ -92,7 +90,7 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
     }
     for quantization in QUANTIZATIONS:
         engine = build(section(directory, RANKS, quantization, **memory), rank)
-        if pipe is None:
+        if rank > 0:
             run_worker_rank(engine, section(directory, RANKS).step_timeout_seconds)
         else:
             serve_pipe(DriverRank(engine, section(directory, RANKS).step_timeout_seconds), engine, pipe)
@@ -108,8 +106,6 @@ def serve_pipe(group: DriverRank, engine: TargetEngine, pipe: Connection) -> Non
     pipe.send("ready")
     while True:
         method, arguments = pipe.recv()
-        if method == "exit":
-            os._exit(0)
         try:
             if method == "tiers":
                 tiers = engine._pool.tiers
@@ -131,16 +127,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(directory: Path) -> Iterator[Group]:
-    ours, theirs = Pipe()
-    port = free_port()
-    processes = start_ranks(serve_rank, [(directory, port, theirs if rank == 0 else None) for rank in range(RANKS)])
-    theirs.close()  # so that this process notices the end of rank 0
-    assert ours.recv() == "ready"
-    yield Group(ours, processes)
-    with contextlib.suppress(OSError):  # the process may have ended already
-        ours.send(("exit", ()))
-    end_ranks(processes)
+def group(directory: Path) -> Iterator[Ranks]:
+    with running_ranks(RANKS, serve_rank, directory) as group:
+        assert group.answer(0) == "ready"
+        yield group
 
 
 PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)
@@ -153,7 +143,7 @@ def alone(directory: Path, quantization: str = "none") -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_the_group_makes_the_same_decisions_as_one_rank(group: Group, directory: Path, name: str) -> None:
+def test_the_group_makes_the_same_decisions_as_one_rank(group: Ranks, directory: Path, name: str) -> None:
     ask_one = alone(directory)
     start = SequenceStart(len(PROMPT), SETTINGS[name])
     tokens = list(PROMPT)
@@ -175,7 +165,7 @@ def test_the_group_makes_the_same_decisions_as_one_rank(group: Group, directory:
     assert released.blocks_free == released.blocks_total
 
 
-def test_forks_are_the_same_on_every_rank(group: Group) -> None:
+def test_forks_are_the_same_on_every_rank(group: Ranks) -> None:
     start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
     group.ask("step", StepBatch((VerifyRow(SequenceId("p"), len(PROMPT), PROMPT, start=start),)))
     opened = group.ask("open", [OpenRow(SequenceId("c"), (*PROMPT, 11), start, SequenceId("p"))])
@@ -193,7 +183,7 @@ def test_forks_are_the_same_on_every_rank(group: Group) -> None:
 
 
 @pytest.mark.parametrize("unknown", [0, 120])
-def test_a_step_takes_no_broadcast_however_long_its_command_is(group: Group, unknown: int) -> None:
+def test_a_step_takes_no_broadcast_however_long_its_command_is(group: Ranks, unknown: int) -> None:
     """Rows of sequences that the target does not know make the command long; each of them is a fault."""
     start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
     row = VerifyRow(SequenceId("known"), len(PROMPT), PROMPT, start=start)
@@ -209,7 +199,7 @@ def test_a_step_takes_no_broadcast_however_long_its_command_is(group: Group, unk
 
 
 @pytest.mark.parametrize("count", [1, 250, 2000])
-def test_commands_of_every_length_reach_all_ranks(group: Group, count: int) -> None:
+def test_commands_of_every_length_reach_all_ranks(group: Ranks, count: int) -> None:
     start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
     row = VerifyRow(SequenceId("kept"), len(PROMPT), PROMPT, start=start)
     first = group.ask("step", StepBatch((row,))).verdicts
@@ -242,7 +232,7 @@ def answer(
     return opened, tokens[: len(prompt) + count]
 
 
-def check_memory(group: Group, ask_one: Callable[..., Any]) -> None:
+def check_memory(group: Ranks, ask_one: Callable[..., Any]) -> None:
     """Decode forks, and prompts that evict each other from the pool to the host and to disks, one of them small."""
     draw = random.Random(2)
     common = [draw.randrange(3, 95) for _ in range(12)]
@@ -268,21 +258,21 @@ def check_memory(group: Group, ask_one: Callable[..., Any]) -> None:
     assert disk.loaded > 0
 
 
-def test_shared_and_loaded_kv_is_the_same_on_every_rank(group: Group, directory: Path) -> None:
+def test_shared_and_loaded_kv_is_the_same_on_every_rank(group: Ranks, directory: Path) -> None:
     check_memory(group, alone(directory))
 
 
-def test_int8_ranks_share_kv_too_and_closing_leaves_no_file_on_any_disk(group: Group, directory: Path) -> None:
+def test_int8_ranks_share_kv_too_and_closing_leaves_no_file_on_any_disk(group: Ranks, directory: Path) -> None:
     before = [list(disk.iterdir()) for disk in sorted(directory.glob("disk-*"))]
     assert [len(homes) for homes in before] == [1] * RANKS
-    group.form_next()
+    group.ask("close")
+    assert group.answer(0) == "ready"  # the same processes have formed the next group
     assert not any(home.exists() for homes in before for home in homes)
     check_memory(group, alone(directory, "int8"))
 
 
-def test_the_death_of_any_rank_breaks_the_group_with_a_clear_error(group: Group, directory: Path) -> None:
-    group.processes[2].kill()
-    group.processes[2].join()
+def test_the_death_of_any_rank_breaks_the_group_with_a_clear_error(group: Ranks, directory: Path) -> None:
+    group.kill(2)
     start = SequenceStart(len(PROMPT), SETTINGS["greedy"])
     row = VerifyRow(SequenceId("late"), len(PROMPT), PROMPT, start=start)
     with pytest.raises(TargetUnavailable, match="tensor-parallel group is broken"):

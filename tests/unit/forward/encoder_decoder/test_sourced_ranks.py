@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import count
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from cluster.core.errors import ConfigurationError
 from tests.support.engines.colocated_decoding import decode_together
 from tests.support.engines.engine_sequence import GREEDY, drafts_near, some_tokens
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import free_port, start_ranks
+from tests.support.engines.rank_processes import running_ranks
 from tests.support.engines.sourced import SAMPLED, SOURCE, sourced, translate
 from tests.support.models import context_free, tiny
 from workers.draft.registry import create
@@ -146,36 +145,22 @@ def test_ranks_write_what_one_rank_writes(tmp_path: Path) -> None:
     with_heads = [context_free.save_sourced_target(tmp_path / f"{name}-with-heads", name) for name in families]
     for directory in with_heads:
         context_free.save_untrained(directory, directory / "heads", "heads", (2,), HeadsShape(3, 16, 8))
-    port = free_port()
-    pipes = [Pipe() for _ in range(RANKS)]
-    processes = start_ranks(run_rank, [(directories, with_heads, port, theirs) for _, theirs in pipes])
-    for _, theirs in pipes:
-        theirs.close()  # so that this process notices the end of a rank
-    try:
+    with running_ranks(RANKS, run_rank, directories, with_heads) as ranks:
         for directory in directories:
             engine = build_engine(section(directory, 1))
             expected = answers(engine)
-            for ours, _ in pipes:
-                assert ours.poll(60.0)
-                found, blocks = ours.recv()
+            for found, blocks in ranks.answers():
                 assert found == expected, directory.name
                 assert blocks > 1.9 * engine.info().kv.blocks_total  # each block has half of the heads
         for directory in directories:
             wanted = in_little_memory(directory, 1)
-            for ours, _ in pipes:
-                assert ours.poll(60.0)
-                assert ours.recv() == wanted, directory.name
+            assert ranks.answers() == [wanted] * RANKS, directory.name
             assert wanted[:3] == wanted[6:9] == wanted[18:]  # the same answers, from loaded blocks
         for directory in with_heads:
             plain, _ = drafted(directory, 1, budget=NO_DRAFT)
-            for ours, _ in pipes:
-                assert ours.poll(60.0)
-                found, accepted = ours.recv()
+            for found, accepted in ranks.answers():
                 assert found == plain, directory.name
                 assert accepted > 12
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from cluster.core.request import SamplingParameters
 from cluster.core.verification import StepBatch, StepResult
 from tests.support.engines.colocated_decoding import decode_together, plain_answers
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import Group, end_ranks, free_port, start_ranks
+from tests.support.engines.rank_processes import Ranks, running_ranks
 from tests.support.models import tiny
 from workers.serve.configuration import load_configuration
 
@@ -54,7 +53,7 @@ def configure(directory: Path, ranks: int, layers: int = LAYERS) -> Configuratio
     )
 
 
-def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -> None:
+def serve_rank(rank: int, directory: Path, port: int, pipe: Connection) -> None:
     """Run one rank in its process. Rank 0 executes the steps that the test sends."""
     import torch
 
@@ -66,7 +65,7 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
     configuration = configure(directory, RANKS)
     draft, target = configuration.draft, configuration.target
     join_group(target, rank, "127.0.0.1", port)
-    if pipe is None:
+    if rank > 0:
         with contextlib.suppress(Exception):  # rank 0 ends without a stop command
             engine = build_engine(target, rank, create_for_worker_rank(draft, target))
             run_worker_rank(engine, target.step_timeout_seconds)
@@ -84,8 +83,6 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection | None) -
                 pipe.send(getattr(group, called)(*arguments))
         except Exception as error:
             pipe.send(error)
-        if called == "close":
-            os._exit(0)
 
 
 @pytest.fixture(scope="module")
@@ -95,24 +92,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(directory: Path) -> Iterator[Group]:
-    ours, theirs = Pipe()
-    port = free_port()
-    processes = start_ranks(serve_rank, [(directory, port, theirs if rank == 0 else None) for rank in range(RANKS)])
-    theirs.close()
-    assert ours.recv() == "ready"
-    yield Group(ours, processes)
-    with contextlib.suppress(OSError):
-        ours.send(("close", ()))
-    end_ranks(processes)
+def group(directory: Path) -> Iterator[Ranks]:
+    with running_ranks(RANKS, serve_rank, directory) as group:
+        assert group.answer(0) == "ready"
+        yield group
 
 
-def step_of(group: Group) -> Callable[[StepBatch], StepResult]:
+def step_of(group: Ranks) -> Callable[[StepBatch], StepResult]:
     return partial(group.ask, "step")
 
 
 @pytest.mark.slow
-def test_two_ranks_draft_and_decide_as_one_does(group: Group, directory: Path) -> None:
+def test_two_ranks_draft_and_decide_as_one_does(group: Ranks, directory: Path) -> None:
     from workers.verify.build import build_engine
 
     expected = plain_answers(build_engine(configure(directory, 1).target).step, REQUESTS, COUNT)
@@ -125,7 +116,7 @@ def test_two_ranks_draft_and_decide_as_one_does(group: Group, directory: Path) -
     assert occupancy.blocks_free == occupancy.blocks_total
 
 
-def test_an_error_of_the_method_on_one_rank_breaks_the_group(group: Group) -> None:
+def test_an_error_of_the_method_on_one_rank_breaks_the_group(group: Ranks) -> None:
     from cluster.core.errors import TargetUnavailable
 
     group.ask("break")
