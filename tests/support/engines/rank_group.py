@@ -7,18 +7,28 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from cluster.core.config.sections import Configuration
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
+from cluster.core.request import SamplingParameters
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, StepSample, TargetInfo
 from cluster.wire.codec.step import decode_step_result, encode_step_result
 from pilotfish.v1.target_pb2 import TargetServiceStepResponse
+from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_processes import Ranks, running_ranks
+from workers.serve.configuration import load_configuration
 
 PROFILE = (StepSample(1, 1, 0.01), StepSample(1, 8, 0.02))
 """Times of steps that no group measures again."""
+
+REQUESTS = {
+    "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
+    "sampled": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4)),
+}
+"""Prompts and parameters for comparisons with one rank."""
 
 
 class RankGroup:
@@ -68,6 +78,16 @@ class RankGroup:
             self._processes.ask("close")
 
 
+def configure_ranks(
+    directory: Path, ranks: int, *, layers: int | None = None, pool_bytes: int = 1 << 20, **target: object
+) -> Configuration:
+    """A target on CPUs. With `layers`, these draft by early exit: if they are all, what is drafted is decided."""
+    chosen: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
+    chosen |= {"tensor_parallel": ranks, "kv": {"block_size": 4, "pool_bytes": pool_bytes}, **target}
+    draft = {"methods": ["early_exit"], "placement": "target", "early_exit": {"layers": layers}}
+    return load_configuration({"target": chosen} | ({} if layers is None else {"draft": draft}))
+
+
 @contextmanager
 def rank_group(ranks: int) -> Iterator[RankGroup]:
     """Processes for a number of ranks, which end with the context."""
@@ -94,7 +114,6 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
 def _serve_group(rank: int, pipe: Connection) -> None:
     """Form the next group and run this rank of it until it is closed."""
     from workers.draft.registry import create, create_for_worker_rank
-    from workers.serve.configuration import load_configuration
     from workers.verify.build import build_engine
     from workers.verify.group import DriverRank, run_worker_rank
 

@@ -14,15 +14,12 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftBudget
-from cluster.core.request import SamplingParameters
 from tests.support.engines.colocated_decoding import decode_together, plain_answers, through_trees
-from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_group import RankGroup, rank_group
+from tests.support.engines.rank_group import REQUESTS, RankGroup, configure_ranks, rank_group
 from tests.support.engines.rank_processes import free_port, start_ranks
 from tests.support.models import tiny
 from tests.zoo.configs import tiny_config
 from workers.model.loading import load_model
-from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
 from workers.verify.group import join_group, leave_group
 
@@ -32,10 +29,6 @@ RANKS = 2
 COUNT = 12
 CHAINS = DraftBudget(3, 3)
 SECONDS = 300.0
-REQUESTS = {
-    "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
-    "sampled": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4)),
-}
 FAMILIES: Mapping[str, PreTrainedConfig] = {
     "mixtral": tiny.mixtral(num_key_value_heads=2),
     "qwen3_moe": tiny.qwen3_moe(num_key_value_heads=2),
@@ -52,12 +45,7 @@ def group() -> Iterator[RankGroup]:
 
 
 def configure(directory: Path, layers: int, ranks: int = RANKS) -> Configuration:
-    """All layers draft, so what is drafted is what is decided, where drafting is right."""
-    target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "tensor_parallel": ranks}
-    target |= {"compile_directory": str(KEPT), "enable_expert_parallel": True}
-    target["kv"] = {"block_size": 4, "pool_bytes": 1 << 20}
-    draft = {"methods": ["early_exit"], "placement": "target", "early_exit": {"layers": layers}}
-    return load_configuration({"target": target, "draft": draft})
+    return configure_ranks(directory, ranks, layers=layers, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -16,21 +16,15 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.colocated_decoding import Step, decode_together, plain_answers
-from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_group import RankGroup, rank_group
+from tests.support.engines.rank_group import REQUESTS, RankGroup, configure_ranks, rank_group
 from tests.support.models import tiny
 from tests.zoo.configs import tiny_config
-from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
 
 pytestmark = pytest.mark.slow
 
 COUNT = 16
 BUDGET = DraftBudget(4, 4)
-REQUESTS = {
-    "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
-    "sampled": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4)),
-}
 
 
 def adapted(model_type: str, **changes: Any) -> PreTrainedConfig:
@@ -87,13 +81,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield group
 
 
-def configure(directory: Path, ranks: int, quantization: str = "none", acceptance: str = "coupled") -> Configuration:
-    """All layers draft, so what is drafted is what is decided, where drafting is right."""
-    target: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "tensor_parallel": ranks}
-    target |= {"compile_directory": str(KEPT), "quantization": quantization, "acceptance": acceptance}
-    target["kv"] = {"block_size": 4, "pool_bytes": 1 << 20}
-    draft = {"methods": ["early_exit"], "placement": "target", "early_exit": {"layers": 2}}
-    return load_configuration({"target": target, "draft": draft})
+def configure(directory: Path, ranks: int, **target: str) -> Configuration:
+    """All layers draft."""
+    return configure_ranks(directory, ranks, layers=2, **target)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +99,9 @@ def test_the_texts_are_those_of_one_rank_and_drafts_are_accepted(
     directory = tiny.save(tmp_path, FAMILIES[ranks][name])
     if name == "gpt_oss":
         tiny.shift(directory)
-    expected = plain_answers(build_engine(configure(directory, 1, quantization).target).step, REQUESTS, COUNT)
-    found = decode_together(group.form(configure(directory, ranks, quantization)).step, REQUESTS, COUNT, BUDGET)
+    expected = plain_answers(build_engine(configure(directory, 1, quantization=quantization).target).step, REQUESTS, COUNT)
+    formed = group.form(configure(directory, ranks, quantization=quantization))
+    found = decode_together(formed.step, REQUESTS, COUNT, BUDGET)
     assert {one: decoded.answer[:COUNT] for one, decoded in found.items()} == expected
     assert all(decoded.accepted for decoded in found.values())
 
