@@ -12,7 +12,7 @@ from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import code_directory, load_settings
 from tests.support.clusters.live_cluster import ClientAnswer, RequestCase, Server, answer_grpc
-from workers.serve.configuration import load_configuration
+from tests.support.clusters.tiny_cluster import tiny_cluster
 
 pytestmark = pytest.mark.weights
 
@@ -22,25 +22,12 @@ CASES = [("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32")]
 
 
 def configure(target: Path, kv: str, dtype: str, method: str) -> Configuration:
-    """What the command line's `--set` makes of these settings."""
-    return load_configuration(
-        {},
-        {
-            "target.path": str(target),
-            "target.device": "cpu",
-            "target.dtype": dtype,
-            "target.compile_directory": str(code_directory(load_settings().cache_directory)),
-            "target.kv.dtype": kv,
-            "target.kv.pool_bytes": 50 << 20,
-            "draft.method": method,
-            "draft.controller": "off",
-            "draft.timeout_seconds": 60.0,
-            "scheduler.max_sequences": 8,
-            "scheduler.max_step_tokens": 128,
-            "server.grpc_port": 0,
-            "server.http_port": 0,
-        },
-    )
+    code = str(code_directory(load_settings().cache_directory))
+    settings = {"compile": "auto", "dtype": dtype, "compile_directory": code}
+    draft = {"method": method, "controller": "off", "timeout_seconds": 60.0}
+    memory = {"dtype": kv, "pool_bytes": 50 << 20}
+    scheduler = {"max_sequences": 8, "max_step_tokens": 128}
+    return tiny_cluster(target, draft, target=settings, kv=memory, scheduler=scheduler)
 
 
 @pytest.fixture(scope="module")

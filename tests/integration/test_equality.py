@@ -18,7 +18,7 @@ from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import code_directory, load_settings
 from tests.support.clusters.live_cluster import ClientAnswer, RequestCase, Server, answer_all, answer_grpc, answer_http
-from workers.serve.configuration import load_configuration
+from tests.support.clusters.tiny_cluster import tiny_cluster
 
 pytestmark = pytest.mark.weights
 
@@ -36,21 +36,11 @@ def configure(target: Path, draft: Path | None, method: str, ranks: int, placeme
     drafting |= {"controller": "off", "placement": placement}
     if "model" in method:
         drafting["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 300 << 20}}
-    return load_configuration(
-        {
-            "target": {
-                "path": str(target),
-                "served_name": "smollm2-135m-instruct",
-                "device": "cpu",
-                "tensor_parallel": ranks,
-                "compile_directory": str(code_directory(load_settings().cache_directory)),
-                "kv": {"pool_bytes": 300 << 20},
-            },
-            "draft": drafting,
-            "scheduler": {"max_sequences": 12, "max_step_tokens": 128},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
+    code = str(code_directory(load_settings().cache_directory))
+    settings: dict[str, Any] = {"served_name": "smollm2-135m-instruct", "compile": "auto", "tensor_parallel": ranks}
+    settings["compile_directory"] = code
+    scheduler = {"max_sequences": 12, "max_step_tokens": 128}
+    return tiny_cluster(target, drafting, target=settings, kv={"pool_bytes": 300 << 20}, scheduler=scheduler)
 
 
 def shortened(expected: Expected, count: int) -> Expected:

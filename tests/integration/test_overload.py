@@ -17,9 +17,9 @@ from cluster.wire.generation_client import GenerationClient
 from deploy.local.local_cluster import LocalCluster
 from tests.soak.watch import read_counts
 from tests.support.clusters.live_cluster import RequestCase
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
-from workers.serve.configuration import load_configuration
 from workers.verify import build
 
 pytestmark = pytest.mark.slow
@@ -72,14 +72,9 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[KvPool]:
 
 
 def configure(directory: Path, **memory: object) -> Configuration:
-    return load_configuration(
-        {
-            "target": {"path": str(directory), "device": "cpu", "kv": {"block_size": 8, **memory}},
-            "draft": {"method": "ngram", "max_nodes": 4, "max_depth": 4, "timeout_seconds": 60.0},
-            "scheduler": {"max_sequences": 24, "max_step_tokens": 128},
-            "server": {"grpc_port": 0},
-        }
-    )
+    draft = {"method": "ngram", "max_nodes": 4, "max_depth": 4, "timeout_seconds": 60.0}
+    scheduler = {"max_sequences": 24, "max_step_tokens": 128}
+    return tiny_cluster(directory, draft, kv={"block_size": 8, **memory}, scheduler=scheduler)
 
 
 async def answer(client: GenerationClient, case: RequestCase) -> tuple[int, ...]:

@@ -23,9 +23,9 @@ from cluster.core.config.sections import Configuration
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import code_directory, load_settings
 from tests.support.clusters.live_cluster import ClientAnswer, Reference, RequestCase, Server, answer_grpc
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from workers.forward.native.build import load_library
 from workers.forward.weights.int8 import quantize
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights
 
@@ -80,23 +80,10 @@ def configure(target: Path, draft: Path, method: str, quantization: str, way: st
     drafting["controller"] = "off"  # drafts are verified even where they do not increase the speed
     if method == "model":
         drafting["model"] = {"path": str(draft), "device": "cpu", "kv": {"pool_bytes": 100 << 20}}
-    return load_configuration(
-        {
-            "target": {
-                "path": str(target),
-                "device": "cpu",
-                "dtype": "bfloat16",
-                "native": "auto" if way == "kernels" else "off",
-                "compile": "auto",
-                "compile_directory": str(CODE),
-                "quantization": quantization,
-                "kv": {"pool_bytes": 100 << 20},
-            },
-            "draft": drafting,
-            "scheduler": {"max_sequences": 8, "max_step_tokens": 128},
-            "server": {"grpc_port": 0, "http_port": 0},
-        }
-    )
+    settings = {"dtype": "bfloat16", "compile": "auto", "compile_directory": str(CODE), "quantization": quantization}
+    settings["native"] = "auto" if way == "kernels" else "off"
+    scheduler = {"max_sequences": 8, "max_step_tokens": 128}
+    return tiny_cluster(target, drafting, target=settings, kv={"pool_bytes": 100 << 20}, scheduler=scheduler)
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from deploy.local.local_cluster import LocalCluster
 from deploy.packaged_drafts import packaged_drafts
 from deploy.settings import load_settings
 from pilotfish.v1 import generation_pb2
+from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.models import drafting_modules
 from tests.support.terminal import run_command
-from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.weights
 
@@ -45,21 +45,15 @@ def directory() -> Path:
 
 
 def configure(method: str, heads: Path) -> Configuration:
-    target: dict[str, Any] = {"path": str(directory()), "device": "cpu", "kv": {"pool_bytes": 100 << 20}}
     drafting: dict[str, Any] = {"method": method, "controller": "off", "max_nodes": 6, "max_depth": 4}
     if method == "model":
         drafting["timeout_seconds"] = 60.0
         drafting["model"] = {"path": str(DRAFT), "device": "cpu", "kv": {"pool_bytes": 50 << 20}}
     elif method != "none":
         drafting[method] = {"path": str(heads)} if method in ("heads", "blockwise") else {}
-    return load_configuration(
-        {
-            "target": target,
-            "draft": drafting,
-            "server": {"grpc_port": 0, "http_port": 0},
-            "scheduler": {"max_sequences": 8},
-        }
-    )
+    settings = {"compile": "auto"}
+    memory = {"pool_bytes": 100 << 20}
+    return tiny_cluster(directory(), drafting, target=settings, kv=memory, scheduler={"max_sequences": 8})
 
 
 @pytest.fixture(scope="module")
