@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -131,6 +132,16 @@ def open_bench(
         load_model(ModelSection(path=str(directory), device="cpu", native="off")), uses_cuda_graphs=record is not None
     )
     pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=200)
+    with _graphs(record, attention, sizes) as made:
+        runner = ModelRunner(model, pool, taps)
+    return Bench(pool, runner, made[0] if made else None)
+
+
+@contextmanager
+def _graphs(
+    record: GraphCapture | None, attention: Callable[[AttentionSetting], ChosenBackend], sizes: Sequence[GraphSize]
+) -> Iterator[list[CudaGraphRunner]]:
+    """A runner that is made inside replays graphs. They are warmed up in the end, and yielded as the only one."""
     made: list[CudaGraphRunner] = []
 
     def graphed(_: object, setting: AttentionSetting, compute: Compute, *__: object) -> CudaGraphRunner | None:
@@ -141,10 +152,9 @@ def open_bench(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runners, "make_graph_runner", graphed)
-        runner = ModelRunner(model, pool, taps)
+        yield made
     if made:
         made[0].warm_up()
-    return Bench(pool, runner, made[0] if made else None)
 
 
 def some_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -187,22 +197,9 @@ def open_engine(
         load_model(ModelSection.model_validate({"path": str(directory), "device": device, "native": "off"})),
         uses_cuda_graphs=record is not None,
     )
-
-    made: list[CudaGraphRunner] = []
-
-    def graphed(_: object, setting: AttentionSetting, compute: Compute, *__: object) -> CudaGraphRunner | None:
-        if record is None:
-            return None
-        made.append(CudaGraphRunner(compute, record, setting, attention(setting), sizes))
-        return made[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runners, "make_graph_runner", graphed)
+    with _graphs(record, attention, sizes):
         pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), blocks=100)
-        engine = TargetEngine(model, pool, make_decider(model))
-    if made:
-        made[0].warm_up()
-    return engine
+        return TargetEngine(model, pool, make_decider(model))
 
 
 def decode_with_trees(

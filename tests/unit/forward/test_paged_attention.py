@@ -13,6 +13,7 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from cluster.core.tree import TokenTree
+from tests.support.engines.engine_sequence import some_tokens
 from tests.support.models import tiny
 from tests.zoo.configs import tiny_config
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -62,11 +63,6 @@ def open_bench(directory: Path) -> Bench:
     pool = KvPool(model.kv_spec, KvSection(block_size=4, pool_bytes=4 << 20))
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return Bench(reference, ModelRunner(model, pool), pool)
-
-
-def some_tokens(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, tiny.VOCABULARY, (count,), generator=generator).tolist()
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:

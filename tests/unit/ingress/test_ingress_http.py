@@ -232,10 +232,7 @@ async def test_a_client_may_shorten_the_deadline(api: HttpApi) -> None:
         assert error_of(response)["param"] == "x-request-timeout"
 
 
-async def test_a_lone_surrogate_is_refused(api: HttpApi) -> None:
-    response = await api.http.post("/v1/completions", content=rb'{"prompt": "\ud800"}', headers=JSON)
-    assert response.status_code == 400
-    assert error_of(response)["message"]
+async def test_a_lone_surrogate_in_the_name_of_an_ignored_field_is_no_part_of_the_header(api: HttpApi) -> None:
     named = await api.http.post("/v1/completions", content=rb'{"prompt": "hi", "\ud800": 1}', headers=JSON)
     assert (named.status_code, named.headers["x-ignored-fields"]) == (200, "?")
 

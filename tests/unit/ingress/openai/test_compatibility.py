@@ -131,6 +131,7 @@ def test_every_parameter_of_openai_and_vllm_is_known(
 ) -> None:
     known = {*model.model_fields, *model.unsupported}
     assert {*openai_params.__annotations__, *vllm_names, *VLLM_BOTH} - known == set()
+    assert not {*model.model_fields} & {*model.unsupported}
 
 
 @pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
