@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from tests.chaos.faults import Victim
 from tests.support.clusters.faulty_link import FaultyLink
 from tests.support.clusters.role_main import LOOPBACK, RoleKind, RoleSpec
 from tests.support.clusters.role_process import START_SECONDS, RoleProcess
+from workers.serve.node import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Owner:
             await asyncio.gather(*watches, return_exceptions=True)
 
     async def _launch(self) -> None:
-        rendezvous = free_port() if len(self.slots) > 1 else 0
+        rendezvous = free_port(LOOPBACK) if len(self.slots) > 1 else 0
         for slot in self.slots:
             slot.process = RoleProcess(replace(slot.spec, rendezvous=rendezvous), slot.log)
             slot.process.launch()
@@ -228,10 +228,3 @@ class ChaosCluster:
 
     def _log(self) -> Path:
         return self._logs / "processes.log"
-
-
-def free_port() -> int:
-    """A port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
-
 from tests.support.chart.network import Pod, allows, selects
-from tests.support.chart.rendering import CI_VALUES, Rendered, render, render_ci
+from tests.support.chart.rendering import Rendered, render, render_ci
 
 FREE_PORT = 43121
 """A port that a process chose: the roles' own gRPC servers, Ray's workers and the ranks' rendezvous have such ports."""
@@ -19,11 +17,6 @@ GATEWAY = Pod({"app.kubernetes.io/name": "envoy"}, "envoy-gateway-system")
 
 
 NGINX = Pod({"app.kubernetes.io/name": "ingress-nginx"}, "ingress-nginx")
-
-
-@pytest.fixture(params=CI_VALUES)
-def rendered(request: pytest.FixtureRequest) -> Rendered:
-    return render_ci(request.param)
 
 
 def pods(rendered: Rendered) -> dict[str, Pod]:

@@ -17,11 +17,6 @@ EVERYTHING = "two-by-eight"
 """The example values that render every optional object, except what excludes it."""
 
 
-@pytest.fixture(params=CI_VALUES)
-def rendered(request: pytest.FixtureRequest) -> Rendered:
-    return render_ci(request.param)
-
-
 def test_there_are_example_values_for_a_cpu_a_gpu_and_two_nodes() -> None:
     assert CI_VALUES == ("cpu-smoke", "one-gpu", EVERYTHING)
 

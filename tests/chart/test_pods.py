@@ -11,11 +11,6 @@ from tests.support.chart.rendering import CI_VALUES, Object, Rendered, render, r
 from tests.support.chart.schemas import check
 
 
-@pytest.fixture(params=CI_VALUES)
-def rendered(request: pytest.FixtureRequest) -> Rendered:
-    return render_ci(request.param)
-
-
 def containers(rendered: Rendered) -> dict[str, Object]:
     return {role: template["spec"]["containers"][0] for role, template in rendered.pod_templates.items()}
 

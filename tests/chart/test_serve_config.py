@@ -13,7 +13,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from deploy.settings import presets, read_values, settings_from_arguments
 from tests.chart.settings_schema import generated, settings_schemas
-from tests.support.chart.rendering import CI_VALUES, Object, Rendered, render, render_ci
+from tests.support.chart.rendering import Object, Rendered, render, render_ci
 from workers.serve.configuration import load_configuration
 
 SETTINGS: Object = {"$ref": "#/$defs/settings", "$defs": settings_schemas()}
@@ -23,11 +23,6 @@ GPU: Object = {
     "workers": {"target": {"gpus": 1, "memory": "32Gi"}},
 }
 """The fewest values with which the preset `gpu` runs."""
-
-
-@pytest.fixture(params=CI_VALUES)
-def rendered(request: pytest.FixtureRequest) -> Rendered:
-    return render_ci(request.param)
 
 
 def checked(config: Object) -> list[Configuration]:
