@@ -97,14 +97,6 @@ def test_hidden_states_of_another_width_are_refused_and_others_are_served(target
     assert bad.fault is not None and bad.fault.code is RowFaultCode.INVALID
 
 
-def test_a_released_sequence_must_be_sent_again(target: Path, heads: Path) -> None:
-    drafter = configured(target, heads)
-    drafter.propose([opening()])
-    drafter.release([SequenceId("a"), SequenceId("unknown")])
-    fault = drafter.propose([DraftRow(SequenceId("a"), 5, (9,), BUDGET)])[0].fault
-    assert fault is not None and fault.code is RowFaultCode.OUT_OF_SYNC
-
-
 def test_the_methods_differ_in_the_form_of_the_tree(target: Path, heads: Path) -> None:
     chain = configured(target, heads, "blockwise").propose([opening()])[0].tree
     assert chain.is_chain and len(chain) == 3
