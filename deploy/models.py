@@ -52,9 +52,7 @@ def resolve_models(configuration: Configuration, cache_directory: Path, report: 
     return Models(_with_paths(configuration, target, draft, str(code_directory(cache_directory))), target, draft)
 
 
-def with_draft_directory(
-    configuration: Configuration, cache_directory: Path, report: ReportProgress = lambda _: None
-) -> Configuration:
+def with_draft_directory(configuration: Configuration, cache_directory: Path) -> Configuration:
     """The configuration of a drafter without a target: the draft is found, fetched or converted, the target is not.
 
     Of the target, a directory on this machine serves to compare vocabularies. Raises `ModelLoadError`.
@@ -62,7 +60,7 @@ def with_draft_directory(
     section = configuration.target
     target = converted_before(section.path, cache_directory) or Path(section.path).expanduser()
     weights = configuration.draft.weights
-    draft = None if weights is None else _resolve(weights, cache_directory, report)
+    draft = None if weights is None else _resolve(weights, cache_directory, lambda _: None)
     return _with_paths(configuration, target, draft, str(code_directory(cache_directory)))
 
 

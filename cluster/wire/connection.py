@@ -38,15 +38,10 @@ class Connection:
     """One channel to a server. It is opened when needed. When the server is lost, the next call resolves again."""
 
     def __init__(
-        self,
-        resolve: Resolve,
-        unavailable: type[PilotfishError],
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        access: PeerAccess | PublicAccess = OPEN,
+        self, resolve: Resolve, unavailable: type[PilotfishError], access: PeerAccess | PublicAccess = OPEN
     ) -> None:
         self._resolve = resolve
         self._unavailable = unavailable
-        self._max_message_bytes = max_message_bytes
         self._access = access
         self.metadata = access.metadata()
         """The metadata that every call must have."""
@@ -64,7 +59,7 @@ class Connection:
             if self._channel is None:
                 self._channel = open_channel(
                     address,
-                    max_message_bytes=self._max_message_bytes,
+                    max_message_bytes=MAX_MESSAGE_BYTES,
                     credentials=self._access.channel_credentials(),
                     server_name=self._access.server_name,
                 )

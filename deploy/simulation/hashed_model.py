@@ -29,8 +29,9 @@ class HashedModel:
         state = ((state ^ (token + 1)) * _STEP) & _MASK
         return state ^ (state >> 29)
 
-    def state_of(self, tokens: Iterable[int], state: int = _FIRST) -> int:
+    def state_of(self, tokens: Iterable[int]) -> int:
         """The state after `tokens`."""
+        state = _FIRST
         for token in tokens:
             state = self.advance(state, token)
         return state

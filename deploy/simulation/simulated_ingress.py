@@ -38,13 +38,13 @@ class SimulatedDirectory:
         return [view for view, at in self._heard.values() if now() - at < EXPIRY_SECONDS]
 
 
-def routed(network: Network, members: Callable[[], Sequence[Member]], patience_seconds: float = 30.0) -> Router:
+def routed(network: Network, members: Callable[[], Sequence[Member]]) -> Router:
     """The real router over the simulated network."""
 
     def connect(address: str) -> FullClient:
         return cast("FullClient", RemoteGeneration(network, address))  # it has the methods that streams need
 
-    return Router(members, connect, patience_seconds)
+    return Router(members, connect)
 
 
 class IngressNode:

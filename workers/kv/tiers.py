@@ -55,10 +55,8 @@ class Tiers:
     views of the block's keys in every layer, then of its values.
     """
 
-    def __init__(
-        self, section: KvSection, block_bytes: int, device: torch.device, costs: CostModel | None = None
-    ) -> None:
-        self.costs = costs or CostModel()
+    def __init__(self, section: KvSection, block_bytes: int, device: torch.device) -> None:
+        self.costs = CostModel()
         self._block_bytes = block_bytes
         self._device = device
         self._host_bytes = section.host_bytes

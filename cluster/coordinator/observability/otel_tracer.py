@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -33,15 +33,9 @@ class OtelTracer:
     The parent of a request's span is the one that its client names. What is not sampled takes no memory.
     """
 
-    def __init__(
-        self,
-        provider: TracerProvider,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`clock` is the coordinator's."""
+    def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("pilotfish.coordinator")
-        self._offset = wall_clock() - clock()
+        self._offset = time.time() - time.monotonic()  # the coordinator's clock is monotonic
         self._propagator = TraceContextTextMapPropagator()
         self._spans: dict[RequestId, _Traced] = {}
         self._in_round: list[_Traced] = []

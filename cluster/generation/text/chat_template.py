@@ -120,17 +120,11 @@ class ChatTemplate:
     Raises `ConfigurationError` if the source is not a valid template.
     """
 
-    def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        now: Callable[[], datetime] = datetime.now,
-        clock: Clock = time.thread_time,
-    ) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Clock = time.thread_time) -> None:
         self._environment = environment = _BoundedEnvironment(clock)
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(tree)

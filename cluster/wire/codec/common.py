@@ -297,13 +297,11 @@ def decode_id(field: str, value: str, prefix: str = "") -> SequenceId:
     return SequenceId(bounds.identifier(field, prefix + value if value else value))
 
 
-def decode_sequence_ids(
-    values: Sequence[str], field: str = "sequence_ids", most: int = bounds.MAX_ROWS, prefix: str = ""
-) -> tuple[SequenceId, ...]:
+def decode_sequence_ids(values: Sequence[str], prefix: str = "") -> tuple[SequenceId, ...]:
     """Decode sequence ids and put the client's prefix before each. Raises `InvalidRequest`."""
-    bounds.count(field, values, 0, most)
+    bounds.count("sequence_ids", values, 0, bounds.MAX_ROWS)
     named = [prefix + value if value else value for value in values] if prefix else values
-    return cast("tuple[SequenceId, ...]", bounds.identifiers(field, named))
+    return cast("tuple[SequenceId, ...]", bounds.identifiers("sequence_ids", named))
 
 
 _DECODED_STOPPING = {

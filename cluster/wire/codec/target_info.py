@@ -16,9 +16,9 @@ def encode_occupancy(kv: KvOccupancy) -> pb.KvOccupancy:
     return pb.KvOccupancy(blocks_total=kv.blocks_total, blocks_free=kv.blocks_free)
 
 
-def decode_occupancy(message: pb.KvOccupancy, field: str = "kv") -> KvOccupancy:
+def decode_occupancy(message: pb.KvOccupancy) -> KvOccupancy:
     """Decode the occupancy of the KV pool. Raises `InvalidRequest`."""
-    free = bounds.integer(f"{field}.blocks_free", message.blocks_free, 0, message.blocks_total)
+    free = bounds.integer("kv.blocks_free", message.blocks_free, 0, message.blocks_total)
     return KvOccupancy(message.blocks_total, free)
 
 

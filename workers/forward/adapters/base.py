@@ -91,9 +91,9 @@ def in_steps(module: nn.Module, method: str, paged: Callable[..., Any]) -> None:
     setattr(module, method, call)
 
 
-def attention_modules(model: PreTrainedModel, suffix: str = "Attention") -> Iterator[Any]:
-    """The modules of a model whose class has a name that ends so."""
-    yield from (part for part in model.modules() if type(part).__name__.endswith(suffix))
+def attention_modules(model: PreTrainedModel) -> Iterator[Any]:
+    """The modules of a model whose class has a name that ends with `Attention`."""
+    yield from (part for part in model.modules() if type(part).__name__.endswith("Attention"))
 
 
 def accept_attention_name(config: PreTrainedConfig) -> None:

@@ -48,9 +48,9 @@ def _split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
     return values.reshape(*values.shape[:2], *sizes)
 
 
-def _halves(blocks: _Blocks, first: int, count: int = 1) -> torch.Tensor:
-    """`count` float16 numbers of each block from byte `first` on, `[out, blocks * count]`."""
-    return blocks[..., first : first + 2 * count].contiguous().view(torch.float16).flatten(1)
+def _halves(blocks: _Blocks, first: int) -> torch.Tensor:
+    """The float16 number of each block at byte `first`, `[out, blocks]`."""
+    return blocks[..., first : first + 2].contiguous().view(torch.float16).flatten(1)
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
