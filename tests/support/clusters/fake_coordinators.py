@@ -106,12 +106,6 @@ class FakeReplica:
     def is_alive(self) -> bool:
         return self._server is not None
 
-    @property
-    def server_port(self) -> int:
-        """The port of the coordinator itself."""
-        assert self._connections is not None
-        return self._connections.port
-
     async def start(self) -> None:
         self._server = CoordinatorServer(self._configuration, self.target, [self.drafter], internal_host="127.0.0.1")
         self._connections = CuttableConnections(await self._server.start())

@@ -11,7 +11,7 @@ from tests.bench import options
 from tests.bench.client import Answer, Answers
 from tests.bench.decoding import Decoding
 from tests.bench.machine import weight_bytes
-from tests.bench.report import percentile, ratios, spread
+from tests.bench.report import percentile
 from tests.bench.sections import prefix
 from tests.bench.sections.remote import crossing
 from tests.support.models import tiny
@@ -29,17 +29,6 @@ def section(directory: Path, **changes: object) -> TargetSection:
     )
 
 
-def test_a_figure_is_printed_with_its_spread() -> None:
-    assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0–3.0)"
-    assert spread([2.346]) == "2.35"
-
-
-def test_a_ratio_compares_values_of_one_repetition() -> None:
-    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
-    with pytest.raises(ValueError, match="longer"):
-        ratios([1.0], [1.0, 2.0])
-
-
 def test_a_percentile_is_one_of_the_values() -> None:
     values = [float(value) for value in range(100, 0, -1)]
     assert (percentile(values, 0.5), percentile(values, 0.99), percentile(values, 1.0)) == (50.0, 99.0, 100.0)
@@ -55,12 +44,6 @@ def test_times_cross_a_bound_between_two_delays_beyond_them_at_once_or_never() -
     assert [crossing(delays, seconds, bound) for bound in (3.0, 6.0, 10.0)] == [0.5, 2.0, 4.0]
     assert crossing(delays, seconds, 2.0) is None
     assert crossing(delays, [2.0, 2.0, 2.0], 3.0) == float("inf")
-
-
-def test_gaps_are_the_times_between_tokens() -> None:
-    answer = Answer(1.0, [5, 6, 7], [1.5, 1.75, 2.5])
-    assert answer.first_token_seconds == 0.5
-    assert answer.gaps == [0.25, 0.75]
 
 
 def test_a_step_reads_each_weight_once(directory: Path, tmp_path: Path) -> None:

@@ -93,30 +93,21 @@ def test_spec_bench_has_a_task_per_category_and_scores_what_has_references(tmp_p
         {"category": "rag", "turns": ["Who sings?"], "reference": [["James Ray", "George Harrison"]]},
         {"category": "summarization", "turns": ["Summarize."], "reference": ["Short."]},
         {"category": "qa", "turns": ["Where?"]},
+        {"category": "translation", "turns": ["Translate German to English: Hallo"], "reference": ["Hello"]},
         {"category": "math_reasoning", "turns": ["How many?"], "reference": ["#### 7"]},
         {"category": "writing", "turns": ["Write."]},
     ]
     tasks = {task.name: task for task in read_spec_bench(write_jsonl(tmp_path, *rows), 8)}
     assert set(tasks) == {
-        *("spec-bench retrieval", "spec-bench summarization"),
+        *("spec-bench retrieval", "spec-bench summarization", "spec-bench translation"),
         *("spec-bench question-answering", "spec-bench mathematics"),
     }
     assert scores(tasks["spec-bench retrieval"], "by George Harrison") == {"contains an answer, %": 100}
+    assert scores(tasks["spec-bench translation"], "7")
     assert scores(tasks["spec-bench mathematics"], "so 7") == {"exact match, %": 100}
     assert scores(tasks["spec-bench summarization"], " Short.") == {"chrF": 100}
     assert 0 < scores(tasks["spec-bench summarization"], "Shorter.")["chrF"] < 100
     assert scores(tasks["spec-bench question-answering"], "There.") == {}
-
-
-def test_every_task_of_spec_bench_with_references_in_the_file_is_scored(tmp_path: Path) -> None:
-    rows = [
-        {"category": "translation", "turns": ["Translate German to English: Hallo"], "reference": ["Hello"]},
-        {"category": "summarization", "turns": ["Summarize: long."], "reference": ["Short."]},
-        {"category": "rag", "turns": ["Who?"], "reference": ["He"]},
-        {"category": "math_reasoning", "turns": ["How many?"], "reference": ["#### 7"]},
-    ]
-    for task in read_spec_bench(write_jsonl(tmp_path, *rows), 8):
-        assert scores(task, "7"), task.name
 
 
 class TestCode:
