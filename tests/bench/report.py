@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.bench.report.tables import markdown_table
+
 _title = ""
 _printed: list[dict[str, Any]] = []
 """The tables that were printed, each with the title of its section."""
@@ -49,11 +51,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table. The first column is text, the others are figures."""
     _printed.append({"title": _title, "columns": list(columns), "rows": [list(row) for row in rows]})
-    write(f"\n| {' | '.join(columns)} |")
-    write(f"|---{'|---:' * (len(columns) - 1)}|")
-    for row in rows:
-        write(f"| {' | '.join(row)} |")
-    write()
+    write(f"\n{markdown_table(columns, rows)}\n")
 
 
 def keep(file: Path, machine: str, command: str) -> None:
