@@ -14,14 +14,6 @@ from pilotfish.v1 import common_pb2, generation_pb2
 TIMEOUT_SECONDS = 3600.0
 
 
-@dataclass(frozen=True)
-class RequestOptions:
-    """Options of a request."""
-
-    max_draft_tokens: int | None = None
-    """0 selects plain decoding."""
-
-
 @dataclass
 class Answer:
     """One answer and the arrival times of its tokens, on `time.perf_counter`."""
@@ -95,15 +87,18 @@ async def ask(
     prompt: Sequence[int],
     tokens: int,
     into: list[Answer] | None = None,
-    request_options: RequestOptions = RequestOptions(),
+    max_draft_tokens: int | None = None,
     seed: int = 0,
 ) -> Answer:
-    """An answer of at most `tokens` tokens. It is appended to `into` before it starts, so that it survives a cancel."""
+    """A greedy answer of `tokens` tokens; with `max_draft_tokens` 0, by plain decoding.
+
+    It is appended to `into` before it starts, so that it survives a cancel.
+    """
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParameters(temperature=0.0, seed=seed),
         stopping=generation_pb2.StoppingCriteria(max_tokens=tokens, ignore_eos=True),
-        max_draft_tokens=request_options.max_draft_tokens,
+        max_draft_tokens=max_draft_tokens,
     )
     answer = Answer(time.perf_counter())
     if into is not None:
@@ -119,11 +114,7 @@ async def ask(
 
 
 async def ask_all(
-    address: str,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    batch: int,
-    request_options: RequestOptions = RequestOptions(),
+    address: str, prompts: Sequence[Sequence[int]], tokens: int, batch: int, max_draft_tokens: int | None = None
 ) -> Answers:
     """Answers to all prompts, `batch` in flight, over one connection. The seed of a prompt is its index."""
     slots = asyncio.Semaphore(batch)
@@ -132,7 +123,7 @@ async def ask_all(
 
         async def one(seed: int, prompt: Sequence[int]) -> Answer:
             async with slots:
-                return await ask(client, prompt, tokens, request_options=request_options, seed=seed)
+                return await ask(client, prompt, tokens, max_draft_tokens=max_draft_tokens, seed=seed)
 
         begun = time.perf_counter()
         each = await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.bench.client import Answers, RequestOptions, ask_all
+from tests.bench.client import Answers, ask_all
 from tests.bench.processes.clusters import ProcessCluster
 
 SHIPPED = "smollm2-135m-draft"
@@ -41,11 +41,11 @@ def measure(
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
     into: Passes,
-    request_options: RequestOptions = RequestOptions(),
+    max_draft_tokens: int | None = None,
 ) -> None:
     """Measure one pass through all prompts, one after another."""
     cluster.target.draft_seconds()
-    into.answers.append(asyncio.run(ask_all(cluster.coordinator.address, prompts, tokens, 1, request_options)))
+    into.answers.append(asyncio.run(ask_all(cluster.coordinator.address, prompts, tokens, 1, max_draft_tokens)))
     into.target_draft_seconds.append(cluster.target.draft_seconds())
 
 

@@ -26,7 +26,7 @@ from deploy.simulation.capacity.capacity_run import CapacityRun, simulate_capaci
 from deploy.simulation.capacity.options import CapacityOptions
 from deploy.simulation.capacity.step_times import MeasuredTimes, of_measured
 from tests.bench import drafting
-from tests.bench.client import Answers, RequestOptions, ask_all
+from tests.bench.client import Answers, ask_all
 from tests.bench.options import Options
 from tests.bench.processes import clusters
 from tests.bench.report import heading, percentile, table, write
@@ -82,8 +82,8 @@ def _configuration(options: Options) -> Configuration:
 
 
 def _serve(address: str, prompts: Sequence[Sequence[int]], tokens: int, load: int, drafts: bool) -> Answers:
-    asked = RequestOptions(max_draft_tokens=None if drafts else 0)
-    return asyncio.run(ask_all(address, [*prompts[: max(4, 2 * load)]], tokens, load, asked))
+    chosen = [*prompts[: max(4, 2 * load)]]
+    return asyncio.run(ask_all(address, chosen, tokens, load, max_draft_tokens=None if drafts else 0))
 
 
 def _predict(times: MeasuredTimes, load: int, drafts: bool, tokens: int) -> CapacityRun:

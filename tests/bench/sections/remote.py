@@ -13,7 +13,6 @@ from itertools import pairwise
 from cluster.core.config.sections import Configuration
 from deploy.settings import load_settings
 from tests.bench import drafting
-from tests.bench.client import RequestOptions
 from tests.bench.drafting import Passes
 from tests.bench.options import Options
 from tests.bench.processes import clusters
@@ -26,7 +25,6 @@ FACTORS, QUICK_FACTORS = (1, 3, 10), (1,)
 DELAYS, QUICK_DELAYS = (0.0, 0.002, 0.01), (0.0, 0.01)
 """Delays of a message, in seconds."""
 PROMPTS = 4
-PLAIN = RequestOptions(max_draft_tokens=0)
 ROOM = (
     "target.kv.prefix_cache=false",
     "target.kv.pool_bytes=268435456",
@@ -82,7 +80,7 @@ def _row(options: Options, method: str, factor: int, delays: tuple[float, ...]) 
         for cluster in (on_rank_0, *elsewhere.values()):
             drafting.warm(cluster, prompts, options.answer_tokens, (1,))
         for _ in range(options.repeats):
-            drafting.measure(on_rank_0, prompts, options.answer_tokens, plain, PLAIN)
+            drafting.measure(on_rank_0, prompts, options.answer_tokens, plain, max_draft_tokens=0)
             drafting.measure(on_rank_0, prompts, options.answer_tokens, local)
             for delay, cluster in elsewhere.items():
                 drafting.measure(cluster, prompts, options.answer_tokens, remote[delay])

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import httpx
 import torch
 
-from tests.bench.client import RequestOptions, ask, connected
+from tests.bench.client import ask, connected
 from tests.bench.decoding import Decoding, decoding
 from tests.bench.options import Options
 from tests.bench.processes.serve_command import ServeCommand
@@ -98,9 +98,8 @@ async def _rounds(server: ServeCommand, options: Options, shape: Shape) -> tuple
     tokens = QUICK_TOKENS if options.quick else TOKENS
     async with connected(server.grpc_address) as client:
         before, used = histograms(server.http_url), cpu_seconds(server.pid)
-        request = RequestOptions(max_draft_tokens=drafted)
         prompts = [options.long_prompt(PROMPT, drafted + index) for index in range(batch)]
-        await asyncio.gather(*(ask(client, prompt, tokens, request_options=request) for prompt in prompts))
+        await asyncio.gather(*(ask(client, prompt, tokens, max_draft_tokens=drafted) for prompt in prompts))
         after, used_after = histograms(server.http_url), cpu_seconds(server.pid)
     spent = {}
     for name in ("propose_latency", "step_latency", "target_step", "round_overhead"):
