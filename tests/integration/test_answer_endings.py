@@ -107,9 +107,12 @@ async def client(directory: Path) -> AsyncIterator[GenerationClient]:
     draft = {"method": "model", "controller": "off", "timeout_seconds": 10.0, "max_nodes": 6, "max_depth": 6}
     scheduler = {"max_sequences": 8, "max_step_tokens": 128}
     configuration = tiny_cluster(directory, draft | {"model": model}, kv={"block_size": 4}, scheduler=scheduler)
-    async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
-        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
-            yield client
+    async with (
+        deadline(TIMEOUT_SECONDS),
+        LocalCluster(configuration) as cluster,
+        GenerationClient(fixed_address(cluster.grpc_address)) as client,
+    ):
+        yield client
 
 
 def prompt(number: int, length: int = 12) -> tuple[int, ...]:

@@ -87,9 +87,11 @@ def heads(library: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["none", "ngram", "model", "heads", "blockwise"])
 async def client(request: pytest.FixtureRequest, library: Any, heads: Path) -> AsyncIterator[GenerationClient]:
-    async with LocalCluster(configure(request.param, heads)) as cluster:
-        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
-            yield client
+    async with (
+        LocalCluster(configure(request.param, heads)) as cluster,
+        GenerationClient(fixed_address(cluster.grpc_address)) as client,
+    ):
+        yield client
 
 
 async def answer(

@@ -89,7 +89,8 @@ async def in_terminal(*arguments: str) -> AsyncIterator[Terminal]:
 
 def run_command(*words: str) -> int:
     """Run `pilotfish` with these words in this process. Returns its exit code."""
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["pilotfish", *words])
-        cli.main()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
     return int(ended.value.code or 0)

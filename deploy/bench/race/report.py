@@ -132,7 +132,10 @@ def _costs(results: BenchResults) -> str:
         [
             entry.name,
             "`" + " ".join(entry.assignments) + "`" if entry.assignments else UNKNOWN,
-            *(f"{value / _MIB:.0f}" if value else UNKNOWN for value in (entry.cost.target_bytes, entry.cost.draft_bytes, entry.cost.resident_bytes)),
+            *(
+                f"{value / _MIB:.0f}" if value else UNKNOWN
+                for value in (entry.cost.target_bytes, entry.cost.draft_bytes, entry.cost.resident_bytes)
+            ),
         ]
         for entry in results.entries
     ]

@@ -84,17 +84,20 @@ async def answers(
     draft = tiny.save(others / "draft", tiny.llama(vocab_size=VOCABULARY)) if method == "model" else others
     chosen = values(method, Directories(case.directory, draft, others), max_nodes=6, max_depth=4, timeout_seconds=30.0)
     chosen["target"]["kv"] |= kv
-    async with deadline(SECONDS), LocalCluster(load_configuration(chosen)) as cluster:
-        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
-            alone = [await answer(client, message) for message in REQUESTS[:2]]
-            before = await read_counts(client)
-            together = list(await asyncio.gather(*(answer(client, message) for message in REQUESTS)))
-            assert [one.tokens for one in alone] == [one.tokens for one in together[:2]]
-            name = "vllm:prefix_cache_hits_total"
-            assert (await read_counts(client))[name] - before[name] >= REPEATED_TOKENS
-            if preempted is not None:
-                preempted.append((await read_counts(client))["vllm:num_preemptions_total"])
-            return together
+    async with (
+        deadline(SECONDS),
+        LocalCluster(load_configuration(chosen)) as cluster,
+        GenerationClient(fixed_address(cluster.grpc_address)) as client,
+    ):
+        alone = [await answer(client, message) for message in REQUESTS[:2]]
+        before = await read_counts(client)
+        together = list(await asyncio.gather(*(answer(client, message) for message in REQUESTS)))
+        assert [one.tokens for one in alone] == [one.tokens for one in together[:2]]
+        name = "vllm:prefix_cache_hits_total"
+        assert (await read_counts(client))[name] - before[name] >= REPEATED_TOKENS
+        if preempted is not None:
+            preempted.append((await read_counts(client))["vllm:num_preemptions_total"])
+        return together
 
 
 @pytest.mark.parametrize("family_and_method", slow_but(CASES[:1], CASES), ids="-".join)

@@ -34,7 +34,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 )
 def test_the_texts_are_those_of_one_rank_in_chains_and_trees(group: RankGroup, family: str, tmp_path: Path) -> None:
     directory = save_hybrid(tmp_path, family, **(SIX if group.ranks == 3 else {})).directory
-    expected = plain_answers(build_engine(configure_ranks(directory, 1, pool_bytes=POOL_BYTES).target).step, REQUESTS, COUNT)
+    expected = plain_answers(
+        build_engine(configure_ranks(directory, 1, pool_bytes=POOL_BYTES).target).step, REQUESTS, COUNT
+    )
     assert all(len(set(text)) > 3 for text in expected.values())
     formed = group.form(configure_ranks(directory, group.ranks, pool_bytes=POOL_BYTES))
     for branches in (False, True):

@@ -99,7 +99,9 @@ def test_the_texts_are_those_of_one_rank_and_drafts_are_accepted(
     directory = tiny.save(tmp_path, FAMILIES[ranks][name])
     if name == "gpt_oss":
         tiny.shift(directory)
-    expected = plain_answers(build_engine(configure(directory, 1, quantization=quantization).target).step, REQUESTS, COUNT)
+    expected = plain_answers(
+        build_engine(configure(directory, 1, quantization=quantization).target).step, REQUESTS, COUNT
+    )
     formed = group.form(configure(directory, ranks, quantization=quantization))
     found = decode_together(formed.step, REQUESTS, COUNT, BUDGET)
     assert {one: decoded.answer[:COUNT] for one, decoded in found.items()} == expected

@@ -112,7 +112,9 @@ def check_tool_choice(body: ChatExtensions) -> None:
     choice = body.tool_choice
     if choice not in (None, "none") and not body.tools:
         raise InvalidRequest("tool_choice", _shown(choice), "left out unless there are tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in (str(tool["function"]["name"]) for tool in body.tools):
+    if isinstance(choice, NamedTool) and choice.function.name not in (
+        str(tool["function"]["name"]) for tool in body.tools
+    ):
         raise InvalidRequest("tool_choice", choice.function.name, "the name of one of the tools")
 
 

@@ -40,7 +40,9 @@ def test_unreadable_prompts_are_reported_with_file_and_line(tmp_path: Path, text
 
 def test_chosen_settings_take_precedence_over_those_of_a_section(directory: Path) -> None:
     chosen = [f"target.path={directory}", "draft.synthetic.mode=serial"]
-    _, asked = options.parse(SECTIONS, ["calibration", *(part for assignment in chosen for part in ("--set", assignment))])
+    _, asked = options.parse(
+        SECTIONS, ["calibration", *(part for assignment in chosen for part in ("--set", assignment))]
+    )
     configuration = asked.based_on("draft.synthetic.mode=run_ahead", "draft.method=synthetic")
     assert configuration.draft.settings("synthetic", SyntheticSettings).mode == "serial"
     assert configuration.draft.method == "synthetic"

@@ -1,4 +1,4 @@
-"""Drafts for encoder-decoder targets: modules that know the target, others that never do, and those that are refused."""
+"""Drafts for encoder-decoder targets: modules that know the target, others that never do, and refused ones."""
 
 from __future__ import annotations
 

@@ -95,9 +95,12 @@ def configured(target: Path, *settings: str) -> Configuration:
 
 
 async def answers(configuration: Configuration) -> Sequence[Answer]:
-    async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
-        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
-            return await asyncio.gather(*(answer(client, message) for message in REQUESTS))
+    async with (
+        deadline(TIMEOUT_SECONDS),
+        LocalCluster(configuration) as cluster,
+        GenerationClient(fixed_address(cluster.grpc_address)) as client,
+    ):
+        return await asyncio.gather(*(answer(client, message) for message in REQUESTS))
 
 
 _ALONE: dict[Path, Sequence[Answer]] = {}

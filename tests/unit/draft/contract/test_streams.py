@@ -81,9 +81,12 @@ REQUESTS = [*RIGHT, *NEVER_RIGHT, *USUAL]
 async def serving(name: str, directories: Directories, **drafting: object) -> AsyncIterator[GenerationClient]:
     """A client of a running cluster."""
     configuration = load_configuration(values(name, directories, **drafting))
-    async with deadline(TIMEOUT_SECONDS), LocalCluster(configuration) as cluster:
-        async with GenerationClient(fixed_address(cluster.grpc_address)) as client:
-            yield client
+    async with (
+        deadline(TIMEOUT_SECONDS),
+        LocalCluster(configuration) as cluster,
+        GenerationClient(fixed_address(cluster.grpc_address)) as client,
+    ):
+        yield client
 
 
 async def answer(client: GenerationClient, message: generation_pb2.GenerateRequest) -> Answer:
