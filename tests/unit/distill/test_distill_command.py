@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+from collections.abc import Iterator
 from copy import copy
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from safetensors.torch import load_file
 
 from cluster.core.errors import ConfigurationError
 from deploy.distillation import target as distillation_target
+from deploy.distillation.command import distill
 from deploy.signals import SIGNALLED
 from tests.support.terminal import CTRL_C, in_terminal
 from tests.unit.distill.conftest import Command
@@ -26,8 +30,8 @@ pytestmark = pytest.mark.slow
 class DistillRun(Command):
     """The command that makes a draft of layers, with more prompts and an evaluation."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(directory, monkeypatch)
         self.draft = directory / "draft"
         self.write("tasks", [{"instruction": f"Say {number}.", "instances": [{"input": ""}]} for number in range(10)])
         categories = ("qa", "writing", "math", "qa", "qa")
@@ -46,8 +50,9 @@ class DistillRun(Command):
 
 
 @pytest.fixture(scope="module")
-def distill_run(tmp_path_factory: pytest.TempPathFactory) -> DistillRun:
-    return DistillRun(tmp_path_factory.mktemp("distill_run"))
+def distill_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DistillRun]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield DistillRun(tmp_path_factory.mktemp("distill_run"), monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +195,15 @@ def test_invalid_options_are_refused_before_any_work(
     assert distill_run.run(*more) == 2
 
     assert message in capsys.readouterr().err
+
+
+def test_every_field_of_the_options_is_an_option_of_the_command_with_the_same_default() -> None:
+    written = {name: parameter.default for name, parameter in inspect.signature(distill).parameters.items()}
+
+    for field in fields(DistillOptions):
+        required = field.default is MISSING
+        assert written.pop(field.name) == (inspect.Parameter.empty if required else field.default), field.name
+    assert written == {"config": None, "assignments": None}
 
 
 def test_prompts_are_required() -> None:

@@ -39,7 +39,7 @@ class ModuleRun(Command):
 def module_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleRun]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(module_trainer, "_MAX_TOKENS", 8)
-        yield ModuleRun(tmp_path_factory.mktemp("module_run"))
+        yield ModuleRun(tmp_path_factory.mktemp("module_run"), monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["heads", "block", "eagle", "exit"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from cluster.core.errors import ConfigurationError
+from deploy import cli
 from tests.support.models import tiny
-from tests.support.terminal import run_command
 from tests.support.translation.tiny_marian import FRENCH, save_translator
 from workers.distill.answers import Answer, read_answers
 from workers.distill.loop import TrainingPlan
@@ -194,6 +195,13 @@ class TestStoredDraft:
             assert torch.equal(value.detach().bfloat16(), again.own_parameters()[name].detach().bfloat16())
 
 
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["pilotfish", "distill", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A directory, and the arguments of a command that makes a draft of a tiny translator."""
@@ -208,10 +216,10 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return directory, arguments
 
 
-def test_the_command_makes_a_draft(command: tuple[Path, list[str]]) -> None:
+def test_the_command_makes_a_draft(command: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, arguments = command
     evaluation = ["--evaluate", str(directory / "in.jsonl"), "--evaluate-prompts", "5"]
-    assert run_command("distill", *arguments, *evaluation) == 0
+    assert run(monkeypatch, *arguments, *evaluation) == 0
     answers = read_answers(directory / "draft.work" / "answers.jsonl")
     assert (len(answers), sum(answer.held_out for answer in answers)) == (40, 3)
     card = read_card(directory / "draft")
@@ -227,18 +235,20 @@ def test_the_command_makes_a_draft(command: tuple[Path, list[str]]) -> None:
     config = AutoConfig.from_pretrained(directory / "draft")
     assert (config.decoder_layers, config.encoder_layers) == (1, 2)
     before = (directory / "draft.work" / "answers.jsonl").read_bytes()
-    assert run_command("distill", *arguments, *evaluation) == 0
+    assert run(monkeypatch, *arguments, *evaluation) == 0
     assert (directory / "draft.work" / "answers.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("kind", ["heads", "table"])
-def test_the_command_makes_modules(command: tuple[Path, list[str]], kind: str, tmp_path: Path) -> None:
+def test_the_command_makes_modules(
+    command: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, kind: str, tmp_path: Path
+) -> None:
     directory, arguments = command
     without = ("--layers", "2")
     arguments = [word for word in arguments if word not in without]
     more = ["--kind", kind, "--depths", "2", "--steps", "60", "--learning-rate", "0.01", "--max-length", "32"]
     more += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / kind)]
-    assert run_command("distill", *arguments, *more, "--evaluate", str(directory / "in.jsonl")) == 0
+    assert run(monkeypatch, *arguments, *more, "--evaluate", str(directory / "in.jsonl")) == 0
     drafter = load_drafter(tmp_path / kind, directory / "target", torch.float32, CPU, kind)
     text = (tmp_path / kind / "README.md").read_text()
     assert f"The kind is `{kind}`" in text and "--field fr" in text
@@ -265,11 +275,12 @@ def test_the_command_makes_modules(command: tuple[Path, list[str]], kind: str, t
 )
 def test_what_does_not_fit_the_target_is_refused(
     command: tuple[Path, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     more: tuple[str, str],
     message: str,
 ) -> None:
     _, arguments = command
-    assert run_command("distill", *arguments, *more, "--out", str(tmp_path / "other")) == 2
+    assert run(monkeypatch, *arguments, *more, "--out", str(tmp_path / "other")) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
