@@ -6,7 +6,7 @@ A matcher finds the allowed tokens at every node of a draft tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from cluster.core.tree import ROOT, TokenTree
 from workers.sampling.context import AllowedTokens
 
 _MOST_CACHED = 64
-"""Most compiled grammars that are kept."""
+"""Most compiled grammars that are kept, unless the rows of one step use more."""
 
 
 class GrammarError(ValueError):
@@ -147,10 +147,18 @@ class GrammarCompiler:
         found = self._compiled.get(grammar)
         if found is None:
             found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-            if len(self._compiled) > _MOST_CACHED:
-                self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return found
+
+    def drop_unused(self, used: Container[Grammar]) -> None:
+        """Drop the grammars that were used longest ago, while there are too many, but none of `used`.
+
+        If a step dropped its own, the next step would have to compile them anew, and so might never begin.
+        """
+        excess = max(0, len(self._compiled) - _MOST_CACHED)
+        unused = [grammar for grammar in self._compiled if grammar not in used] if excess else []
+        for grammar in unused[:excess]:
+            self._compiled.pop(grammar).cancel()
 
     def matcher(self, grammar: Grammar, prompt_len: int) -> GrammarMatcher:
         """Return a matcher at the beginning of an answer. Waits for the compilation.

@@ -49,11 +49,14 @@ class Grammars:
         if self._compiler is None:
             return
         deciding: list[Grammar] = []
+        used: set[Grammar] = set()
         for row, sequence in rows:
             grammar = _new_grammar(row, sequence)
             if grammar is not None:
                 self._compiler.compile(grammar)
+                used.add(grammar)
                 deciding.extend([grammar] if row.decide else [])
+        self._compiler.drop_unused(used)
         if not deciding:
             return
         grammars = list(dict.fromkeys(deciding))

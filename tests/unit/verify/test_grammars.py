@@ -30,6 +30,7 @@ from tests.support.engines.engine_sequence import Propose, no_draft
 from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+from workers.sampling import grammar as compiler_module
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
 
@@ -168,4 +169,30 @@ def test_an_error_of_a_grammar_is_not_kept(engine: TargetEngine) -> None:
         fault = verify(engine, first_row("wrong", PROMPT, wrong)).fault
         assert fault is not None and fault.code is RowFaultCode.INVALID and fault.message.startswith("grammar: ")
         assert wrong.grammar not in compiler._compiled
+    engine.release_all()
+
+
+def test_a_step_with_more_grammars_than_are_kept_compiles_each_of_them_once(
+    engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each step would drop grammars that its own rows need, and its rows might never begin."""
+    compiler, compiled = engine._grammars._compiler, list[Grammar]()
+    assert compiler is not None
+    compile_now = compiler._compile
+
+    def counted(grammar: Grammar) -> LLMatcher:
+        compiled.append(grammar)
+        return compile_now(grammar)
+
+    monkeypatch.setattr(compiler_module, "_MOST_CACHED", 2)
+    monkeypatch.setattr(compiler, "_compile", counted)
+    grammars = [Grammar(GrammarKind.REGEX, f"(swim){{{count}}}") for count in range(2, 7)]
+    rows = [first_row(one.text, PROMPT, replace(SAMPLINGS["greedy"], grammar=one)) for one in grammars]
+    while rows:
+        faults = [verdict.fault for verdict in engine.step(StepBatch(tuple(rows))).verdicts]
+        assert all(fault is None or fault.code is RowFaultCode.NOT_READY for fault in faults)
+        rows = [row for row, fault in zip(rows, faults, strict=True) if fault is not None]
+    assert compiled == grammars
+    verify(engine, first_row("plain", PROMPT, SAMPLINGS["greedy"]))
+    assert len(compiler._compiled) == 2
     engine.release_all()
