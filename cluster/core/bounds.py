@@ -94,7 +94,7 @@ MAX_STEP_SECONDS = 86_400.0
 MAX_EXACT_INTEGER = 1 << 53
 """Largest count that a double holds exactly."""
 MAX_JSON_DEPTH = 64
-"""Deepest nesting of arrays and objects in an HTTP body."""
+"""Deepest nesting of arrays and objects in an HTTP body, in a tool, and in the arguments of a call."""
 
 
 def count(field: str, values: Sized, least: int, most: int, unit: str = "entries") -> None:

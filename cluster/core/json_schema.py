@@ -26,6 +26,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "unevaluatedProperties": (True, {}),
 }
 """Keywords with the values that allow everything."""
+_DESCRIPTIONS = ("title", "description", "$comment")
+"""Keywords whose texts are for people. Those of many tools are longer than the rest of their schemas."""
 _VALUES = frozenset({"const", "default", "enum", "example", "examples"})
 """Keywords whose values are no schemas."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -33,9 +35,12 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 
 
 def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without unknown formats and without keywords that allow everything, at every level."""
+    """Return a schema without descriptions, unknown formats and keywords that allow everything, at every level."""
     schema = copy.deepcopy(schema)
     for part in _schemas(schema):
+        for name in _DESCRIPTIONS:
+            if isinstance(part.get(name), str):
+                del part[name]
         if _has_unknown_format(part):
             del part["format"]
         for name, values in _NEUTRAL.items():

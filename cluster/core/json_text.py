@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 _HALF = re.compile("[\ud800-\udfff]")
 WHOLE = "valid Unicode, without half of a surrogate pair"
 """The bound that texts keep."""
+_MOST_FIELD_CHARS = 256
+"""Most characters of a field that is reported."""
 
 
 def has_half(text: str) -> bool:
@@ -17,18 +20,43 @@ def has_half(text: str) -> bool:
 def find_half(value: object, field: str = "") -> tuple[str, object] | None:
     """Return the first text inside of a JSON value that has half of a surrogate pair, with its field.
 
-    The name of an entry belongs to its object.
+    The name of an entry belongs to its object. The value may be nested to any depth. A long field is cut.
     """
-    if isinstance(value, str):
-        return (field, value) if has_half(value) else None
+    pending: list[Iterator[tuple[str, object]]] = [iter([(field, value)])]
+    while pending:
+        for name, entry in pending[-1]:
+            if isinstance(entry, str):
+                if has_half(entry):
+                    return name, entry
+            elif isinstance(entry, dict | list):
+                pending.append(_entries(name[:_MOST_FIELD_CHARS], entry))
+                break
+        else:
+            pending.pop()
+    return None
+
+
+def _entries(field: str, value: dict[str, object] | list[object]) -> Iterator[tuple[str, object]]:
+    """Yield the names and entries of an object, or the entries of a list, each with its field."""
     if isinstance(value, dict):
         for name, entry in value.items():
-            if has_half(name):
-                return field or name, name
-            if (found := find_half(entry, f"{field}.{name}" if field else name)) is not None:
-                return found
-    elif isinstance(value, list):
+            yield field or name, name
+            yield f"{field}.{name}" if field else name, entry
+    else:
         for position, entry in enumerate(value):
-            if (found := find_half(entry, f"{field}[{position}]")) is not None:
-                return found
-    return None
+            yield f"{field}[{position}]", entry
+
+
+def is_deeper_than(value: object, levels: int) -> bool:
+    """Whether arrays and objects are nested more than `levels` deep. Later code may recurse into the value."""
+    containers = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        containers = [
+            entry
+            for container in containers
+            for entry in (container.values() if isinstance(container, dict) else container)
+            if isinstance(entry, dict | list)
+        ]
+        if not containers:
+            return False
+    return True

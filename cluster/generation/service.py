@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 from cluster.core import bounds
@@ -37,6 +37,8 @@ from pilotfish.v1 import generation_pb2
 
 _TAKE_OVER_SECONDS = 5.0
 """Longest wait for the end of an earlier call of a resumed request, in seconds."""
+_ABORT_AGAIN_SECONDS = 0.05
+"""Time after which an earlier call that has not ended is aborted again, in seconds."""
 
 _NamesModel = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest | generation_pb2.DetokenizeRequest
 
@@ -230,13 +232,16 @@ class GenerationService:
             ended.set()
 
     async def _end_earlier(self, request_id: RequestId) -> None:
-        """End the earlier call of a resumed request, if it still runs. Raises `NotReady` if it does not end."""
-        ended = self._running.get(request_id)
-        if ended is None:
-            return
-        self._engine.abort(request_id)
+        """End the earlier calls of a resumed request that still run. Raises `NotReady` if they do not end.
+
+        Another call may resume it at the same time. It cannot be ended before it has reached the engine.
+        """
         try:
             async with asyncio.timeout(_TAKE_OVER_SECONDS):
-                await ended.wait()
+                while (ended := self._running.get(request_id)) is not None:
+                    self._engine.abort(request_id)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_ABORT_AGAIN_SECONDS):
+                            await ended.wait()
         except TimeoutError:
             raise NotReady(f"the earlier call of {request_id} has not ended yet") from None

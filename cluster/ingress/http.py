@@ -82,6 +82,12 @@ class _Translated:
         """Number of answers to each prompt."""
         return self.requests[0].n or 1
 
+    def named(self, error: Exception) -> Exception:
+        """Return an error with the name of the parameter that the client sent."""
+        if not isinstance(error, InvalidRequest):
+            return error
+        return error.renamed(self.parameter_names.get(error.field, error.field))
+
 
 def create_app(
     client: ServiceClient,
@@ -173,7 +179,11 @@ async def _generate(
     # The service checks all bounds. This one also bounds what is made here for each answer.
     n = bounds.integer("n", translated.n, 1, limits.max_n)
     timeout = timeout_of(request, limits.max_timeout_seconds)
-    choices = [Choice(index, counts_prompt=index % n == 0) for index in range(len(translated.requests) * n)]
+    choices = [
+        Choice(number * n + index, counts_prompt=index == 0, prompt_text=text)
+        for number, text in enumerate(map(_prompt_text, translated.requests))
+        for index in range(n)
+    ]
     if translated.event_id.choices:
         restore(translated.event_id, choices, translated.requests)
     events = answers(client, translated.requests, timeout)
@@ -202,14 +212,22 @@ async def _generate(
             beginning.result()
     except InvalidRequest as error:
         await events.aclose()
-        raise error.renamed(translated.parameter_names.get(error.field, error.field)) from None
+        raise translated.named(error) from None
     except BaseException:
         beginning.cancel()
         await asyncio.gather(beginning, return_exceptions=True)
         await events.aclose()
         raise
-    parts = chunks(beginning, events, choices, translated.options, lambda error: failed(request, error))
+    parts = chunks(
+        beginning, events, choices, translated.options, lambda error: failed(request, translated.named(error))
+    )
     return EventStream(parts, translated.headers, silent_seconds=_SILENT_SECONDS)
+
+
+def _prompt_text(request: generation_pb2.GenerateRequest) -> str:
+    """Return a prompt that the answer begins with, where it is sent as text and used as a whole; empty otherwise."""
+    options = request.prompt_options
+    return request.text if options.echo and not options.HasField("truncate") else ""
 
 
 def _metadata(first: generation_pb2.GenerateResponse, translated: _Translated) -> ResponseMetadata:

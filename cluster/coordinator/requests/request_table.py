@@ -37,10 +37,6 @@ class Turns:
         self._flows[flow] = self._flows.get(flow, 0) + 1
         return turn
 
-    def waits(self, sequence_id: SequenceId) -> bool:
-        """Whether the sequence has a turn and has not started."""
-        return sequence_id in self._waiting
-
     def start(self, sequence_id: SequenceId) -> None:
         """Record that a sequence starts. Does nothing if it has started before."""
         turn = self._waiting.pop(sequence_id, None)
@@ -152,9 +148,8 @@ class RequestTable:
     def queued(self) -> Iterator[QueuedRequest]:
         """Yield all live requests in order of arrival, for the choice of what a full queue refuses."""
         for request in self._requests.values():
-            has_begun = not all(self._turns.waits(live.id) for live in request.sequences)
             priority = request.request.priority
-            yield QueuedRequest(request.id, _flow(request), request.strategy.slots, has_begun, priority)
+            yield QueuedRequest(request.id, _flow(request), request.strategy.slots, request.has_run, priority)
 
     def remove(self, request: LiveRequest) -> bool:
         """Remove a request and all its sequences. Returns whether it was live until now."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.core import bounds
 from cluster.core.answer_format import AnswerFormat, CallFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.fair_queue import flow_of
@@ -43,7 +44,10 @@ class Constraints:
             return request
         whole = after_reasoning(grammar, form, self._tokenizer.special_tokens_in(form.markers), is_call=is_call)
         if whole != grammar:
-            grammar = await self._checked(whole, valid)
+            try:
+                grammar = await self._checked(whole, valid)
+            except InvalidRequest as error:
+                raise error.renamed("tools") if is_call else error from None
         return replace(request, sampling=replace(request.sampling, grammar=grammar))
 
     async def _grammar(self, grammar: Grammar | None, valid: ValidatedRequest, form: AnswerFormat) -> Grammar | None:
@@ -142,7 +146,11 @@ class GrammarChecker:
         if result.error:
             shown = grammar.text or grammar.kind.value
             raise InvalidRequest("grammar", shown, f"a {_NAMES[grammar.kind]} that can be compiled: {result.error}")
-        return Grammar(GrammarKind.GRAMMAR, result.source) if grammar.kind is GrammarKind.GRAMMAR else grammar
+        checked = Grammar(GrammarKind.GRAMMAR, result.source) if grammar.kind is GrammarKind.GRAMMAR else grammar
+        size = len(checked.text.encode())
+        if size > bounds.MAX_GRAMMAR_BYTES:  # that of required calls, of what follows reasoning, or of EBNF
+            raise InvalidRequest("grammar", f"{size} bytes", f"at most {bounds.MAX_GRAMMAR_BYTES} bytes")
+        return checked
 
     def close(self) -> None:
         """End the processes, if they run."""

@@ -14,7 +14,8 @@ from typing import Any
 
 from jinja2 import nodes
 
-from cluster.core.json_text import find_half
+from cluster.core.bounds import MAX_JSON_DEPTH
+from cluster.core.json_text import find_half, is_deeper_than
 
 _ALPHANUMERIC = re.compile(r"[a-zA-Z0-9]{9}")
 _NUMBERED = re.compile(r"functions\..+:\d+")
@@ -44,6 +45,11 @@ class Message:
     """What the assistant thought before the content."""
     parts: tuple[str, ...] = ()
     """The texts that `content` joins, where the client sent several."""
+
+    @property
+    def chars(self) -> int:
+        """Number of characters of content, reasoning and calls."""
+        return len(self.content) + len(self.reasoning or "") + sum(len(call.arguments) for call in self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +203,13 @@ def _with_calls_as_text(message: Message) -> Message:
 
 
 def _called_with(call: CalledTool) -> dict[str, Any] | None:
-    """Return the arguments of a call as an object; `None` if what the model wrote is none."""
+    """Return the arguments of a call as an object; `None` if what the model wrote is none, or nested too deep."""
     try:
         value = json.loads(call.arguments)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and find_half(value) is None else None
+    is_shown = isinstance(value, dict) and not is_deeper_than(value, MAX_JSON_DEPTH) and find_half(value) is None
+    return value if is_shown else None
 
 
 def has_broken_call(message: Message) -> bool:

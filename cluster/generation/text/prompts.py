@@ -15,7 +15,7 @@ from cluster.core import bounds
 from cluster.core.answer_format import TEXT_ONLY, AnswerFormat, ReasoningFormat
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import ContextLengthExceeded, InvalidRequest, context_reason
-from cluster.core.json_text import WHOLE, find_half
+from cluster.core.json_text import WHOLE, find_half, is_deeper_than
 from cluster.core.nearest import nearest
 from cluster.core.verification import TargetInfo
 from cluster.generation.text.chat_messages import CalledTool, Message
@@ -60,8 +60,9 @@ class ChatPrompt:
 
     @property
     def chars(self) -> int:
-        """Number of characters of the messages' contents."""
-        return sum(len(message.content) for message in self.messages)
+        """Number of characters that a template may show: of messages, calls, tools and variables."""
+        own = sum(map(len, self.options.tools)) + len(self.options.arguments)
+        return own + sum(message.chars for message in self.messages)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -153,8 +154,8 @@ def _check_object(field: str, text: str) -> dict[str, Any]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        raise InvalidRequest(field, text, "a JSON object")
+    if not isinstance(value, dict) or is_deeper_than(value, bounds.MAX_JSON_DEPTH):
+        raise InvalidRequest(field, text, f"a JSON object that is nested at most {bounds.MAX_JSON_DEPTH} levels deep")
     if find_half(value) is not None:
         raise InvalidRequest(field, text, WHOLE)
     return value
@@ -190,18 +191,20 @@ async def encode_prompt(
 ) -> tuple[int, ...]:
     """Return the tokens of a prompt, computed in a thread.
 
-    A text that cannot fit into the context is refused without tokenizing it. Raises `InvalidRequest` (`prompt` or
-    `messages`), and `Overloaded` if too many long texts wait.
+    A text that cannot fit into the context, and is not truncated, is refused without tokenizing it. Raises
+    `InvalidRequest` (`prompt` or `messages`), and `Overloaded` if too many long texts wait.
     """
     if isinstance(prompt, TokenPrompt):
         return prompt.tokens
-    most_chars = (most_prompt_tokens(info) + 1) * tokenizer.longest_token_chars
+    most_chars = None
+    if options.truncate is None:
+        most_chars = (most_prompt_tokens(info) + 1) * tokenizer.longest_token_chars
     chars = len(prompt.text) if isinstance(prompt, TextPrompt) else prompt.chars
 
     def least_tokens(count: int) -> int:
         return -(-count // tokenizer.longest_token_chars)
 
-    if isinstance(prompt, TextPrompt) and chars > most_chars:
+    if isinstance(prompt, TextPrompt) and most_chars is not None and chars > most_chars:
         raise prompt_too_long(prompt.field, least_tokens(chars), info, is_least=True)
 
     def encode() -> tuple[int, ...]:
@@ -212,7 +215,7 @@ async def encode_prompt(
                 raise prompt_too_long(prompt.field, least_tokens(error.chars), info, is_least=True) from None
         else:
             text, special = prompt.text, True
-        if len(text) > most_chars:
+        if most_chars is not None and len(text) > most_chars:
             raise prompt_too_long(prompt.field, least_tokens(len(text)), info, is_least=True)
         if options.add_special_tokens is not None:
             special = options.add_special_tokens

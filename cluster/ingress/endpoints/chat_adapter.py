@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Protocol
 
@@ -36,6 +36,9 @@ Event = tuple[str, Json]
 
 class ChatAdapter(Protocol):
     """Collects one answer. Each method returns the events that a streamed response sends then."""
+
+    names: Mapping[str, str]
+    """Names of the API for fields that chats name otherwise; see `own_names`."""
 
     def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
         """The request was admitted."""
@@ -74,10 +77,14 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        for pattern, own in names.items():
-            if (found := re.match(pattern, error.field)) is not None:
-                raise error.renamed(found.expand(own) + error.field[found.end() :]) from None
-        raise
+        raise _named(error, names) from None
+
+
+def _named(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    for pattern, own in names.items():
+        if (found := re.match(pattern, error.field)) is not None:
+            return error.renamed(found.expand(own) + error.field[found.end() :])
+    return error
 
 
 async def respond(
@@ -89,7 +96,7 @@ async def respond(
     headers: Mapping[str, str],
 ) -> Response:
     """Generate the answer to a chat, and return the adapter's response, streamed if the chat says so."""
-    message = chat_request(chat, request.state.request_id, seed_of(chat))
+    message, names = chat_request(chat, request.state.request_id, seed_of(chat)), parameter_names(chat)
     responses = answers(client, [message], timeout_of(request, limits.max_timeout_seconds))
     answer = _Answer(ChatFormat.of(chat), adapter)
     try:
@@ -100,11 +107,17 @@ async def respond(
             return JSONResponse(adapter.whole(), headers=dict(headers))
     except InvalidRequest as error:
         await responses.aclose()
-        raise error.renamed(parameter_names(chat).get(error.field, error.field)) from None
+        raise error.renamed(names.get(error.field, error.field)) from None
     except BaseException:
         await responses.aclose()
         raise
-    return EventStream(_sent(request, first, responses, answer), headers, silent_seconds=SILENT_SECONDS)
+
+    def on_error(error: Exception) -> ErrorResponse:
+        if isinstance(error, InvalidRequest):
+            error = _named(error.renamed(names.get(error.field, error.field)), adapter.names)
+        return failed(request, error)
+
+    return EventStream(_sent(first, responses, answer, on_error), headers, silent_seconds=SILENT_SECONDS)
 
 
 class _Answer:
@@ -148,7 +161,7 @@ class _Answer:
 
 
 async def _sent(
-    request: Request, first: list[Event], responses: Events, answer: _Answer
+    first: list[Event], responses: Events, answer: _Answer, on_error: Callable[[Exception], ErrorResponse]
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(responses):
         for event in first:
@@ -158,7 +171,7 @@ async def _sent(
                 for event in answer.add(response):
                     yield _encoded(event)
         except Exception as error:
-            yield _encoded(answer.adapter.error(failed(request, error)))
+            yield _encoded(answer.adapter.error(on_error(error)))
 
 
 def _encoded(event: Event) -> bytes:

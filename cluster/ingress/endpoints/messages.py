@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.core.json_text import find_half
+from cluster.core.json_text import find_half, is_deeper_than
 from cluster.ingress.client import GenerateClient, TextClient
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond
@@ -264,6 +265,8 @@ def _tool(tool: Json) -> Json:
 class _Message:
     """A message of the assistant in Anthropic's form."""
 
+    names: Mapping[str, str] = _NAMES
+
     def __init__(self, request_id: str) -> None:
         self._id = f"msg_{request_id}"
         self._model = ""
@@ -364,13 +367,21 @@ def _written(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value or {})
 
 
+_MOST_LEVELS = MAX_JSON_DEPTH - 8
+"""Deepest nesting of the arguments of a call, which come back inside of the body of a later request."""
+
+
 def _parsed(arguments: str) -> Json:
-    """Return the arguments of a call. Those that the end of the answer cut off, and those whose strings have half of a
-    surrogate pair, are no JSON that can be sent."""
+    """Return the arguments of a call as an object.
+
+    Those that the end of the answer cut off, that are nested too deep to come back, or whose strings have half of a
+    surrogate pair, are no JSON that can be sent.
+    """
     try:
         value = json.loads(arguments or "{}", strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"partial_json": arguments}
     if not isinstance(value, dict):
         return {}
-    return {"partial_json": arguments} if find_half(value) is not None else value
+    is_whole = find_half(value) is None and not is_deeper_than(value, _MOST_LEVELS)
+    return value if is_whole else {"partial_json": arguments}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -96,11 +96,11 @@ def _tool(tool: Json) -> Json:
     return {"type": "function", "function": {name: tool[name] for name in tool if name not in ("type", "strict")}}
 
 
-def _turns(items: str | list[dict[str, Any]]) -> Iterator[Json]:
-    """Convert the input to messages. Raises `InvalidRequest` (`input…`)."""
+def _turns(items: str | list[dict[str, Any]]) -> list[Json]:
+    """Convert the input to messages: calls belong to the answer before them. Raises `InvalidRequest` (`input…`)."""
     if isinstance(items, str):
-        yield {"role": "user", "content": items}
-        return
+        return [{"role": "user", "content": items}]
+    turns: list[Json] = []
     thought: Json = {}
     for position, item in enumerate(items):
         field, kind = f"input[{position}]", item.get("type", "message")
@@ -108,17 +108,24 @@ def _turns(items: str | list[dict[str, Any]]) -> Iterator[Json]:
             thought = _thought(field, item)
         elif kind == "message":
             own, thought = (thought, {}) if item.get("role") == "assistant" else ({}, thought)
-            yield {"role": item.get("role"), "content": _text(f"{field}.content", item.get("content")), **own}
+            turns.append({"role": item.get("role"), "content": _text(f"{field}.content", item.get("content")), **own})
         elif kind == "function_call":
-            function = {"name": item.get("name") or "", "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id") or "", "type": "function", "function": function}
-            yield {"role": "assistant", "content": "", "tool_calls": [call], **thought}
-            thought = {}
+            if thought or not turns or turns[-1]["role"] != "assistant":
+                turns.append({"role": "assistant", "content": "", **thought})
+                thought = {}
+            turns[-1].setdefault("tool_calls", []).append(_call(item))
         elif kind == "function_call_output":
             content = _text(f"{field}.output", item.get("output"))
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+            turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         elif kind == "item_reference" or not isinstance(kind, str):
             raise UnsupportedParameter(f"{field}.type", kind, "message, function_call or function_call_output")
+    return turns
+
+
+def _call(item: Json) -> Json:
+    """Return a call of an earlier answer as chats have it."""
+    function = {"name": item.get("name") or "", "arguments": item.get("arguments")}
+    return {"id": item.get("call_id") or "", "type": "function", "function": function}
 
 
 def _thought(field: str, item: Json) -> Json:
@@ -138,6 +145,8 @@ def _text(field: str, content: object) -> str:
 
 class _ResponseObject:
     """A response, and the events of its stream."""
+
+    names: Mapping[str, str] = _NAMES
 
     def __init__(self, response_id: str, body: ResponsesBody) -> None:
         self.id = response_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from cluster.core.answer_format import AnswerFormat
@@ -18,6 +19,9 @@ from cluster.ingress.openai.requests import ChatRequest
 from cluster.wire.codec.answer_format import decode_call_format, decode_reasoning_format
 from pilotfish.v1 import common_pb2, generation_pb2
 
+_MOST_ID_CHARS = 32
+"""Most characters of a request's id in the ids of calls."""
+
 
 @dataclass(slots=True)
 class Choice:
@@ -26,6 +30,8 @@ class Choice:
     index: int
     counts_prompt: bool = True
     """Whether its usage includes the prompt. True for the first answer of each prompt."""
+    prompt_text: str = ""
+    """The prompt as the client sent it, if it is echoed; empty if it sent no text, or one that is truncated."""
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     received: int = 0
@@ -56,7 +62,7 @@ class Choice:
     echo_logprobs: list[Json] = field(default_factory=list)
     """The log-probabilities of the tokens of `echo`, if requested."""
     text_length: int = 0
-    """Characters received so far, for text offsets."""
+    """Characters received so far, for text offsets. Those of a prompt's tokens that an echo leaves out precede it."""
     utf8: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     @property
@@ -162,7 +168,7 @@ class ChatFormat:
         """Parse the answer if it may have reasoning or calls of tools."""
         if not started.tool_format and not started.reasoning_format:
             return
-        prefix = f"call_{started.request_id[:32]}_{choice.index}_"
+        prefix = f"call_{_short(started.request_id)}_{choice.index}_"
         form = _answer_format(started)
         choice.parser = AnswerParser(prefix, form, self._calls, include_reasoning=self._include_reasoning)
 
@@ -236,7 +242,7 @@ class CompletionFormat:
         return [self._entry(choice, token, own, score) for token, own, score in tokens]
 
     def _entry(self, choice: Choice, token: int, own: bytes, score: common_pb2.TokenLogprobs | None) -> Json:
-        name, offset = self._names.name(token, own), choice.text_length
+        name, offset = self._names.name(token, own), max(0, choice.text_length)
         choice.text_length += len(choice.utf8.decode(own))
         if score is None:
             return {"tokens": name, "token_logprobs": None, "top_logprobs": None, "text_offset": offset}
@@ -273,6 +279,13 @@ def _answer_format(started: generation_pb2.GenerationStarted) -> AnswerFormat:
     except InvalidRequest as error:
         raise NotReady(f"the coordinator describes its answers wrongly: {error}") from None
     return AnswerFormat(calls, reasoning, started.begins_in_reasoning)
+
+
+def _short(request_id: str) -> str:
+    """Return the id of a request with at most 32 characters; different ones for different ids."""
+    if len(request_id) <= _MOST_ID_CHARS:
+        return request_id
+    return blake2b(request_id.encode(), digest_size=_MOST_ID_CHARS // 2).hexdigest()
 
 
 def _parameters(function: Json) -> Json:

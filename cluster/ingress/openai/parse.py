@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.core.json_text import WHOLE, find_half
+from cluster.core.json_text import WHOLE, find_half, is_deeper_than
 from cluster.core.nearest import nearest
 from cluster.ingress.openai.fields.types import StrictModel, UnknownFields
 from cluster.ingress.openai.fields.unsupported import Unsupported
@@ -58,7 +58,7 @@ def _read_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise InvalidRequest("body", body, f"JSON: {reason}") from None
-    if _is_deeper_than(value, MAX_JSON_DEPTH):
+    if is_deeper_than(value, MAX_JSON_DEPTH):
         raise too_deep
     if not isinstance(value, dict):
         raise InvalidRequest("body", value, "a JSON object")
@@ -69,21 +69,6 @@ def _refuse_halves(values: dict[str, Any]) -> None:
     found = find_half(values)
     if found is not None:
         raise InvalidRequest(found[0][:_MAX_NAME_CHARS], found[1], WHOLE)
-
-
-def _is_deeper_than(value: object, levels: int) -> bool:
-    """Whether arrays and objects are nested more than `levels` deep. Later code may recurse into the value."""
-    containers = [value] if isinstance(value, dict | list) else []
-    for _ in range(levels):
-        containers = [
-            entry
-            for container in containers
-            for entry in (container.values() if isinstance(container, dict) else container)
-            if isinstance(entry, dict | list)
-        ]
-        if not containers:
-            return False
-    return True
 
 
 def _refuse_unless_neutral(name: str, value: object, parameter: Unsupported) -> None:

@@ -214,8 +214,12 @@ def note_prompt(
         choice.prompt_logprobs = _prompt_logprobs(started)
     if not options.echo:
         return
-    choice.echo = b"".join(started.prompt_token_bytes).decode("utf-8", "replace")
+    shown = b"".join(started.prompt_token_bytes).decode("utf-8", "replace")
+    # Tokens that the tokenizer adds in front, and a space that it adds to the first one, are no part of a text.
+    choice.echo = choice.prompt_text if choice.prompt_text and shown.endswith(choice.prompt_text) else shown
     if options.logprobs:
+        choice.utf8.reset()  # an id may say how far a choice had come whose beginning was not sent
+        choice.text_length = len(choice.echo) - len(shown)
         choice.echo_logprobs = endpoint.prompt_logprobs(choice, started)
 
 

@@ -62,7 +62,7 @@ def completion_requests(
 
 def chat_request(body: ChatRequest, request_id: str, seed: int) -> generation_pb2.GenerateRequest:
     """Return the request of a chat. Raises `InvalidRequest`."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs", body.top_logprobs, "left out unless logprobs is true")
     chat = chat_input(body, body.messages)
     sampling = _sampling(body, seed, (body.top_logprobs or 0) if body.logprobs else None)

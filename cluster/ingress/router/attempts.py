@@ -76,7 +76,8 @@ class Attempts:
         patience: then the reason is raised.
         """
         if seconds_left <= 0:
-            raise DeadlineExceeded(f"the deadline passed while no coordinator was ready: {self.latest}")
+            reason = self.latest.public_message  # clients read this error, and not what the latest one may name
+            raise DeadlineExceeded(f"the deadline passed while no coordinator was ready: {reason}")
         if not has_started:
             for error in self._failures.values():
                 if isinstance(error, Overloaded):

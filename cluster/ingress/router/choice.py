@@ -149,7 +149,7 @@ def _content(request: generation_pb2.GenerateRequest) -> tuple[bytes, bytes]:
         case "token_ids":
             return b"tokens", array("I", request.token_ids.ids[: longest // 4]).tobytes()
         case "chat":
-            content = bytearray()
+            content = bytearray(_offered(request.chat))
             for part in _chat_parts(request.chat):
                 content += part[:longest].encode() + b"\0"
                 if len(content) > longest:
@@ -159,8 +159,23 @@ def _content(request: generation_pb2.GenerateRequest) -> tuple[bytes, bytes]:
             return b"text", request.text[:longest].encode()
 
 
+def _offered(chat: generation_pb2.ChatInput) -> bytes:
+    """Return a hash of the tools and the template's variables, which templates show in front of most messages.
+
+    They are longer than the blocks of one prompt can be, so the messages would not count.
+    """
+    digest = blake2b(digest_size=16)
+    for text in (*chat.tools, chat.template_arguments):
+        digest.update(text.encode() + b"\0")
+    return digest.digest()
+
+
 def _chat_parts(chat: generation_pb2.ChatInput) -> Iterator[str]:
     for message in chat.messages:
         yield message.role
         yield message.name
-        yield message.content
+        yield message.content or "\n".join(message.content_parts)
+        yield message.reasoning
+        for call in message.tool_calls:
+            yield call.name
+            yield call.arguments

@@ -290,3 +290,15 @@ async def test_tokenizing_and_detokenizing_are_each_others_inverse(tmp_path: Pat
     with pytest.raises(InvalidRequest) as caught:
         await generation.detokenize(generation_pb2.DetokenizeRequest(token_ids=[9999]))
     assert caught.value.field == "token_ids[0]"
+
+
+async def test_a_text_of_any_length_may_be_truncated(tmp_path: Path) -> None:
+    generation, engine, tokenizer = fake_service(tmp_path)
+    text, options = "hello the world " * 500, generation_pb2.PromptOptions(truncate=3)
+    messages = [generation_pb2.ChatMessage(role="user", content=text)]
+    await events_of(generation, Request(text=text, prompt_options=options))
+    assert tuple(engine.requests[-1].prompt) == tokenizer.encode(text)[-3:]
+    await events_of(generation, Request(chat=generation_pb2.ChatInput(messages=messages), prompt_options=options))
+    assert len(engine.requests[-1].prompt) == 3
+    with pytest.raises(ContextLengthExceeded):
+        await events_of(generation, Request(text=text))

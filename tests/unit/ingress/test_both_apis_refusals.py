@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fakes.both_apis import HI, TIMEOUT_SECONDS, BeamSearch, BothApis, Request, Sampling, Stopping
@@ -117,3 +118,12 @@ async def test_bad_input_gets_the_same_error_in_both_apis_and_the_next_request_w
     assert await apis.over_grpc(Request(text="hi")) == ("hello the world", "")
     assert await apis.over_http({"prompt": "hi"}) == ("hello the world", "")
     assert await apis.over_http({"messages": HI}) == ("hello the world", "")
+
+
+async def test_tools_and_variables_that_are_nested_too_deep_are_refused(apis: BothApis) -> None:
+    deep = '{"a": ' + "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH + "}"
+    messages = [generation_pb2.ChatMessage(role="user", content="hi")]
+    tools = generation_pb2.ChatInput(messages=messages, tools=[deep])
+    variables = generation_pb2.ChatInput(messages=messages, template_arguments=deep)
+    assert (await apis.over_grpc(Request(chat=tools)))[1] == "tools[0]"
+    assert (await apis.over_grpc(Request(chat=variables)))[1] == "chat_template_kwargs"

@@ -11,6 +11,7 @@ import pytest
 from cluster.core.errors import (
     DeadlineExceeded,
     DrafterUnavailable,
+    InvalidRequest,
     KvPoolExhausted,
     NotReady,
     Overloaded,
@@ -177,6 +178,19 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_stream_ends(api: HttpA
     assert last["error"] == {
         "message": "the deadline passed", "type": "timeout_error", "param": None, "code": "deadline_exceeded",
     }  # fmt: skip
+
+
+async def test_an_error_in_mid_stream_names_the_clients_own_parameter(api: HttpApi) -> None:
+    api.engine.failure = InvalidRequest("max_tokens", 8, "less")
+    *_, last = chunks(await api.chat(max_completion_tokens=8, stream=True))
+    assert last["error"]["param"] == "max_completion_tokens"
+
+
+async def test_no_top_logprobs_may_be_asked_for_without_logprobs(api: HttpApi) -> None:
+    response = await api.chat(top_logprobs=0)
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["logprobs"] is None
+    assert error_of(await api.chat(top_logprobs=1))["param"] == "top_logprobs"
 
 
 async def test_an_unexpected_error_is_logged_and_its_text_is_not_sent(

@@ -9,6 +9,7 @@ from cluster.coordinator.requests.decoding_strategy import ParallelSampling
 from cluster.coordinator.requests.delivery import Delivery
 from cluster.coordinator.requests.live_request import LiveRequest
 from cluster.coordinator.requests.request_table import RequestTable
+from cluster.core.request import Commit, FinishReason, GeneratedPart, Usage
 from tests.support.fakes.fake_cluster import request
 
 
@@ -33,3 +34,18 @@ def test_the_first_that_wait_are_the_same_however_requests_come_start_and_leave(
         assert [one.id for one in table.waiting(most)] == [one.id for one in expected[:most]]
         assert len(table._new_in_order) <= 2 * len(expected) + 65
     assert len(expected) > 40
+
+
+def test_a_request_has_begun_also_if_its_first_answer_has_ended_and_the_others_wait() -> None:
+    parts = (GeneratedPart((5,)), GeneratedPart((6,)))
+    wanted = replace(request("r", n=2), resumed=parts)
+    live, table = LiveRequest(wanted, ParallelSampling(wanted), 0, 0.0, Delivery()), RequestTable()
+    table.add(live)
+    (first,) = table.waiting(1)
+    table.admit(first.id, 0.0)
+    table.start(live, live.strategy.advance(0, Commit((7,), 0, finish=FinishReason.STOP, usage=Usage(5))).sequences)
+    table.finish(first)
+    assert table.take_released() == [first]
+    assert [one.answer for one in live.sequences] == [1]
+    (queued,) = table.queued()
+    assert queued.has_begun

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.bounds import MAX_CHOICES
+from cluster.core.bounds import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from cluster.core.errors import InvalidRequest, NotReady, Overloaded
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.generation.grammar import constraints as checker_module
@@ -136,6 +136,14 @@ GOOD = {
 async def test_a_good_grammar_stays_as_it_is(checker: GrammarChecker, name: str) -> None:
     async with deadline(SECONDS):
         assert await checker.check(GOOD[name]) == GOOD[name]
+
+
+async def test_a_grammar_that_no_target_takes_is_refused(checker: GrammarChecker) -> None:
+    """What the client sent is shorter: its grammar was made longer, as for calls of tools and after reasoning."""
+    async with deadline(SECONDS):
+        with pytest.raises(InvalidRequest, match=f"at most {MAX_GRAMMAR_BYTES} bytes") as caught:
+            await checker.check(lark('start: "a"\n// ' + "x" * MAX_GRAMMAR_BYTES))
+    assert caught.value.field == "grammar"
 
 
 async def test_ebnf_is_translated(checker: GrammarChecker) -> None:

@@ -115,6 +115,22 @@ def test_arguments_in_other_notations_match_their_schema(name: str) -> None:
     assert not accepts(grammar, ends[0] + "".join(inner).replace("is", "was") + ends[1])
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_what_schemas_say_to_people_is_no_part_of_the_grammar(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    place = {"type": "object", "properties": {"description": {"type": "string"}, "title": {"enum": ["reef"]}}}
+    plain = {"type": "object", "properties": {"at": place}, "required": ["at"]}
+    said = {"title": "t" * 9000, "description": "d" * 9000, "$comment": "c" * 9000}
+    shown = {**plain, **said, "properties": {"at": {**place, **said}}}
+    with_texts, without = (
+        tool_call_grammar([json.dumps({"function": {"name": "f", "parameters": schema}})], "f", form, {}, single=True)
+        for schema in (shown, plain)
+    )
+    assert with_texts == without
+    assert "description" in without.text
+
+
 def test_a_name_may_have_any_characters() -> None:
     name = "".join(map(chr, range(1, 0x100))) + '"\\\u2028'
     tool = json.dumps({"function": {"name": name}})

@@ -13,7 +13,7 @@ from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.load import load
 from cluster.core.config.sections import LimitsSection
-from cluster.generation.events import Finished
+from cluster.generation.events import Event, Finished
 from cluster.generation.service import GenerationService
 from cluster.generation.text.tokenizer import Tokenizer
 from pilotfish.v1 import common_pb2, generation_pb2
@@ -133,6 +133,25 @@ async def test_a_resumed_call_ends_the_call_that_still_runs(tmp_path: Path) -> N
         resumed = await read_events(service, resuming(request, answers, with_tokens=False))
         assert await earlier == "abort"
     collect(resumed, answers)
+    assert answers[0].content == plain[0].content
+
+
+async def test_of_two_calls_that_resume_at_once_the_later_one_goes_on(tmp_path: Path) -> None:
+    request, plain = await undisturbed(tmp_path, "sampled")
+    async with coordinated(tmp_path) as (service, _):
+        stream = service.generate(request)
+        answers = new_answers(request)
+        collect([await anext(stream), await anext(stream)], answers)
+
+        async def read_on() -> list[Event]:
+            return [event async for event in stream]
+
+        earlier = asyncio.create_task(read_on())
+        calls = [resuming(request, answers, with_tokens=True) for _ in range(2)]
+        first, second = (asyncio.create_task(read_events(service, call)) for call in calls)
+        await earlier
+        await first
+        collect(await second, answers)
     assert answers[0].content == plain[0].content
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.core.errors import InvalidRequest, Overloaded
-from cluster.generation.text.chat_messages import Message
-from cluster.generation.text.chat_template import RENDER_SECONDS, ChatTemplate
+from cluster.generation.text.chat_messages import CalledTool, Message
+from cluster.generation.text.chat_template import RENDER_SECONDS, ChatTemplate, TemplateOptions
+from cluster.generation.text.prompts import ChatPrompt
 from cluster.generation.text.tokenizer import LONG_CHARS, TextExecutor, Tokenizer
 from tests.support.models.tiny_tokenizer import byte_level
 
@@ -64,3 +65,9 @@ def test_a_template_that_computes_for_long_is_refused() -> None:
     assert template.render([Message("user", "hi")]) == "user: hi\n"
     with pytest.raises(InvalidRequest, match=f"it computes for more than {RENDER_SECONDS:g} s"):
         template.render([Message("user", "hi")] * 20)
+
+
+def test_all_that_a_template_may_show_of_a_conversation_counts_as_its_text() -> None:
+    message = Message("assistant", "a" * 20, tool_calls=(CalledTool("", "swim", "b" * 30),), reasoning="c" * 10)
+    options = TemplateOptions(tools=("d" * 5, "e" * 6), arguments="f" * 4)
+    assert ChatPrompt((message, Message("user", "g" * 7)), options).chars == 82

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from cluster.ingress.openai.formats import Choice, CompletionFormat
+from cluster.ingress.openai.responses import ResponseOptions
+from cluster.ingress.openai.stream import note_prompt
+from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fakes.http_app import HttpApi, chunks
 
 PROMPT, TEXT = "swim fish", "hello the world"
@@ -74,3 +78,23 @@ async def test_prompt_logprobs_have_vllms_form(api: HttpApi) -> None:
     body = (await api.chat(prompt_logprobs=0)).json()
     assert len(body["prompt_logprobs"]) == len(api.engine.requests[-1].prompt)
     assert (await api.chat()).json()["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("earlier", [0, 9])
+@pytest.mark.parametrize(
+    ("prompt", "echoed", "offsets"),
+    [(PROMPT, PROMPT, [0, 0, 4]), ("", f"<s> {PROMPT}", [0, 3, 8]), ("other", f"<s> {PROMPT}", [0, 3, 8])],
+)
+def test_what_the_tokenizer_adds_to_a_text_is_no_part_of_its_echo(
+    earlier: int, prompt: str, echoed: str, offsets: list[int]
+) -> None:
+    """A choice that was received and not sent, before its client resumes the stream, begins with the prompt too."""
+    scores = [common_pb2.TokenLogprobs(token_id=token, logprob=-0.5) for token in (5, 6)]
+    started = generation_pb2.GenerationStarted(
+        prompt_token_ids=[1, 5, 6], prompt_token_bytes=[b"<s>", b" swim", b" fish"], prompt_logprobs=scores
+    )
+    choice = Choice(0, prompt_text=prompt, text_length=earlier)
+    note_prompt(choice, started, CompletionFormat(), ResponseOptions(logprobs=True, token_ids=False, echo=True))
+    assert choice.echo == echoed
+    assert [entry["text_offset"] for entry in choice.echo_logprobs] == offsets
+    assert choice.text_length == len(echoed)

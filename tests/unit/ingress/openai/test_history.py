@@ -18,7 +18,17 @@ from tests.unit.ingress.openai.test_tools import TOOL
 
 __all__ = ["apis"]
 
-BROKEN = ['{"path": "', "free text", "null", "[]", "5", '"text"', '{"a": 1} {"b": 2}', "[" * 70]
+BROKEN = [
+    '{"path": "',
+    "free text",
+    "null",
+    "[]",
+    "5",
+    '"text"',
+    '{"a": 1} {"b": 2}',
+    "[" * 70,
+    '{"a":' + "[" * 64 + "]" * 64 + "}",
+]
 CONTINUED = ['">"', "|", "<", "_", "e", "end", "\n", "", "<|im_end|>", "assistant", "hi", " two spaces  "]
 
 
@@ -80,6 +90,13 @@ async def test_a_call_that_the_length_of_its_answer_cut_off_is_sent_back(tmp_pat
 def test_every_kind_of_template_shows_such_a_call(source: str, shown: str) -> None:
     message = Message("assistant", "", tool_calls=(CalledTool("", "f", '{"a": '),))
     assert ChatTemplate(source, {}).render([message]) == shown
+
+
+def test_arguments_that_are_nested_too_deep_for_a_template_are_shown_as_they_are() -> None:
+    deep = '{"a":' + "[" * 64 + "]" * 64 + "}"
+    source = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+    message = Message("assistant", "", tool_calls=(CalledTool("", "f", deep),))
+    assert ChatTemplate(source, {}).render([message]) == json.dumps(deep)
 
 
 async def test_messages_of_other_servers_are_taken(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from cluster.core.errors import DeadlineExceeded, NotReady, Overloaded, Pilotfis
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.connections.pacing import PacingMiddleware
+from cluster.ingress.endpoints.messages import _parsed
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import MODEL, listening
 from tests.support.fakes.http_app import HI
@@ -162,3 +163,21 @@ async def test_a_flood_is_refused_in_anthropics_form(tmp_path: Path) -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(paced), base_url="http://pilotfish") as http:
         answers = [await http.post("/v1/messages", json=BODY) for _ in range(10)]
     assert error_of(answers[-1])[:2] == (429, "rate_limit_error")
+
+
+async def test_a_call_with_deep_arguments_can_be_sent_back(tmp_path: Path) -> None:
+    """The body of the later request has more levels than the arguments."""
+    deep = '{"to": ' + "[" * 59 + "]" * 59 + "}"
+    api = api_that_writes(tmp_path, f'<tool_call>{{"name": "swim", "arguments": {deep}}}</tool_call>')
+    body = {**BODY, "max_tokens": 400, "tools": [TOOL]}
+    answer = (await api.post("/v1/messages", **body)).json()
+    (block,) = answer["content"]
+    assert (block["type"], block["input"]) == ("tool_use", {"partial_json": deep})
+    turns = [*HI, {"role": "assistant", "content": [block]}]
+    assert (await api.post("/v1/messages", **{**body, "messages": turns})).status_code == 200
+    assert f'"arguments": {deep}}}' in prompt_of(api)
+
+
+def test_arguments_of_any_depth_are_read() -> None:
+    assert _parsed("[" * 100_000) == {"partial_json": "[" * 100_000}
+    assert _parsed('{"a": [1]}') == {"a": [1]}

@@ -235,6 +235,43 @@ async def test_an_error_in_mid_stream_is_an_event(tmp_path: Path) -> None:
         assert response.text.rstrip().rpartition("event: ")[2].startswith("error\n")
 
 
+async def test_an_error_in_mid_stream_names_the_clients_own_field(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    api.engine.failure = InvalidRequest("max_tokens", 9, "less")
+    response = await api.post("/v1/responses", input="hi", max_output_tokens=9, stream=True)
+    assert json.loads(response.text.rstrip().rpartition("data: ")[2])["param"] == "max_output_tokens"
+    api.engine.failure = InvalidRequest("stop", ["x"], "shorter")
+    response = await api.post("/v1/messages", messages=HI, max_tokens=9, stream=True)
+    error = json.loads(response.text.rstrip().rpartition("data: ")[2])["error"]
+    assert error["message"].startswith("stop_sequences: ")
+
+
+async def test_calls_belong_to_the_answer_in_front_of_them(tmp_path: Path) -> None:
+    """What a client sends back shows the model one turn, as the model wrote it."""
+    api = api_that_writes(tmp_path, "x")
+    names = ("a", "b")
+    calls = [{"type": "function_call", "call_id": name, "name": "swim", "arguments": "{}"} for name in names]
+    results = [{"type": "function_call_output", "call_id": name, "output": f"done {name}"} for name in names]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Think."}]}
+    items = [*HI, {"role": "assistant", "content": "Yes."}, *calls, *results, thought, calls[0], results[0]]
+    assert (await api.post("/v1/responses", input=items, tools=[FUNCTION])).status_code == 200
+    shown = prompt_of(api)
+    assert shown.count("<|im_start|>assistant\n") == 3  # the last one is for the answer
+    function = {"name": "swim", "arguments": "{}"}
+    written = [{"id": name, "type": "function", "function": function} for name in names]
+    outputs = [{"role": "tool", "tool_call_id": name, "content": f"done {name}"} for name in names]
+    turns = [
+        *HI,
+        {"role": "assistant", "content": "Yes.", "tool_calls": written},
+        *outputs,
+        {"role": "assistant", "content": "", "tool_calls": written[:1], "reasoning_content": "Think."},
+        outputs[0],
+    ]
+    tool = {"type": "function", "function": {"name": "swim", "parameters": PARAMETERS}}
+    assert (await api.chat(messages=turns, tools=[tool])).status_code == 200
+    assert prompt_of(api) == shown
+
+
 def test_kept_conversations_are_bounded_and_belong_to_their_client() -> None:
     conversations = Conversations(most=2, most_chars=200)
     for name in ("a", "b", "c"):

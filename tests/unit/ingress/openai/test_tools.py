@@ -56,6 +56,16 @@ async def test_the_answer_of_a_tool_is_sent_back(tmp_path: Path) -> None:
     assert json.dumps(TOOL) in prompt
 
 
+async def test_calls_of_requests_whose_long_ids_begin_alike_have_ids_of_their_own(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, CALL)
+    found = []
+    for end in ("1", "2"):
+        message = (await api.chat(tools=[TOOL], request_id="x" * 40 + end)).json()["choices"][0]["message"]
+        found.append(message["tool_calls"][0]["id"])
+    assert len({*found}) == 2
+    assert all(len(one) <= 64 for one in found)
+
+
 async def test_tools_are_not_offered_if_the_choice_is_none(tmp_path: Path) -> None:
     api = api_that_writes(tmp_path, CALL)
     body = (await api.chat(tools=[TOOL], tool_choice="none")).json()

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.core.errors import NotReady
+from cluster.core.errors import DeadlineExceeded, NotReady
 from cluster.ingress.router import attempts
 from cluster.ingress.router.attempts import Arrivals, Attempts
 
@@ -79,3 +79,11 @@ async def test_pauses_that_end_early_use_up_no_patience(arrivals: Arrivals) -> N
         await asyncio.sleep(0)
         arrivals.note(frozenset({name}))
         await pausing
+
+
+async def test_a_deadline_that_passes_names_no_address_of_the_cluster(arrivals: Arrivals) -> None:
+    tried = Attempts(LONG, arrivals)
+    tried.fail("a", NotReady("10.0.0.3:9000 refuses connections"))
+    with pytest.raises(DeadlineExceeded) as caught:
+        await tried.pause(0.0, has_started=True)
+    assert "10.0.0.3" not in caught.value.public_message

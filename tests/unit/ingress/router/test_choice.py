@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,42 @@ def test_inputs_of_other_kinds_and_orders_differ() -> None:
         generation_pb2.GenerateRequest(token_ids=ids),
     ]
     assert len({prefix_hashes(request) for request in requests}) == 4
+
+
+Turn = generation_pb2.ChatMessage
+
+
+def chat_hashes(*messages: generation_pb2.ChatMessage, **values: Any) -> tuple[bytes, ...]:
+    return prefix_hashes(
+        generation_pb2.GenerateRequest(chat=generation_pb2.ChatInput(messages=messages, **values)),
+    )
+
+
+def test_whatever_a_template_shows_of_a_chat_makes_it_another_one() -> None:
+    plain = Turn(role="user", content="ab")
+    call = generation_pb2.ToolCall(name="swim", arguments="{}")
+    chats = [
+        chat_hashes(plain),
+        chat_hashes(plain, tools=['{"function": {"name": "a"}}']),
+        chat_hashes(plain, tools=['{"function": {"name": "b"}}']),
+        chat_hashes(plain, template_arguments='{"enable_thinking": false}'),
+        chat_hashes(Turn(role="user", content_parts=["one"])),
+        chat_hashes(Turn(role="user", content_parts=["two"])),
+        chat_hashes(Turn(role="user", content_parts=["two", "three"])),
+        chat_hashes(Turn(role="assistant", content="ab")),
+        chat_hashes(Turn(role="assistant", content="ab", reasoning="so")),
+        chat_hashes(Turn(role="assistant", content="ab", tool_calls=[call])),
+    ]
+    assert len(set(chats)) == len(chats)
+    assert chat_hashes(Turn(role="user", content_parts=["ab"])) == chat_hashes(plain)
+
+
+def test_chats_with_a_common_beginning_share_its_hashes() -> None:
+    first = Turn(role="user", content_parts=[long_text(6, 5)])
+    others = (Turn(role="user", content="one"), Turn(role="user", content="other"))
+    one, other = (chat_hashes(first, turn, tools=["{}"]) for turn in others)
+    assert one[:5] == other[:5]
+    assert one != other
 
 
 def test_two_ingresses_that_know_nothing_of_each_other_agree() -> None:
