@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from cluster.core.errors import ConfigurationError, TargetUnavailable
 from deploy.distillation import rank_writer
 from tests.support.engines.engine_port import EngineTarget
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_group import rank_group
+from tests.support.engines.rank_group import RankGroup, rank_group
 from tests.support.models import tiny
 from tests.unit.distill.conftest import LAYERS
 from workers.distill.modules.tap_cache import taps_of
@@ -131,18 +131,23 @@ async def test_a_text_longer_than_the_context_is_refused(serving: Make) -> None:
         await states.of(ROWS)
 
 
+@pytest.fixture(scope="module")
+def group() -> Iterator[RankGroup]:
+    with rank_group(2) as found:
+        yield found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("native", ["auto", "off"])
-async def test_several_ranks_show_the_states_of_one(native: str, tmp_path: Path) -> None:
+async def test_several_ranks_show_the_states_of_one(native: str, group: RankGroup, tmp_path: Path) -> None:
     config = tiny.llama(num_hidden_layers=LAYERS, num_key_value_heads=2, initializer_range=0.15)
     directory = tiny.save(tmp_path, config)
     section: dict[str, object] = {"path": str(directory), "device": "cpu", "tensor_parallel": 2}
     section |= {"compile": "off", "compile_directory": str(KEPT), "native": native}
     section |= {"kv": {"block_size": 4, "pool_bytes": 1 << 20}, "evidence": {"taps": TAPS, "is_sent": True}}
 
-    with rank_group(2) as group:
-        shown = EngineTarget(group.form(load_configuration({"target": section})))  # type: ignore[arg-type]
-        found = await served_states(shown, ROWS, WIDTH, STEP_TOKENS)
+    shown = EngineTarget(group.form(load_configuration({"target": section})))  # type: ignore[arg-type]
+    found = await served_states(shown, ROWS, WIDTH, STEP_TOKENS)
 
     assert_equal_in_bfloat16(found, taps_of(load_target(directory, torch.device("cpu")), ROWS, TAPS))
     assert shown.steps >= sum(LENGTHS) / STEP_TOKENS
