@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,8 +24,10 @@ from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from workers.distill.online import OnlinePlan, ServedText, train_online
+from workers.distill.online_model import load_served_student, train_model_online
 from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
 from workers.draft.registry import create
+from workers.model.draft_card import LAYERS
 from workers.model.drafting.files import load_drafter, parameters_of
 from workers.sampling.acceptance import DecidedTree
 from workers.serve.configuration import load_configuration
@@ -33,7 +36,7 @@ from workers.serve.learning.messages import NOISE, Candidate, Task, steps_saved
 _SIGNAL_AFTER_PARENT = 1
 """`PR_SET_PDEATHSIG` of prctl(2)."""
 _LOWEST_PRIORITY = 19
-_STEPS = {"heads": 200, "eagle": 100, "block": 100}
+_STEPS = {"heads": 200, "eagle": 100, "block": 100, LAYERS: 100}
 """Steps of a training by the kind of the draft. Those with layers take longer."""
 
 
@@ -44,11 +47,8 @@ def learn(task: Task) -> Candidate:
     beyond the noise, they are the candidate at once; else the training begins with the better ones of both.
     """
     configuration = load_configuration(task.configuration)
-    (settings,) = configuration.draft.modules.values()
-    target, kind = Path(configuration.target.path), settings.draft_kind
-    taps = settings.taps if isinstance(settings, DraftModuleSection) else ()
-    loaded = load_drafter(Path(settings.path), target, torch.float32, torch.device("cpu"), kind, taps=taps)
-    original = _rounded(parameters_of(loaded.module))
+    parameters, train = _trainable(configuration, task.seed)
+    original = _rounded(parameters)
     before, first = (_rounds(configuration, weights, task.held_back) for weights in (task.weights, original))
     tokens = tuple(max(0, len(text.tokens) - text.base_len) for text in task.held_back)
     saved = steps_saved(before, first)
@@ -60,12 +60,25 @@ def learn(task: Task) -> Candidate:
         for part in (task.training, task.left_out)
     )
     with torch.enable_grad():
-        plan = OnlinePlan(_STEPS[kind], seed=task.seed)
-        trained = _rounded(train_online(loaded.module, best, loaded.ends, texts, left_out, plan))
+        trained = _rounded(train(parameters=best, texts=texts, left_out=left_out))
     rounds = _rounds(configuration, trained, task.held_back)
     if steps_saved(after, rounds) >= 0:
         best, after = trained, rounds
     return Candidate(best, before, after, tokens)
+
+
+def _trainable(configuration: Configuration, seed: int) -> tuple[Mapping[str, Tensor], partial[Mapping[str, Tensor]]]:
+    """The parameters of the draft's files, and the training that `parameters`, `texts` and `left_out` are given to."""
+    target = Path(configuration.target.path)
+    if (model := configuration.draft.weights) is not None:
+        student = load_served_student(Path(model.path), target)
+        plan = OnlinePlan(_STEPS[model.draft_kind], seed=seed)
+        return student.own_parameters(), partial(train_model_online, student, plan=plan)
+    (settings,) = configuration.draft.modules.values()
+    kind, taps = settings.draft_kind, settings.taps if isinstance(settings, DraftModuleSection) else ()
+    loaded = load_drafter(Path(settings.path), target, torch.float32, torch.device("cpu"), kind, taps=taps)
+    plan = OnlinePlan(_STEPS[kind], seed=seed)
+    return parameters_of(loaded.module), partial(train_online, loaded.module, ends=loaded.ends, plan=plan)
 
 
 def _rounds(
@@ -92,7 +105,8 @@ def rounds_of(method: LearnsOnline, configuration: Configuration, text: Collecte
         shown = max(0, synced - 1 - text.first)
         rows = text.hidden[shown : length - 1 - text.first]
         data = rows.contiguous().view(torch.uint8).numpy().tobytes()
-        evidence = Evidence(length, hidden=HiddenStates(text.first + shown, rows.shape[1], data))
+        hidden = HiddenStates(text.first + shown, rows.shape[1], data) if data else None
+        evidence = Evidence(length, hidden=hidden)
         row = DraftRow(
             name,
             length,
@@ -116,7 +130,7 @@ def rounds_of(method: LearnsOnline, configuration: Configuration, text: Collecte
 
 def _rounded(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The weights, rounded to the type that they are stored in."""
-    return {name: value.bfloat16().float() for name, value in weights.items()}
+    return {name: value.detach().bfloat16().float() for name, value in weights.items()}
 
 
 def main() -> None:

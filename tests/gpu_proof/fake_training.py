@@ -51,7 +51,7 @@ from workers.distill.modules.learner import ModuleLearner, ModulePlan, TappedMod
 from workers.distill.modules.memory import ALTERNATIVES, ModuleBatch
 from workers.distill.peers import ALONE, Peers
 from workers.distill.student import Student, StudentPlan, make_student
-from workers.distill.train import _StudentLearner
+from workers.distill.train import StudentLearner
 from workers.model.draft_shapes import Shape
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import make_module
@@ -393,7 +393,7 @@ def run_student_training(name: str, layers: int, batch: ModuleBatch) -> FakeRun:
             student = make_student(target, plan, 0)
         del target
         training = TrainingPlan(steps=2, batch_tokens=batch.rows * batch.length)
-        learner = _StudentLearner(student, (), training, None)
+        learner = StudentLearner(student, (), training, None)
 
         def drawn(*_: object) -> Batch:
             count = batch.rows * batch.length

@@ -36,7 +36,7 @@ class Training:
         if plan.on_policy > 0 and target is None:
             raise ConfigurationError("on_policy: needed the target, for its probabilities of the student's answers")
         self._student = student
-        learner = _StudentLearner(student, held_out, plan, target)
+        learner = StudentLearner(student, held_out, plan, target)
         self._loop = TrainingLoop(learner, answers, plan, directory / TENSORS)
 
     def run(self, report: Report, clock: Clock = time.monotonic) -> Progress:
@@ -45,7 +45,9 @@ class Training:
         return self._loop.run(report, clock)
 
 
-class _StudentLearner:
+class StudentLearner:
+    """What a student learns, for the training loop."""
+
     def __init__(
         self, student: Student, held_out: Sequence[Answer], plan: TrainingPlan, target: PreTrainedModel | None
     ) -> None:
@@ -61,6 +63,7 @@ class _StudentLearner:
         )
 
     def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:
+        """The divergence from the target at the tokens of answers, and their number."""
         plan, student = self._plan, self._student
         batch = self._batch(answers, number)
         device = student.head.device
@@ -81,6 +84,7 @@ class _StudentLearner:
         return self._student.batch(chosen, plan.max_length).to(device)
 
     def measure(self) -> float | None:
+        """The share of held-out positions at which the student agrees with the target; `None` without any."""
         if not self._held_out:
             return None
         plan = self._plan

@@ -69,7 +69,7 @@ class MethodPlugin:
     @property
     def learns(self) -> bool:
         """Whether the method can be trained on what it drafts for: it is a `LearnsOnline`."""
-        return issubclass(self.settings, DraftModuleSection) and self.settings.learns
+        return self.settings.learns
 
 
 METHODS: Registry[MethodPlugin] = Registry("draft.method", "workers.draft")
@@ -155,6 +155,8 @@ def described(draft: DraftSection) -> tuple[DescribedMethod, ...]:
 
 def check_standalone(draft: DraftSection) -> None:
     """Raise `ConfigurationError` if a selected method cannot draft for an engine that shows it tokens alone."""
+    if draft.learn == "on":
+        raise ConfigurationError("draft.learn: on is refused; another engine does not say whose texts it sends")
     for name, plugin in _selected(draft):
         if not draft.is_enabled:
             reason = "it drafts nothing"
@@ -172,15 +174,17 @@ def check_standalone(draft: DraftSection) -> None:
 def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Placement:
     """Where the selected methods draft, with `auto` settled.
 
-    That is on the target if one of them must, or if all prefer it and there are not several drafters. What a method
-    prefers may depend on the target, if it is given. Raises `ConfigurationError` if a method cannot draft at the
-    configured place.
+    That is on the target if one of them must, if drafts learn, or if all prefer it and there are not several drafters.
+    What a method prefers may depend on the target, if it is given. Raises `ConfigurationError` if a method cannot draft
+    at the configured place.
     """
     selected = _selected(draft)
     if not draft.is_enabled:
         return "drafter"
     if draft.placement == "auto":
-        prefers_target = draft.replicas == 1 and all(plugin.places.best(target) == "target" for _, plugin in selected)
+        prefers_target = draft.learn == "on" or (
+            draft.replicas == 1 and all(plugin.places.best(target) == "target" for _, plugin in selected)
+        )
         needs_target = any(plugin.places.order == ("target",) for _, plugin in selected)
         place: Placement = "target" if prefers_target or needs_target else "drafter"
     else:

@@ -42,12 +42,17 @@ class DistilledDraft:
 
 
 def load_distilled_draft(
-    directory: Path, target: Path | None, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    target: Path | None,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = ATTENTION_NAME,
 ) -> DistilledDraft:
     """Load a draft of this configuration from its own directory and its target's.
 
-    Raises `ConfigurationError` without a target, and `ModelLoadError`, which names the field or the tensor, if a
-    directory does not match the draft card.
+    `attention` is the name of the attention function in `transformers`. Raises `ConfigurationError` without a target,
+    and `ModelLoadError`, which names the field or the tensor, if a directory does not match the draft card.
     """
     if target is None:
         raise ConfigurationError(
@@ -73,7 +78,7 @@ def load_distilled_draft(
         state_dict=tensors,
         dtype=dtype,
         device_map={"": device},
-        attn_implementation=ATTENTION_NAME,
+        attn_implementation=attention,
     )
     if vocabulary is not None:
         _reduce_head(module, vocabulary)

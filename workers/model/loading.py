@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,6 +81,8 @@ _QUANTIZATION_PACKAGES = {
     "torchao": "torchao",
 }
 """Arguments of `pip install` for the library of each format of quantized weights that `transformers` reads."""
+ReadModule = Callable[[], tuple[PreTrainedModel, torch.Tensor | None]]
+"""Returns a module, and the vocabulary of a reduced head, if any."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -137,6 +139,31 @@ def load_model(
             return _load_encoder_decoder(request, native=False)
 
 
+def read_decoder(section: ModelSection, target_directory: Path | None) -> tuple[PreTrainedModel, torch.Tensor | None]:
+    """The module of a decoder as `transformers` has it, on one device, and the vocabulary of a reduced head, if any.
+
+    Raises as `load_model` does, with whose `section` and `target_directory`.
+    """
+    device, config = choose_device(section.device, 0), _load_config(Path(section.path))
+    request = _Request(section, config, device, Share(0, 1), None, target_directory)
+    keep_compiled_code(section.compile_directory)
+    register()
+    accept_attention_name(config)
+    with _refused_by_name(config):
+        return request.read()
+
+
+def load_prepared(section: ModelSection, config: PreTrainedConfig, prepared: ReadModule) -> LoadedModel:
+    """Load a decoder as `load_model` does, with a module that `prepared` makes: one like that of `read_decoder`.
+
+    Other threads may compute meanwhile: no code of `transformers` is called that changes the state of the process.
+    """
+    device = choose_device(section.device, 0)
+    request = _Request(section, config, device, Share(0, 1), None, None, prepared=prepared)
+    with _refused_by_name(config):
+        return _load_decoder(request, native=may_be_native(section, device, 1))
+
+
 def check_truncatable(directory: Path) -> None:
     """Refuse a draft model with recurrent layers by its configuration, before its weights are read.
 
@@ -186,6 +213,8 @@ class _Request:
     """Where a distilled draft reads its embedding and its head."""
     trial: Trial | None = None
     """What compares its steps with its dense pass; `None`: nothing does."""
+    prepared: ReadModule | None = None
+    """Makes the module instead of reading the files."""
 
     @property
     def directory(self) -> Path:
@@ -199,6 +228,8 @@ class _Request:
 
     def read(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
         """The module, and the vocabulary of a reduced head, if any. Raises `ModelLoadError`, `ConfigurationError`."""
+        if self.prepared is not None:
+            return self.prepared()
         if self.section.load_format == "dummy":
             return _draw(self)
         return _read(self) if self.section.quantization != "stored" else (_read_stored(self), None)

@@ -26,6 +26,8 @@ class PluginSettings(Section):
     """Kind of the drafts that a drafting method loads from its `path`, as their cards name it; empty: it loads none."""
     reads_target_files: ClassVar[bool] = False
     """Whether a drafting method without weights reads files of the target."""
+    learns: ClassVar[bool] = False
+    """Whether a drafting method can be trained on what it drafts for: what it makes is a `LearnsOnline`."""
 
     def check_selected(self) -> None:
         """Raise `ValueError` when the plug-in is selected but a setting that it needs is missing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -36,9 +36,6 @@ class DraftModelSection(ModelSection, PluginSettings):
 class DraftModuleSection(ModuleSection):
     """Settings of a drafting method that loads a trained module, which reads the target's hidden states."""
 
-    learns: ClassVar[bool] = False
-    """Whether the method can be trained on what it drafts for."""
-
     revision: str | None = None
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     taps: Taps = ()
@@ -62,8 +59,8 @@ class DraftSection(PluginHost):
     revision: str | None = None
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     placement: Literal["auto", "target", "drafter"] = "auto"
-    """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method, and a
-    draft model for which no GPU is left on rank 0."""
+    """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method, and on
+    rank 0 what learns, and a draft model for which no GPU is left."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 7
     """Most drafted tokens in one draft tree. With the last committed token, the default is 8 rows: the kernels for CPUs
     with AVX-512 compute them while they read the weights once."""
@@ -82,9 +79,9 @@ class DraftSection(PluginHost):
     timeout_seconds: Seconds = 0.5
     """Longest wait for a proposal of a drafter, in seconds; then the round continues without drafts."""
     learn: Choice[Literal["off", "on"]] = "off"
-    """`on` trains the draft, heads, an EAGLE head or a block drafter, on the texts it drafts for, while no request
-    runs, and drafts with new weights that save steps of the target. What one client's texts teach drafts for that
-    client only. It needs `pilotfish[distill]`."""
+    """`on` trains the draft, heads, an EAGLE head, a block drafter or a draft model on CPU, on the texts it drafts for,
+    while no request runs, and drafts with new weights that save steps of the target. What one client's texts teach
+    drafts for that client only. It needs `pilotfish[distill]`."""
     learn_from: Literal["keys", "all"] = "keys"
     """Whose texts are learned from: `keys`: of clients whose line in the API key file has `learn`; `all`: of every
     client. Requests with `store: false` are left out."""

@@ -21,8 +21,8 @@ from deploy.local import local_cluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.integration.tenants.two_keys import ALICE, BOB, TwoKeys, configuration, settled, two_keys
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.models import tiny_tokenizer
-from tests.unit.draft.contract.methods import Directories, make_directories
+from tests.support.models import tiny, tiny_tokenizer
+from tests.unit.draft.contract.methods import VOCABULARY, Directories, make_directories
 from workers.draft.common.learning import Reservoir
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
@@ -51,14 +51,19 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     return made
 
 
-def learning(directories: Directories, **settings: Any) -> Configuration:
-    """Heads that learn, with one candidate below each node, so that drafts do not cover all that may follow.
+def learning(directories: Directories, method: str = "heads", **settings: Any) -> Configuration:
+    """A draft that learns, with one candidate below each node, so that drafts do not cover all that may follow.
 
     The learner's process finds compiled kernels.
     """
-    values = configuration(directories, "heads", settings.pop("sharing", "off")).model_dump(mode="json")
-    changes = {"draft.learn": "on", "draft.heads.candidates": 1, "draft.heads.tree": "auto"}
-    changes["target.compile_directory"] = str(KEPT)
+    values = configuration(directories, method, settings.pop("sharing", "off")).model_dump(mode="json")
+    changes = {"draft.learn": "on", f"draft.{method}.candidates": 1, "target.compile_directory": str(KEPT)}
+    if method == "heads":
+        changes["draft.heads.tree"] = "auto"
+    else:  # a model that knows nothing of the target
+        draft = tiny.save(directories.others / "model", tiny.llama(vocab_size=VOCABULARY), seed=9, sharpness=1.0)
+        changes |= {"draft.model.path": str(draft), "draft.model.width": 1, "draft.model.lookup": "off"}
+        changes["draft.model.compile_directory"] = str(KEPT)
     return load_configuration(values, changes | {f"draft.{name}": value for name, value in settings.items()})
 
 
@@ -126,10 +131,11 @@ async def texts(clients: TwoKeys, key: str) -> list[str]:
     return [answer["choices"][0]["text"] for answer in found]
 
 
+@pytest.mark.parametrize("method", ["heads", "model"])
 async def test_what_one_client_teaches_is_drafted_for_it_alone_and_a_rollback_ends_it(
-    directories: Directories, tmp_path: Path
+    directories: Directories, tmp_path: Path, method: str
 ) -> None:
-    settings = learning(directories, learn_directory=str(tmp_path / "learned"))
+    settings = learning(directories, method, learn_directory=str(tmp_path / "learned"))
     async with two_keys(settings) as clients:
         before, expected = await drafted(clients, BOB), await texts(clients, ALICE)
         assert await drafted(clients, ALICE) == before

@@ -25,7 +25,7 @@ from tests.support.translation.tiny_marian import FRENCH, save_translator
 from tests.unit.draft.contract.methods import CASES, Directories, MethodCase, make_directories
 from workers.draft.common.learning import salt_key
 from workers.draft.common.modules.context_store import SegmentKeys
-from workers.draft.common.modules.learned_modules import LearnedModules
+from workers.draft.common.modules.learned_modules import LearnedPasses
 from workers.draft.registry import METHODS
 from workers.kv.sources import source_salt
 from workers.serve.configuration import load_configuration
@@ -138,13 +138,13 @@ async def is_routed_by_the_prompt(clients: TwoKeys) -> bool:
 async def learns_from_the_text(_: TwoKeys) -> bool:
     """Whether weights that one client's texts have taught draft for another client, as they do for the first one."""
     alice, bob = (scoped_salt(name, "", shares_between_keys=False) for name in ("alice", "bob"))
-    all_modules = [one for one in gc.get_objects() if isinstance(one, LearnedModules)]
-    assert all_modules
+    all_passes = [one for one in gc.get_objects() if isinstance(one, LearnedPasses)]
+    assert all_passes
     found = False
-    for modules in all_modules:
-        modules.replace(salt_key(alice), modules.of(""))
-        assert modules.of_salt(alice) is not modules.own
-        found = found or modules.of_salt(bob) is not modules.own
+    for passes in all_passes:
+        passes.replace(salt_key(alice), passes.of(""))
+        assert passes.of_salt(alice) is not passes.own
+        found = found or passes.of_salt(bob) is not passes.own
     return found
 
 
@@ -194,6 +194,7 @@ STORES: dict[str, Trial] = {
     "Learner._trained": learns_from_the_text,
     "Learner.candidate": learns_from_the_text,
     "LearnedModules._learned": learns_from_the_text,
+    "LearnedModels._learned": learns_from_the_text,
     "Reservoir._texts": learns_from_the_text,
     "Versions._served": learns_from_the_text,
     "_Texts._texts": learns_from_the_text,
@@ -328,7 +329,7 @@ async def test_everything_that_outlives_a_request_is_named_here(
     assert not unnamed, f"{method}: name them, with a trial of two keys or a reason: {sorted(unnamed)}"
 
 
-@pytest.mark.parametrize("method", ["heads", "eagle", "block"])
+@pytest.mark.parametrize("method", ["heads", "eagle", "block", "model"])
 async def test_everything_that_a_draft_that_learns_keeps_is_named_here(directories: Directories, method: str) -> None:
     values = configuration(directories, method).model_dump(mode="json")
     async with two_keys(load_configuration(values, {"draft.learn": "on"})) as clients:
@@ -372,6 +373,7 @@ TRIALS: dict[str, list[Trial]] = {
     "recycling": [drafts_the_text],
     "heads": [learns_from_the_text],
     "eagle": [learns_from_the_text],
+    "model": [learns_from_the_text],
 }
 
 

@@ -91,3 +91,9 @@ def test_a_token_that_callers_can_know_is_demanded(
     files = [f"cluster.tls.{name}={getattr(tls, name)}" for name in ("ca", "certificate", "key")]
     with pytest.raises(ConfigurationError, match="PILOTFISH_CLUSTER_TOKEN: needed the token that callers present"):
         drafter("cpu", ["draft.method=ngram", *(files if with_certificates else ())], "127.0.0.1", 0)
+
+
+def test_a_drafter_of_another_engine_learns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PILOTFISH_CLUSTER_TOKEN", TOKEN)
+    with pytest.raises(ConfigurationError, match="on is refused; another engine does not say whose texts it sends"):
+        drafter("cpu", ["draft.method=model", "draft.model.path=x", "draft.learn=on"], "127.0.0.1", 0)

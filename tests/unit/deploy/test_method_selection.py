@@ -140,7 +140,7 @@ def test_a_malformed_selection_is_refused_with_its_key() -> None:
     [
         (
             {"method": "ngram"},
-            "draft.learn: on is refused with ngram; draft.method must be one of block, blockwise, eagle, heads",
+            "draft.learn: on is refused with ngram; draft.method must be one of block, blockwise, eagle, heads, model",
         ),
         ({"methods": ["heads", "suffix"]}, "draft.learn: on is refused with heads\\+suffix"),
         ({"method": "none"}, "draft.learn: on is refused with none"),
@@ -158,6 +158,16 @@ def test_only_a_method_that_can_be_trained_where_it_drafts_learns(
     with_implied_settings(load_configuration(values))
     with pytest.raises(ConfigurationError, match=reason):
         with_implied_settings(load_configuration(values, {"draft.learn": "on"}))
+
+
+def test_a_draft_model_that_learns_drafts_on_the_target_unless_there_are_several_drafters() -> None:
+    values = {"draft": {"method": "model", "model": {"path": "x"}}}
+    places = {}
+    for learn in ("off", "on"):
+        places[learn] = with_implied_settings(load_configuration(values, {"draft.learn": learn})).draft.placement
+    assert places == {"off": "drafter", "on": "target"}
+    with pytest.raises(ConfigurationError, match="replicas: 2 is refused; on the target there is one drafter"):
+        with_implied_settings(load_configuration(values, {"draft.learn": "on", "draft.replicas": 2}))
 
 
 def test_learned_drafts_are_listed_and_rolled_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

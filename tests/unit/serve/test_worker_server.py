@@ -15,6 +15,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.wire.peer_access import OPEN
 from tests.support.fakes.echo_workers import EchoEngine, entries
 from tests.support.models import drafting_modules
+from workers.draft.common.modules.learned_modules import LearnedModules
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve import rank_actors
@@ -85,16 +86,21 @@ async def test_a_driver_rank_learns_if_the_settings_say_so_until_it_stops(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "settings", "reason"),
+    ("patched", "value", "settings", "reason"),
     [
         (
-            "weight_bytes",
-            lambda _: (1 << 20) + 1,
+            (LearnedModules, "bytes_each"),
+            (1 << 20) + 1,
             {"learn_weight_bytes": 1 << 20},
             "learn_weight_bytes: 1048576 is too small; one client's weights take 1048577",
         ),
-        ("find_spec", lambda _: None, {}, "learn: on needs the extra distill"),
-        ("weight_bytes", lambda _: 1, {"learn_directory": "/proc/none"}, "learn_directory: /proc/none cannot be used"),
+        ((learner, "find_spec"), lambda _: None, {}, "learn: on needs the extra distill"),
+        (
+            (LearnedModules, "bytes_each"),
+            1,
+            {"learn_directory": "/proc/none"},
+            "learn_directory: /proc/none cannot be used",
+        ),
     ],
     ids=["memory", "no training", "no directory"],
 )
@@ -102,13 +108,13 @@ async def test_a_driver_rank_refuses_to_learn_without_what_it_needs(
     directory: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    patched: tuple[Any, str],
     value: Any,
     settings: dict[str, Any],
     reason: str,
 ) -> None:
     monkeypatch.setattr(rank_actors, "set_threads", lambda _: None)
-    monkeypatch.setattr(learner, name, value)
+    monkeypatch.setattr(*patched, value)
     drafting_modules.save(directory, tmp_path / "heads", "heads", (2,))
     target = {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 1 << 20}, "evidence": {"taps": (2,)}}
     draft = {"method": "heads", "placement": "target", "heads": {"path": str(tmp_path / "heads")}, "learn": "on"}

@@ -178,6 +178,11 @@ class LearnedWeights(Protocol):
     Another thread than that of `propose` may call it. A key is the `salt_key` of a salt.
     """
 
+    @property
+    def bytes_each(self) -> int:
+        """Most memory that the learned weights of one salt take, in bytes."""
+        ...
+
     def of(self, key: str) -> Mapping[str, Tensor]:
         """The parameters by name, float32, that draft for the requests of a salt with this key."""
         ...
@@ -189,7 +194,8 @@ class LearnedWeights(Protocol):
     def replace(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
         """Draft with these parameters for the requests of one salt from the next call of `propose` on.
 
-        `None` takes the parameters of the draft's files. Raises `ValueError` as `check` does.
+        `None` takes the parameters of the draft's files. Raises `ValueError` as `check` does, and `RuntimeError` where
+        the method cannot compute with them.
         """
         ...
 

@@ -27,6 +27,7 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
     """The draft model, and how its trees are expanded."""
 
     draft_kind: ClassVar[str] = LAYERS
+    learns: ClassVar[bool] = True
     renamed: ClassVar[dict[str, str]] = {name: name for name in ("mode", "width", "candidates", "lookup", "kv")}
 
     candidates: Annotated[int, Field(ge=1, le=16)] = 3
@@ -83,11 +84,14 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
 
     settings = _resolved(settings)
     check_truncatable(Path(settings.path))
+    drawn = RULES.get(target.acceptance).drawn_drafts
+    is_drawn = settings.distributions == "on" or (settings.distributions == "auto" and drawn != DrawnDrafts.NONE)
+    if draft.learn == "on":
+        _check_learning(settings, target, is_drawn=is_drawn)
+        return _create_learning(settings, draft, target)
     model = load_model(settings, target_directory=Path(target.path))
     target_vocabulary_size = check_vocabularies(model, Path(settings.path), target)
     pool = KvPool(model.kv_spec, settings.kv, truncatable=True)
-    drawn = RULES.get(target.acceptance).drawn_drafts
-    is_drawn = settings.distributions == "on" or (settings.distributions == "auto" and drawn != DrawnDrafts.NONE)
     mask_token = None if is_drawn or model.source is not None else mask_token_of(Path(settings.path))
     if mask_token is not None:
         shortlist = make_shortlist(model.vocabulary, target, model.device)
@@ -103,3 +107,41 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
         siblings = 1 if drawn == DrawnDrafts.CHAIN else settings.candidates
         return DrawingDrafter(TokenDrawer(expander, target_vocabulary_size), draft, siblings)
     return TreeDrafter(expander, settings, draft)
+
+
+def _check_learning(settings: DraftModelSettings, target: TargetSection, *, is_drawn: bool) -> None:
+    """Raise `ConfigurationError` for a draft model that cannot be trained while it drafts."""
+    from workers.draft.model.parallel_model import mask_token_of
+    from workers.model.devices import choose_device
+
+    directory, place = Path(settings.path), f"draft.model.path: {settings.path}"
+    problems = (
+        (is_encoder_decoder(directory), f"{place}, which has an encoder; it must be a decoder alone"),
+        (mask_token_of(directory) is not None, f"{place}, a PARD model; it must draft one token after another"),
+        (
+            is_drawn,
+            f"draft.model.distributions: {settings.distributions} and target.acceptance: {target.acceptance}, with "
+            "which drafts are drawn at random; distributions must be off",
+        ),
+        (settings.quantization == "stored", "draft.model.quantization: stored; it must be none or int8"),
+        (choose_device(settings.device, 0).type != "cpu", "a draft model on a GPU; draft.model.device must be cpu"),
+    )
+    for is_wrong, problem in problems:
+        if is_wrong:
+            raise ConfigurationError(f"draft.learn: on is refused with {problem}")
+
+
+def _create_learning(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> DraftMethod:
+    """A draft model whose weights can be replaced; see `LearningTreeDrafter`."""
+    from workers.draft.model.learning_drafter import LearnedModels, LearningTreeDrafter
+    from workers.draft.model.model_expander import ModelExpander, check_vocabularies
+    from workers.kv.pool import KvPool
+    from workers.model.decoder_copies import DecoderCopies
+
+    copies = DecoderCopies(settings, Path(target.path))
+    model = copies.make(copies.stored_weights())
+    check_vocabularies(model, Path(settings.path), target)
+    pool = KvPool(model.kv_spec, settings.kv, truncatable=True)
+    own = ModelExpander(model, pool, settings.candidates)
+    own.warm_up()
+    return LearningTreeDrafter(LearnedModels(own, copies, settings, settings.candidates), settings, draft)

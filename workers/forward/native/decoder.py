@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,6 +82,16 @@ class NativeDecoder:
             )
             layer.table = placement.table
             layer.window, layer.sinks = placement.window.size or 0, placement.window.sinks
+
+    def share_embedding(self, table: torch.Tensor | None) -> torch.Tensor | None:
+        """Read embeddings from a table of another decoder with the same ones, and free the own table.
+
+        Returns the table that is read; `None` if the head serves as the table.
+        """
+        if table is not None and self._embedding is not None:
+            self.packed = replace(self.packed, embedding=table)
+            self._embedding, self._decoder.embedding = table, table.data_ptr()
+        return self._embedding
 
     def compute(
         self,

@@ -47,6 +47,8 @@ from workers.model.public_shapes import MedusaShape, PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 from workers.model.tensor_file import write_tensors
 
+_BESIDE_WEIGHTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+"""Further files of a draft that is a language model of its own."""
 _LEAST_INT8 = 65536
 """Elements from which a matrix of an int8 file is stored as int8."""
 
@@ -238,13 +240,13 @@ def with_parameters(module: ModuleType, parameters: Mapping[str, Tensor]) -> Mod
 def save_with_parameters(source: Path, directory: Path, parameters: Mapping[str, Tensor]) -> None:
     """Write the draft in `source`, in its format and with other parameters, into an existing directory.
 
-    They are stored in bfloat16. Its card or configuration, and its vocabulary or own ends, are copied. Raises `OSError`
-    and `ModelLoadError`.
+    They are stored in bfloat16. Its card, configurations and tokenizer, and its vocabulary or own ends, are copied.
+    Raises `OSError` and `ModelLoadError`.
     """
     stored = Checkpoint(source, {})
     if not stored.files:
         stored.fail("it has no weights")
-    for name in (CARD, CONFIG):
+    for name in (CARD, CONFIG, *_BESIDE_WEIGHTS):
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
     others = [name for name in stored.sizes if name.removesuffix(SCALE) not in parameters]

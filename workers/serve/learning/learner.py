@@ -41,8 +41,6 @@ _STOPPED_CHECK_SECONDS = 0.1
 """Pause between two looks while the learner's process is stopped: running requests share the interpreter with them."""
 _FOLLOW_SECONDS = 0.25
 """Pause between two looks at the versions that somebody else has chosen, in seconds."""
-_COPIES = 2
-"""How often learned weights are in memory: as they were trained, and as the drafter computes with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ def start_learner(
         raise ConfigurationError(f"draft.learn: on is refused; drafts of this format of {draft.name} cannot be trained")
     if find_spec(_PROCESS.rpartition(".")[0]) is None or find_spec(_PROCESS) is None:
         raise ConfigurationError("draft.learn: on needs the extra distill: pip install 'pilotfish[distill]'")
-    needed = weight_bytes(weights.of(""))
+    needed = weights.bytes_each
     most = draft.learn_weight_bytes or max(options.weight_bytes, needed)
     if needed > most:
         raise ConfigurationError(f"draft.learn_weight_bytes: {most} is too small; one client's weights take {needed}")
@@ -130,7 +128,7 @@ class Learner:
         self._versions = versions
         self._is_idle = is_idle
         self._options = options
-        self._most_salts = options.weight_bytes // max(1, weight_bytes(weights.of("")))
+        self._most_salts = options.weight_bytes // max(1, weights.bytes_each)
         self._closing = threading.Event()
         self._trained: dict[str, int] = {}
         self._learned: tuple[str, ...] = ()
@@ -239,9 +237,11 @@ class Learner:
                 logger.exception("the learner failed: the served weights stay")
 
     def _follow(self) -> None:
-        """Draft with the versions that somebody else has chosen."""
-        for key in self._versions.changed():
-            self._serve(key)
+        """Draft with the versions that somebody else has chosen, as many as there is memory for: the latest ones."""
+        changed = self._versions.changed()
+        for key in changed:
+            if key in self._learned or key in changed[-self._most_salts :]:
+                self._serve(key)
 
     def _serve(self, key: str) -> None:
         """Draft with the version that is to be served for a salt. Instead of one that does not fit, the files' do."""
@@ -325,8 +325,3 @@ class Learner:
 def _memory_file(name: str) -> IO[bytes]:
     """An empty file in memory, because no text may get to a disk."""
     return os.fdopen(os.memfd_create(name), "w+b")
-
-
-def weight_bytes(weights: Mapping[str, Tensor]) -> int:
-    """Memory that learned weights of this size take, in bytes."""
-    return _COPIES * sum(value.numel() * value.element_size() for value in weights.values())

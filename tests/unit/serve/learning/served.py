@@ -19,7 +19,7 @@ from cluster.core.verification import StepBatch, StepResult
 from deploy.distillation.learner_process import learn
 from tests.support.engines.colocated_decoding import Decoded, decode_together
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.models import drafting_modules, public_drafts, tiny
+from tests.support.models import distilled_draft, drafting_modules, public_drafts, tiny
 from workers.draft.common.learning import LearnsOnline, Reservoir
 from workers.draft.registry import create
 from workers.model.draft_shapes import BlockShape, EagleShape, HeadsShape, LayerShape, Shape
@@ -37,13 +37,18 @@ PROMPTS = {
     for number, temperature in enumerate((0.0, 0.0, 0.7, 0.0))
 }
 LAYER = LayerShape(48, 4, 2, 8, 48, window=16)
-DRAFTS: dict[str, tuple[tuple[int, ...], Shape | None, dict[str, int]]] = {
+MODEL: dict[str, Any] = {"candidates": 1, "width": 1, "lookup": "off", "device": "cpu", "kv": {"pool_bytes": 4 << 20}}
+DRAFTS: dict[str, tuple[tuple[int, ...], Shape | None, dict[str, Any]]] = {
     "heads": ((2,), HeadsShape(3, mix_rank=8, selector_rank=0), {"candidates": 1}),
     "eagle": ((1, 2), EagleShape(LAYER), {"candidates": 1, "width": 1}),
     "block": ((1, 2), BlockShape(LAYER, block=3, selector_rank=0), {"candidates": 1}),
     "dspark": ((0, 1, 2), None, {"candidates": 1}),
+    "model": ((), None, MODEL | {"compile_directory": str(KEPT)}),
+    "distilled": ((), None, MODEL | {"compile_directory": str(KEPT)}),
 }
 """By kind: the taps, the shape of the module, and settings with which drafts are chains."""
+METHODS = {"dspark": "block", "distilled": "model"}
+"""The methods of kinds with other names."""
 Message = TypeVar("Message", Task, Candidate)
 
 
@@ -53,9 +58,15 @@ class Served:
     def __init__(self, directory: Path, kind: str = "heads", vocabulary: Sequence[int] | None = None) -> None:
         target, draft = directory / "target", directory / kind
         self.taps, shape, settings = DRAFTS[kind]
-        taps, method = self.taps, "block" if shape is None else kind
+        taps, method = self.taps, METHODS.get(kind, kind)
         tiny.save(target, tiny.llama())
-        if shape is None:
+        if method != "model":
+            settings = {"weights": "float32"} | settings
+        if kind == "model":
+            tiny.save(draft, tiny.llama(), seed=5, sharpness=1.0)
+        elif kind == "distilled":
+            distilled_draft.save(target, draft, (1,), vocabulary)
+        elif shape is None:
             tensors = public_drafts.spark()
             tensors["markov_head.markov_w2.weight"].zero_()  # its corrections would have to be unlearned first
             config = public_drafts.speculators_block("dspark", aux_hidden_state_layer_ids=list(taps))
@@ -77,7 +88,7 @@ class Served:
                 "learn": "on",
                 "max_nodes": 3,
                 "max_depth": 3,
-                method: {"path": str(draft), "weights": "float32"} | settings,
+                method: {"path": str(draft)} | settings,
             },
         }
         self.reservoir = Reservoir(1 << 22)

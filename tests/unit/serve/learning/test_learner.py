@@ -23,10 +23,10 @@ from tests.support.models import public_drafts, tiny
 from tests.support.models.drafting_evidence import drafter_of
 from tests.unit.serve.learning.served import BUDGET, PROMPTS, TIMES, TOKENS, Served, accepted, answers, passed, trees
 from workers.draft.common.learning import salt_key
+from workers.draft.common.modules.learned_modules import LearnedModules
 from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS
 from workers.model.formats.registry import read_draft
 from workers.serve.configuration import load_configuration
-from workers.serve.learning import learner as learner_module
 from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
 from workers.serve.learning.messages import Candidate, Task
 from workers.serve.learning.versions import Versions, roll_back, stored_versions
@@ -140,6 +140,7 @@ def test_nothing_is_collected_without_consent(served: Served) -> None:
     assert (served.reservoir.seen, served.reservoir.stored_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("served", ["heads", pytest.param("model", marks=pytest.mark.slow)], indirect=True)
 def test_a_learner_that_fails_changes_nothing(served: Served) -> None:
     before = [served.serve() for _ in range(TIMES)][-1]
     for program in ("raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", "print('no weights')"):
@@ -345,7 +346,7 @@ def test_a_rollback_is_followed_during_a_training(served: Served, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", ["heads", "dspark"], indirect=True)
+@pytest.mark.parametrize("served", ["heads", "dspark", "model"], indirect=True)
 def test_a_stored_version_is_a_draft_that_a_server_can_load(served: Served, tmp_path: Path) -> None:
     for _ in range(TIMES):
         served.serve()
@@ -459,7 +460,7 @@ def test_settings_replace_the_default_memory(served: Served) -> None:
 
 
 def test_by_default_the_weights_of_one_client_have_room(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "weight_bytes", lambda _: 3 << 30)
+    monkeypatch.setattr(LearnedModules, "bytes_each", 3 << 30)
     learner = start_learner(served.configuration, served.method, lambda: True)
     learner.close()
     assert (learner._options.weight_bytes, learner._most_salts) == (3 << 30, 1)

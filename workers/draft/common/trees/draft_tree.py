@@ -33,7 +33,8 @@ class DraftTree:
         max_lookup_depth: int = 0,
     ) -> None:
         self._memory = memory
-        self._calibration = calibration
+        self.calibration = calibration
+        """How often the target takes what is drafted for this sequence."""
         self._look_up = look_up
         self._max_lookup_depth = max_lookup_depth
         self.is_greedy = is_greedy
@@ -62,7 +63,7 @@ class DraftTree:
         node = self.root
         for token in tokens:
             child = node.child(token)
-            observe_decision(node, child, self._calibration, self.is_greedy)
+            observe_decision(node, child, self.calibration, self.is_greedy)
             if child is None:
                 table = self._continuing_table(node)
                 self._memory.truncate(table, min(table.stored_len, node.length))
@@ -125,7 +126,7 @@ class DraftTree:
             child = known.get(token) or self._add_child(node, token, call)
             child.rank, child.confidence = rank, confidence
         node.children.sort(key=lambda child: len(candidates) if child.rank is None else child.rank)
-        estimate_children(node, self._calibration, self.is_greedy)
+        estimate_children(node, self.calibration, self.is_greedy)
         if known:
             node.update_path_probabilities()
         for child in node.children:
@@ -186,7 +187,7 @@ class DraftTree:
             had_children = bool(node.children)
             child = node.child(token) or self._add_child(node, token, call)
             child.match_length = match_length
-            estimate_children(node, self._calibration, self.is_greedy)
+            estimate_children(node, self.calibration, self.is_greedy)
             if had_children:
                 node.update_path_probabilities()
             path.append(token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftRow, Proposal
-from workers.draft.common.trees.calibration import KINDS, Calibration
+from workers.draft.common.trees.calibration import KINDS
 from workers.draft.common.trees.tree_session import NodeExpansion, TreeSession
 
 
@@ -27,7 +27,7 @@ class ProposalBuilder:
         self.gain = 0.0
         """Expected number of tokens that the chosen expansions add to the round."""
 
-    def choose(self, calibration: Calibration) -> list[NodeExpansion]:
+    def choose(self) -> list[NodeExpansion]:
         """Choose the expansions of the next pass, and set `is_short` and `gain` for them."""
         self.is_short, self.gain = False, 0.0
         if not self._max_nodes or not self._passes_left:
@@ -38,7 +38,7 @@ class ProposalBuilder:
         # A new node replaces the least probable one of a full tree.
         replaced = 0.0 if self.is_short else nodes[self._max_nodes - 1].path_probability
         # Expanded nodes are almost always first candidates.
-        first_rate = calibration.first_rate(KINDS[tree.is_greedy, True])
+        first_rate = tree.calibration.first_rate(KINDS[tree.is_greedy, True])
         if tree.root.table is None:
             if tree.root.length > self._max_context_len:
                 return []

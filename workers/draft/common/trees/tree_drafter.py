@@ -69,7 +69,7 @@ class TreeDrafter:
         lookup_sizes = LOOKUP_SIZES if settings.has_lookup else None
         self._sessions = Sessions(
             lambda start: TreeSession(start, self._memory, self._calibration, lookup_sizes, draft.max_depth),
-            TreeSession.evict,
+            self._discard,
             expander.vocabulary_size,
         )
         self._calls = 0
@@ -81,6 +81,7 @@ class TreeDrafter:
         builders: dict[SequenceId, ProposalBuilder] = {}
         proposals: dict[SequenceId, Proposal] = {}
         for row, session in self._sessions.update(rows, proposals):
+            self._prepare(session)
             session.commit_times.record(len(session.tokens), now, self._cost)
             session.tree.extend_by_lookup(self._calls)
             max_context_len = self._expander.max_context_len
@@ -120,6 +121,13 @@ class TreeDrafter:
             self._queue.clear()  # there is no room before the next call
         self._queue.add_below(expanded)
         return True
+
+    def _prepare(self, session: TreeSession) -> None:
+        """Called for each row of a call, once its tokens are committed and before anything is drafted for it."""
+
+    def _discard(self, session: TreeSession) -> None:
+        """Free what is stored for a sequence that ends."""
+        session.evict()
 
     def _expand_for(self, builders: dict[SequenceId, ProposalBuilder]) -> None:
         """Run passes until every budget is used up, or another pass is not worth its time."""
@@ -165,7 +173,7 @@ class TreeDrafter:
 
     def _plan_pass(self, builders: Sequence[ProposalBuilder]) -> list[NodeExpansion]:
         """Choose the expansions of the next pass; none if no tree is short and the gain is too small."""
-        wanted = [expansion for builder in builders for expansion in builder.choose(self._calibration)]
+        wanted = [expansion for builder in builders for expansion in builder.choose()]
         gain = sum(builder.gain for builder in builders)
         if not any(builder.is_short for builder in builders) and not self._cost.is_worthwhile(gain, len(builders)):
             return []

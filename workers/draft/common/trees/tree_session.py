@@ -30,6 +30,7 @@ class TreeSession(Session):
         "tree",
         "version",
         "wants_drafts",
+        "weights",
     )
 
     def __init__(
@@ -52,6 +53,8 @@ class TreeSession(Session):
         """Whether the last call had a budget; without one, only committed tokens go through between calls."""
         self.version = 0
         """Incremented by every change that invalidates planned expansions."""
+        self.weights = 0
+        """Number of the weights that its keys and values were computed with; see `PassOfSalt.version`."""
 
     def replace(self, known_len: int, new_tokens: Sequence[int]) -> None:
         """Replace all tokens after the first `known_len` by `new_tokens`.
