@@ -69,6 +69,8 @@ class GenerationService:
         self._clock = clock
         self._created = int(time.time() if created is None else created)
         self._running: dict[RequestId, asyncio.Event] = {}
+        self._claims: dict[RequestId, object] = {}
+        """The newest call that waits to resume each request."""
         self._recent = RecentAnswers()
         self._constraints = Constraints(tokenizer)
 
@@ -234,14 +236,21 @@ class GenerationService:
     async def _end_earlier(self, request_id: RequestId) -> None:
         """End the earlier calls of a resumed request that still run. Raises `NotReady` if they do not end.
 
-        Another call may resume it at the same time. It cannot be ended before it has reached the engine.
+        Of calls that wait here, only the newest goes on: the others raise `InvalidRequest`, so that nobody retries
+        them. A call that has not reached the engine cannot be ended yet.
         """
+        claim = self._claims[request_id] = object()
         try:
             async with asyncio.timeout(_TAKE_OVER_SECONDS):
-                while (ended := self._running.get(request_id)) is not None:
+                while self._claims.get(request_id) is claim and (ended := self._running.get(request_id)) is not None:
                     self._engine.abort(request_id)
                     with suppress(TimeoutError):
                         async with asyncio.timeout(_ABORT_AGAIN_SECONDS):
                             await ended.wait()
+            if self._claims.get(request_id) is not claim:
+                raise InvalidRequest("request_id", request_id, "resumed by one call at a time; a later one goes on")
         except TimeoutError:
             raise NotReady(f"the earlier call of {request_id} has not ended yet") from None
+        finally:
+            if self._claims.get(request_id) is claim:
+                del self._claims[request_id]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,16 @@ from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.load import load
 from cluster.core.config.sections import LimitsSection
+from cluster.core.errors import InvalidRequest
+from cluster.core.ids import RequestId
+from cluster.core.request import FinishReason
 from cluster.generation.events import Event, Finished
 from cluster.generation.service import GenerationService
-from cluster.generation.text.tokenizer import Tokenizer
+from cluster.generation.text.tokenizer import TextExecutor, Tokenizer
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.fakes.fake_drafters import RandomDrafter
 from tests.support.fakes.fake_target import FakeTarget
+from tests.support.fakes.simulated_time import now, simulate
 from tests.support.models.tiny_tokenizer import byte_level
 from tests.support.slow import slow_but
 from tests.unit.generation.resume.resumed_calls import ReceivedAnswer, collect, new_answers, read_events, resuming
@@ -136,23 +142,52 @@ async def test_a_resumed_call_ends_the_call_that_still_runs(tmp_path: Path) -> N
     assert answers[0].content == plain[0].content
 
 
-async def test_of_two_calls_that_resume_at_once_the_later_one_goes_on(tmp_path: Path) -> None:
-    request, plain = await undisturbed(tmp_path, "sampled")
-    async with coordinated(tmp_path) as (service, _):
-        stream = service.generate(request)
-        answers = new_answers(request)
-        collect([await anext(stream), await anext(stream)], answers)
+async def at_once(_: TextExecutor, __: int, function: Callable[..., Any], *values: object) -> Any:
+    return function(*values)
 
-        async def read_on() -> list[Event]:
-            return [event async for event in stream]
 
-        earlier = asyncio.create_task(read_on())
-        calls = [resuming(request, answers, with_tokens=True) for _ in range(2)]
-        first, second = (asyncio.create_task(read_events(service, call)) for call in calls)
-        await earlier
-        await first
-        collect(await second, answers)
-    assert answers[0].content == plain[0].content
+@pytest.mark.parametrize("gap", [0.0, 0.02, 0.03])
+def test_of_two_calls_that_resume_a_third_one_the_later_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: float
+) -> None:
+    """Whatever the phases in which they wait for the end of the third one, which takes 60 ms of simulated time."""
+    monkeypatch.setattr(TextExecutor, "run", at_once)  # simulated time does not wait for threads
+
+    async def scenario() -> None:
+        request, plain = await undisturbed(tmp_path, "sampled")
+        async with coordinated(tmp_path, drafts=False) as (service, target):
+            target.step_delay = 0.004
+            stream = service.generate(request)
+            answers = new_answers(request)
+            collect([await anext(stream), await anext(stream)], answers)
+
+            async def read_on() -> Event:
+                return [event async for event in stream][-1]
+
+            engine, begun = service._engine, now()
+            abort = engine.abort
+            monkeypatch.setattr(engine, "abort", lambda name: now() > begun + 0.06 and abort(name))
+            earlier = asyncio.create_task(read_on())
+            resumed = resuming(request, answers, with_tokens=True)
+            first = asyncio.create_task(read_events(service, resumed))
+            await asyncio.sleep(gap)
+            second = asyncio.create_task(read_events(service, resumed))
+            await asyncio.sleep(0.01)
+            of_another_client = resuming(request, answers, with_tokens=True)
+            of_another_client.client = "other"
+            third = asyncio.create_task(read_events(service, of_another_client))
+            await asyncio.sleep(begun + 0.06 - now())
+            assert abort(RequestId(request.request_id))
+            end = await earlier
+            assert isinstance(end, Finished) and end.reason is FinishReason.ABORT
+            for goes_on in (await second, await third):
+                whole = deepcopy(answers)
+                collect(goes_on, whole)
+                assert whole[0].content == plain[0].content
+            with pytest.raises(InvalidRequest, match=r"request_id: 'cut' is refused; .* a later one goes on"):
+                await first
+
+    simulate(scenario())
 
 
 async def test_the_counts_of_the_first_call_are_part_of_the_usage(tmp_path: Path) -> None:
