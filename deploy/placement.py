@@ -188,9 +188,10 @@ def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
     share = 1 / (ranks * targets_here)
     target_bundle = Bundle(1.0, 1) if target_device == "cuda" else Bundle(_share(cpus_left, share, target.threads))
     cores = max(1, int(cpus))
-    target_threads = target.threads or (_threads(cores, ranks * targets_here) if target_device == "cpu" else 1)
-    draft_cores = cores if target_device == "cpu" else cores - 1
     drafts_on_cpu = draft.weights is not None and draft_device == "cpu"
+    computes_on_cpu = target_device == "cpu" or (on_target and drafts_on_cpu)
+    target_threads = target.threads or (_threads(cores, ranks * targets_here) if computes_on_cpu else 1)
+    draft_cores = cores if target_device == "cpu" else cores - 1
     draft_threads = draft.threads or (_threads(draft_cores, drafters_here) if drafts_on_cpu else 1)
     helper = (Bundle(HELPER_CPUS),)
     return Placement(

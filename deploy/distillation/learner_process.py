@@ -139,6 +139,9 @@ def main() -> None:
     The argument is `idle`, or `normal` for the priority of its parent.
     """
     ctypes.CDLL(None).prctl(_SIGNAL_AFTER_PARENT, signal.SIGKILL)
+    with suppress(OSError):
+        # Where memory is short, the kernel ends this process before any that serves.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if sys.argv[1] == "idle":
         os.nice(_LOWEST_PRIORITY)
         with suppress(OSError):  # of a sandbox without it

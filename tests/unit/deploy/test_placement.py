@@ -130,6 +130,13 @@ def test_a_configured_cpu_is_used_even_if_there_are_gpus() -> None:
     assert placement.gpus == 0
 
 
+def test_a_draft_model_on_cpu_that_learns_beside_a_gpu_has_the_cores() -> None:
+    changes = DRAFT_MODEL | {"draft.learn": "on", "draft.model.device": "cpu"}
+    placement = plan(load_configuration({}, changes), [replace(GPU_NODE, gpus=1)])
+    assert (placement.gpus, placement.draft.bundles) == (1, ())
+    assert placement.target.threads == GPU_NODE.cpus
+
+
 def test_a_bundle_without_gpus_claims_none_of_ray() -> None:
     assert Bundle(0.5).claims() == {"CPU": 0.5}
     assert Bundle(1.0, 1).claims() == {"CPU": 1.0, "GPU": 1.0}

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 _HELD_BACK, _LEFT_OUT = 0.25, 0.2
 """Shares of the texts that are held back, and left out of trainings."""
-_TOKEN_BYTES = 8
+_TOKEN_BYTES, _TEXT_BYTES = 36, 1024
+"""Memory of a token, a number of Python, and of what else a text has, in bytes."""
+_MOST_TEXTS = 1024
+"""Most texts of a salt: more than any training sees."""
 _MOST_SALTS = 64
 """Most salts whose texts are kept."""
 
@@ -52,7 +55,8 @@ class CollectedText:
     @property
     def size(self) -> int:
         """Bytes that the text takes."""
-        return self.hidden.numel() * self.hidden.element_size() + len(self.tokens) * _TOKEN_BYTES
+        hidden = self.hidden.numel() * self.hidden.element_size()
+        return hidden + len(self.tokens) * _TOKEN_BYTES + _TEXT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,8 @@ class _Texts:
         self.seen += 1
         self.size += text.size
         self._texts.append((share, text))
+        if len(self._texts) > _MOST_TEXTS:
+            self.drop_oldest()
 
     def drop_oldest(self) -> None:
         self.size -= self._texts.popleft()[1].size

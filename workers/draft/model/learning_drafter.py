@@ -27,7 +27,7 @@ from workers.model.draft_card import CARD, VOCABULARY
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 
 _TEXT_BYTES = 64 << 20
-"""Default memory for texts: tokens alone, 8 bytes each."""
+"""Default memory for texts: tokens alone."""
 
 
 class LearnedModels(LearnedPasses[ModelExpander, Mapping[str, Tensor]]):

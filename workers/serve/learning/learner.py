@@ -138,7 +138,7 @@ class Learner:
         self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self.candidate: Candidate | None = None
-        """The last measured candidate, whether it was taken or not."""
+        """What was measured of the last candidate, whether it was taken or not, without its weights."""
 
     def status(self) -> LearningStatus:
         """What was collected and learned so far."""
@@ -190,7 +190,7 @@ class Learner:
         if candidate is None:
             self._counts["failed"] += 1
             return False
-        self.candidate = candidate
+        self.candidate = replace(candidate, weights={})  # its memory is free once it is taken or dropped
         is_taken = candidate.is_better and self._take(texts.key, task, candidate)
         self._counts["taken" if is_taken else "dropped"] += 1
         tau = (candidate.tokens_per_step_before, candidate.tokens_per_step)
@@ -221,10 +221,10 @@ class Learner:
         try:
             self._weights.check(candidate.weights)
             self._versions.store(key, candidate.weights, about, after=task.seed)
-            self._replace(key, candidate.weights)
-        except (OSError, ValueError, RuntimeError) as error:  # of torch without memory on the device
+        except (OSError, ValueError) as error:
             logger.warning("new draft weights are dropped: %s", error)
             return False
+        self._replace_or_take_files(key, candidate.weights)
         return True
 
     def _run(self) -> None:
@@ -250,6 +250,10 @@ class Learner:
         except (OSError, ValueError) as error:
             logger.warning("stored draft weights are left out: %s", error)
             weights = None
+        self._replace_or_take_files(key, weights)
+
+    def _replace_or_take_files(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
+        """Draft with stored weights, or with the files' where there is no memory for them."""
         try:
             self._replace(key, weights)
         except RuntimeError as error:  # of torch without memory on the device

@@ -97,8 +97,10 @@ class LearnedPasses(PassOfSalt[PassType_co], ABC, Generic[PassType_co, StoredTyp
             self.check(weights)
             stored = self._with_parameters(weights)
             learned[key] = _Learned(stored, self._make(stored))
+        are_others = weights is not None or key in self._learned
         self._learned = learned  # at once, because `of_salt` reads it in another thread
-        self._versions = self._versions | {key: 1 + max(self._versions.values(), default=0)}
+        if are_others:
+            self._versions = self._versions | {key: 1 + max(self._versions.values(), default=0)}
 
     def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a draft of these parameters into an existing directory; see `LearnedWeights`."""
