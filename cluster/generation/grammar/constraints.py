@@ -13,11 +13,19 @@ from cluster.core.answer_format import AnswerFormat, CallFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.fair_queue import flow_of
 from cluster.core.grammar import Grammar, GrammarKind, lark_source, parser_limits, source_of
+from cluster.core.json_schema import without_annotations
 from cluster.core.request import GenerationRequest
 from cluster.generation.grammar.compiler_process import Compiled, CompilerProcess
 from cluster.generation.grammar.compiler_queue import CompilerQueue
 from cluster.generation.grammar.endless import endless_rule, endless_schema
-from cluster.generation.grammar.tool_calls import Specials, functions_of, text_before, tool_call_grammar, written
+from cluster.generation.grammar.tool_calls import (
+    ANY_TOOL,
+    Specials,
+    functions_of,
+    text_before,
+    tool_call_grammar,
+    written,
+)
 from cluster.generation.text.prompts import ChatPrompt
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.validate import ValidatedRequest
@@ -66,15 +74,19 @@ class Constraints:
             calls = tool_call_grammar(tools, required, form, specials, single=prompt.single_call)
             return await self._checked(calls, valid)
         except InvalidRequest as error:
-            raise error if error.field != "grammar" else await self._of_one_tool(tools, valid, error) from None
+            if error.field != "grammar":
+                raise
+            raise await self._of_one_tool(tools, required, valid, error) from None
 
     async def _of_one_tool(
-        self, tools: Sequence[str], valid: ValidatedRequest, error: InvalidRequest
+        self, tools: Sequence[str], required: str, valid: ValidatedRequest, error: InvalidRequest
     ) -> InvalidRequest:
-        """Return the error of the first tool whose parameters cannot be compiled alone, or that of all together."""
+        """Return the error of the first tool that may be called and does not compile alone, or that of all together."""
         for position, function in enumerate(functions_of(tools)):
+            if required not in (ANY_TOOL, function["name"]):
+                continue
             try:
-                await self._checked(Grammar.of_schema(function["parameters"]), valid)
+                await self._checked(Grammar.of_schema(without_annotations(function["parameters"])), valid)
             except InvalidRequest as own:
                 return own.renamed(f"tools[{position}].function.parameters")
         return error.renamed("tools")
@@ -136,6 +148,7 @@ class GrammarChecker:
 
         Clients share the compiler by `flow`. Raises `InvalidRequest` (`grammar`), `Overloaded` and `NotReady`.
         """
+        _check_size(grammar)  # that of required calls, or of what follows reasoning, may be too long
         result = self._results.get(grammar)
         if result is None:
             result = await self._quick.compile(grammar, flow)
@@ -146,11 +159,11 @@ class GrammarChecker:
         if result.error:
             shown = grammar.text or grammar.kind.value
             raise InvalidRequest("grammar", shown, f"a {_NAMES[grammar.kind]} that can be compiled: {result.error}")
-        checked = Grammar(GrammarKind.GRAMMAR, result.source) if grammar.kind is GrammarKind.GRAMMAR else grammar
-        size = len(checked.text.encode())
-        if size > bounds.MAX_GRAMMAR_BYTES:  # that of required calls, of what follows reasoning, or of EBNF
-            raise InvalidRequest("grammar", f"{size} bytes", f"at most {bounds.MAX_GRAMMAR_BYTES} bytes")
-        return checked
+        if grammar.kind is not GrammarKind.GRAMMAR:
+            return grammar
+        translated = Grammar(GrammarKind.GRAMMAR, result.source)
+        _check_size(translated)  # EBNF may be longer in Lark's syntax
+        return translated
 
     def close(self) -> None:
         """End the processes, if they run."""
@@ -167,6 +180,12 @@ class GrammarChecker:
         self._results[grammar] = result
         if len(self._results) > _MOST_RESULTS:
             self._results.popitem(last=False)
+
+
+def _check_size(grammar: Grammar) -> None:
+    size = len(grammar.text.encode())
+    if size > bounds.MAX_GRAMMAR_BYTES:
+        raise InvalidRequest("grammar", f"{size} bytes", f"at most {bounds.MAX_GRAMMAR_BYTES} bytes")
 
 
 def _compile(process: CompilerProcess, grammar: Grammar, seconds: float) -> Compiled:

@@ -49,7 +49,8 @@ class Message:
     @property
     def chars(self) -> int:
         """Number of characters of content, reasoning and calls."""
-        return len(self.content) + len(self.reasoning or "") + sum(len(call.arguments) for call in self.tool_calls)
+        calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in self.tool_calls)
+        return len(self.content) + len(self.reasoning or "") + calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,12 +160,13 @@ def _content(request: generation_pb2.GenerateRequest) -> tuple[bytes, bytes]:
 
 
 def _offered(chat: generation_pb2.ChatInput) -> bytes:
-    """Return a hash of the tools and the template's variables, which templates show in front of most messages.
+    """Return a hash of the tools, which templates show in front of most messages.
 
-    They are longer than the blocks of one prompt can be, so the messages would not count.
+    They are longer than the blocks of one prompt can be, so the messages would not count. The template's variables do
+    not count: a client may change them from one turn to the next, which leaves most of many prompts as it was.
     """
     digest = blake2b(digest_size=16)
-    for text in (*chat.tools, chat.template_arguments):
+    for text in chat.tools:
         digest.update(text.encode() + b"\0")
     return digest.digest()
 

@@ -146,6 +146,15 @@ async def test_a_grammar_that_no_target_takes_is_refused(checker: GrammarChecker
     assert caught.value.field == "grammar"
 
 
+@pytest.mark.parametrize("kind", [kind for kind in GrammarKind if kind is not GrammarKind.JSON_OBJECT])
+async def test_what_is_too_long_is_refused_before_it_is_compiled(
+    new_checker: GrammarChecker, kind: GrammarKind
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_GRAMMAR_BYTES} bytes"):
+        await new_checker.check(Grammar(kind, "ü" * (MAX_GRAMMAR_BYTES // 2 + 1)))
+    assert all(process._process is None for process in new_checker._processes)
+
+
 async def test_ebnf_is_translated(checker: GrammarChecker) -> None:
     async with deadline(SECONDS):
         found = await checker.check(lark('root ::= "yes" | "no" root\n'))

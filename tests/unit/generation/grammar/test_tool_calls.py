@@ -11,6 +11,8 @@ import pytest
 
 from cluster.core.answer_format import AnswerFormat, CallFormat, ReasoningFormat
 from cluster.core.answer_format_rows import CALL_FORMATS, REASONING_FORMATS, call_format
+from cluster.core.bounds import MAX_GRAMMAR_BYTES
+from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.generation.grammar.constraints import after_reasoning
@@ -246,7 +248,23 @@ async def test_a_choice_of_tools_reaches_the_engine_as_a_grammar(tmp_path: Path)
             ({"ignore_eos": True}, "ignore_eos"),
             ({"tools": [SWIM, wrong_tool({"type": "fish"})]}, "tools[1].function.parameters"),
             ({"tools": [SWIM, wrong_tool(ITSELF)]}, "tools[1].function.parameters"),
+            ({"tools": [SWIM, {"function": {"name": "a", "parameters": True}}]}, "tools[1].function.parameters"),
         ]
         for wrong, field in values:
             body = {"messages": HI, "tools": [SWIM], "tool_choice": "required", **wrong}
             assert error_of(await api.chat(**body))["param"] == field
+
+
+async def test_the_tool_whose_own_parameters_are_wrong_is_named(tmp_path: Path) -> None:
+    """Not one with long descriptions, which are not compiled, and not one that the answer must not call."""
+    long, fish = "x" * MAX_GRAMMAR_BYTES, wrong_tool({"type": "fish"})
+    wordy = {"function": {"name": "wordy", "parameters": {**PLACE, "description": long}}}
+    large = {"function": {"name": "large", "parameters": {"type": "object", "properties": {"a": {"const": long}}}}}
+    chosen = {"type": "function", "function": {"name": "large"}}
+    api = HttpApi(tmp_path, limits=LimitsSection())
+    api.engine.context = 1 << 20
+    async with api.http:
+        assert (await api.chat(tools=[wordy], tool_choice="required")).status_code == 200
+        for tools, choice in (([wordy, fish], "required"), ([fish, large], chosen)):
+            refused = await api.chat(tools=tools, tool_choice=choice)
+            assert error_of(refused)["param"] == "tools[1].function.parameters", refused.text

@@ -68,6 +68,6 @@ def test_a_template_that_computes_for_long_is_refused() -> None:
 
 
 def test_all_that_a_template_may_show_of_a_conversation_counts_as_its_text() -> None:
-    message = Message("assistant", "a" * 20, tool_calls=(CalledTool("", "swim", "b" * 30),), reasoning="c" * 10)
+    message = Message("assistant", "a" * 20, tool_calls=(CalledTool("i" * 9, "swim", "b" * 30),), reasoning="c" * 10)
     options = TemplateOptions(tools=("d" * 5, "e" * 6), arguments="f" * 4)
-    assert ChatPrompt((message, Message("user", "g" * 7)), options).chars == 82
+    assert ChatPrompt((message, Message("user", "g" * 7)), options).chars == 95

@@ -104,14 +104,13 @@ def chat_hashes(*messages: generation_pb2.ChatMessage, **values: Any) -> tuple[b
     )
 
 
-def test_whatever_a_template_shows_of_a_chat_makes_it_another_one() -> None:
+def test_messages_and_tools_make_a_chat_another_one() -> None:
     plain = Turn(role="user", content="ab")
     call = generation_pb2.ToolCall(name="swim", arguments="{}")
     chats = [
         chat_hashes(plain),
         chat_hashes(plain, tools=['{"function": {"name": "a"}}']),
         chat_hashes(plain, tools=['{"function": {"name": "b"}}']),
-        chat_hashes(plain, template_arguments='{"enable_thinking": false}'),
         chat_hashes(Turn(role="user", content_parts=["one"])),
         chat_hashes(Turn(role="user", content_parts=["two"])),
         chat_hashes(Turn(role="user", content_parts=["two", "three"])),
@@ -121,6 +120,14 @@ def test_whatever_a_template_shows_of_a_chat_makes_it_another_one() -> None:
     ]
     assert len(set(chats)) == len(chats)
     assert chat_hashes(Turn(role="user", content_parts=["ab"])) == chat_hashes(plain)
+
+
+def test_variables_of_the_template_change_nothing() -> None:
+    """A client that lets the model think in some turns only stays where its conversation is stored."""
+    first = Turn(role="user", content=long_text(7, 5))
+    plain = chat_hashes(first)
+    for variables in ('{"enable_thinking": false}', '{"reasoning_effort": "high"}'):
+        assert chat_hashes(first, template_arguments=variables) == plain
 
 
 def test_chats_with_a_common_beginning_share_its_hashes() -> None:
