@@ -69,7 +69,7 @@ class Proposer:
         if pool is None:
             source = DraftsOnTarget(controller, running, instruments.metrics)
         else:
-            source = DraftsElsewhere(pool, running, instruments.clock, alternates=alternates)
+            source = DraftsElsewhere(pool, running, instruments.metrics, instruments.clock, alternates=alternates)
         probes = None
         if controller.is_adaptive:
             probes = BackgroundProbes(source, controller.first_draft, instruments.clock, pool=pool)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from cluster.coordinator.clients.drafter import Proposals
 from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
 from cluster.coordinator.drafting.draft_source import Proposed, deepest
+from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core import sequence as core
 from cluster.core.drafting import DraftBudget
@@ -27,6 +29,7 @@ class DraftsElsewhere:
         self,
         pool: DrafterPool,
         running: Mapping[SequenceId, LiveSequence],
+        metrics: Metrics,
         clock: Callable[[], float],
         *,
         alternates: bool = False,
@@ -34,6 +37,7 @@ class DraftsElsewhere:
         """`alternates` turns alternating halves on."""
         self._pool = pool
         self._running = running
+        self._metrics = metrics
         self._clock = clock
         self._alternates = alternates
         self._next: ProposeCalls | None = None
@@ -77,11 +81,15 @@ class DraftsElsewhere:
             return Proposed()
         asked, depth = len(calls.requests), deepest(calls.requests)
         await calls.wait(patience(asked, depth))
-        proposals = {
-            sequence_id: proposal
-            for sequence_id, proposal in calls.take().items()
-            if (live := self._running.get(sequence_id)) is not None and proposal.base_len == len(live.sequence)
-        }
+        proposals: Proposals = {}
+        for sequence_id, proposal in calls.take().items():
+            live = self._running.get(sequence_id)
+            if live is None:
+                continue
+            if proposal.base_len == len(live.sequence):
+                proposals[sequence_id] = proposal
+            elif proposal.tree:  # the client of a drafter has counted those that it emptied
+                self._metrics.stale_proposal()
         waited = self._clock() - begun
         is_sample = proposals or not calls.done  # an immediate refusal does not show how long proposals take
         sample = DraftSample(len(proposals) or asked, depth, waited) if is_sample else None
