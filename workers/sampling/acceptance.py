@@ -63,7 +63,7 @@ class DecidedTree:
     tree: TokenTree
     decisions: Sequence[int]
     """The target's tokens: `decisions[0]` after the root, `decisions[i + 1]` after node `i`. A decision is -1 where all
-    logits are NaN or −inf; an accepted -1 fails the row."""
+    logits are NaN or −inf. An accepted -1 is left out of the verdict, and fails the row if no token precedes it."""
     root: RootPosition = RootPosition()
     log_probabilities: Tensor | None = None
     """Float32 `[n + 1, vocabulary]` in the order of the decisions, of the distribution that they are drawn from (after

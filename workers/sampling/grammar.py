@@ -29,7 +29,9 @@ class GrammarError(ValueError):
 class GrammarMatcher:
     """The place of one answer in its grammar.
 
-    What is allowed after some tokens depends on the grammar and these tokens alone.
+    What is allowed after some tokens depends on the grammar and these tokens alone. But a matcher that has failed stays
+    so, and its limits count what all copies of one compiled grammar have read, drafts included: only a failure of
+    `GrammarCompiler.own_matcher` is one of the answer.
     """
 
     def __init__(
@@ -170,7 +172,18 @@ class GrammarCompiler:
         except GrammarError:
             del self._compiled[grammar]
             raise
-        return GrammarMatcher(compiled.deep_copy(), prompt_len, self._vocabulary_size, self._eos_token_ids)
+        return self._at_start(compiled.deep_copy(), prompt_len)
+
+    def own_matcher(self, grammar: Grammar, prompt_len: int) -> GrammarMatcher:
+        """Return a matcher at the beginning of an answer that shares nothing with others, after one has failed.
+
+        Compiles at once. Answers that begin later do not share with the failed one either. Raises `GrammarError`.
+        """
+        self._compiled.pop(grammar, None)
+        return self._at_start(self._compile(grammar), prompt_len)
+
+    def _at_start(self, matcher: LLMatcher, prompt_len: int) -> GrammarMatcher:
+        return GrammarMatcher(matcher, prompt_len, self._vocabulary_size, self._eos_token_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if self._vocabulary is None:

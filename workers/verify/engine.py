@@ -21,6 +21,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.ports import DraftMethod
 from cluster.core.request import TokenLogprobs
+from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import (
     OpenResult,
     OpenRow,
@@ -38,7 +39,7 @@ from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.dequantized import dequantized_from
 from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree, RootPosition, create_rule
-from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
+from workers.sampling.context import GREEDY_BELOW, AllowedTokens, DecisionContext, common_leaders
 from workers.sampling.grammar import GrammarError
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions, decide_rows
@@ -252,9 +253,9 @@ class TargetEngine:
             return fault_verdict(row, RowFaultCode.NOT_READY, "its grammar is being compiled", len(sequence.tokens))
         sent, row = row, self._with_room(row, later)
         scored = scored_count(row, sequence.start)
-        select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
         try:
-            allowed = self._forbidden.without(row, sequence, self._grammars.allowed(row, sequence))
+            row, allowed = self._with_allowed(row, sequence)
+            select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
             if sequence.source is None and sequence.start.source:
                 sequence.source = self._sources.acquire(sequence.start.source, sequence.start.cache_salt)
             forward = ForwardRow(
@@ -278,6 +279,22 @@ class TargetEngine:
         if states is None or len(row.tree) <= (room := max(0, states.free - 1 - later)):
             return row
         return replace(row, tree=row.tree.first(room), distributions=row.distributions[:room])
+
+    def _with_allowed(
+        self, row: VerifyRow, sequence: SequenceState
+    ) -> tuple[VerifyRow, tuple[AllowedTokens | None, ...]]:
+        """The row, and what its grammar and bad texts allow at its decisions. It raises what they raise.
+
+        The row has no tree where the grammar is too complex with it, so no draft fails a request.
+        """
+        try:
+            allowed = self._grammars.allowed(row, sequence)
+        except GrammarError:
+            if not row.tree:
+                raise
+            row = replace(row, tree=EMPTY_TREE, distributions=())
+            allowed = self._grammars.allowed(row, sequence)
+        return row, self._forbidden.without(row, sequence, allowed)
 
     def _verify(self, ready: Sequence[ReadyRow]) -> list[Verdict]:
         """Read new sources, run the forward pass, decide at every node, and accept one path of each tree."""
@@ -332,10 +349,12 @@ class TargetEngine:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row.decide:
             accepted = accepted.until(sequence.start.sampling.end_token_ids)
-            if -1 in accepted.tokens:
-                stored = len(sequence.tokens)
-                self._pool.truncate(sequence.table, stored)
-                return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
+            if accepted.tokens[-1] == -1:
+                if not accepted.nodes:
+                    stored = len(sequence.tokens)
+                    self._pool.truncate(sequence.table, stored)
+                    return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
+                accepted = Accepted(accepted.nodes[:-1], accepted.tokens[:-1])  # the next row's root decides again
             logprobs = path_logprobs(decisions, own, accepted, sequence.start.sampling)
         evidence = None
         if self._evidence.any:

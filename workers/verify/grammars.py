@@ -74,13 +74,20 @@ class Grammars:
     def allowed(self, row: VerifyRow, sequence: SequenceState) -> tuple[AllowedTokens | None, ...]:
         """Return what is allowed at the root of the row's tree and at each node; nothing without a grammar.
 
-        Raises `GrammarError`.
+        Raises `GrammarError` if a new matcher fails too, which has read nothing but this answer and the tree.
         """
-        if not row.decide or sequence.start.sampling.grammar is None:
+        start = sequence.start
+        if not row.decide or start.sampling.grammar is None:
             return ()
-        matcher = self._matcher(sequence)
-        matcher.follow(Branch(sequence.tokens, row.pending), row.base_len)
-        return matcher.allowed(row.tree)
+        if self._compiler is None:
+            raise GrammarError("this target has no tokenizer")
+        if sequence.grammar is None:
+            sequence.grammar = self._compiler.matcher(start.sampling.grammar, start.prompt_len)
+        try:
+            return _allowed(sequence.grammar, row, sequence)
+        except GrammarError:
+            sequence.grammar = self._compiler.own_matcher(start.sampling.grammar, start.prompt_len)
+            return _allowed(sequence.grammar, row, sequence)
 
     def forced(self, sequence: SequenceState, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that the grammar forces after a verdict with `tokens`, but none after the answer's end.
@@ -94,7 +101,7 @@ class Grammars:
             matcher.follow(Branch(sequence.tokens, tokens[-1:]), len(sequence.tokens) + 1)
             return matcher.forced(MAX_TREE_DEPTH)
         except GrammarError:
-            return ()  # the next row reports it
+            return ()  # the next row's matcher fails, and a new one takes its place
 
     def pruned(self, proposal: Proposal | None, sequence: SequenceState) -> Proposal | None:
         """Return a draft for the next step without the nodes that the grammar excludes.
@@ -107,15 +114,10 @@ class Grammars:
         kept = matcher.possible(proposal.tree)
         return proposal if len(kept) == len(proposal.tree) else proposal.subset(kept)
 
-    def _matcher(self, sequence: SequenceState) -> GrammarMatcher:
-        grammar = sequence.start.sampling.grammar
-        if sequence.grammar is None and grammar is not None:
-            if self._compiler is None:
-                raise GrammarError("this target has no tokenizer")
-            sequence.grammar = self._compiler.matcher(grammar, sequence.start.prompt_len)
-        if sequence.grammar is None:
-            raise GrammarError("the sequence has none")
-        return sequence.grammar
+
+def _allowed(matcher: GrammarMatcher, row: VerifyRow, sequence: SequenceState) -> tuple[AllowedTokens | None, ...]:
+    matcher.follow(Branch(sequence.tokens, row.pending), row.base_len)
+    return matcher.allowed(row.tree)
 
 
 def _new_grammar(row: VerifyRow, sequence: SequenceState | None) -> Grammar | None:

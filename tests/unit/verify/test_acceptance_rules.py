@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.ids import SequenceId
-from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.support.models import tiny
@@ -169,3 +169,28 @@ def test_no_distribution_is_computed_for_a_rule_that_does_not_need_it(
 
     monkeypatch.setattr(decider, "log_distribution", fail)
     assert verify(engine_with(directory), SAMPLED).fault is None
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical", "blockwise"])
+def test_tokens_before_a_place_where_nothing_can_be_decided_are_sent_with_and_without_drafts(
+    directory: Path, rule: str
+) -> None:
+    """They may complete a stop string. The next row reports the place."""
+    engine = engine_with(directory, acceptance=rule)
+    twice = replace(SAMPLED, allowed_token_ids=(4,), bad_words=((4, 4, 4),), logprobs=1)
+
+    def answered(drafts: TokenTree) -> tuple[list[int], list[TokenLogprobs], list[int]]:
+        tokens, logprobs, accepted = list(PROMPT), list[TokenLogprobs](), list[int]()
+        row = VerifyRow(SequenceId("a"), len(PROMPT), PROMPT, drafts, start=SequenceStart(len(PROMPT), twice))
+        while (verdict := engine.step(StepBatch((row,))).verdicts[0]).fault is None:
+            tokens += verdict.tokens
+            logprobs += verdict.logprobs
+            accepted.append(verdict.accepted)
+            row = VerifyRow(SequenceId("a"), len(tokens), verdict.tokens[-1:], drafts)
+        assert "no token can be chosen" in verdict.fault.message
+        return tokens[len(PROMPT) :], logprobs, accepted
+
+    plain, drafted = answered(TokenTree()), answered(TokenTree.chain((4, 4)))
+    assert plain[0] == drafted[0] == [4, 4]
+    assert (plain[2], drafted[2]) == ([0, 0], [1])
+    assert [one.logprob for one in drafted[1]] == pytest.approx([one.logprob for one in plain[1]], abs=1e-4)

@@ -19,7 +19,7 @@ from cluster.core.bounds import MAX_CHOICES
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import RowFaultCode
-from cluster.core.grammar import Grammar, GrammarKind
+from cluster.core.grammar import Grammar, GrammarKind, parser_limits
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
@@ -31,6 +31,8 @@ from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling import grammar as compiler_module
+from workers.sampling.context import AllowedTokens
+from workers.sampling.grammar import GrammarError, GrammarMatcher
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
 
@@ -169,6 +171,50 @@ def test_an_error_of_a_grammar_is_not_kept(engine: TargetEngine) -> None:
         fault = verify(engine, first_row("wrong", PROMPT, wrong)).fault
         assert fault is not None and fault.code is RowFaultCode.INVALID and fault.message.startswith("grammar: ")
         assert wrong.grammar not in compiler._compiled
+    engine.release_all()
+
+
+def test_neither_other_answers_nor_drafts_use_up_the_limits_of_an_answer(
+    engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All copies of a compiled grammar share the states of its lexer, and the number of states is limited."""
+    compiler, own = engine._grammars._compiler, list[Grammar]()
+    assert compiler is not None
+    make_own = compiler.own_matcher
+
+    def counted(grammar: Grammar, prompt_len: int) -> GrammarMatcher:
+        own.append(grammar)
+        return make_own(grammar, prompt_len)
+
+    grammar = Grammar(GrammarKind.REGEX, "[a-z ]{10,60}!|[0-9a-z]{20,50}[?]")
+    requests = [replace(SAMPLINGS["sampled"], seed=seed, grammar=grammar) for seed in range(4)]
+    expected = [answer(engine, one) for one in requests]
+    monkeypatch.setattr(compiler, "_compiled", type(compiler._compiled)())
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda one: {**parser_limits(one), "max_lexer_states": 80})
+    monkeypatch.setattr(compiler, "own_matcher", counted)
+    assert [answer(engine, one) for one in requests] == expected
+    assert 0 < len(own) < sum(steps for _, steps in expected)
+    for one, (text, steps) in zip(requests, expected, strict=True):
+        drafted, fewer = answer(engine, one, guided(text, random.Random(3)))
+        assert drafted == text
+        assert fewer < steps
+
+
+def test_drafts_that_make_a_grammar_too_complex_are_left_out(
+    engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed_at = GrammarMatcher.allowed
+
+    def limited(matcher: GrammarMatcher, tree: TokenTree) -> tuple[AllowedTokens | None, ...]:
+        if tree:
+            raise GrammarError("the grammar is too complex")
+        return allowed_at(matcher, tree)
+
+    parameters = replace(SAMPLINGS["sampled"], grammar=GRAMMARS["regex"])
+    expected, _ = answer(engine, parameters)
+    monkeypatch.setattr(GrammarMatcher, "allowed", limited)
+    first = verify(engine, replace(first_row("a", PROMPT, parameters), tree=TokenTree.chain(expected[:2])))
+    assert (first.fault, first.tokens, first.drafted) == (None, tuple(expected[:1]), 0)
     engine.release_all()
 
 
