@@ -325,11 +325,15 @@ class RankActors:
                 place.kill()  # Ray asks the process to end, but a stopped or hanging one does not answer
         for running in self._running:
             running.add_done_callback(_consume)
-        self._actors, self._places, self._running = [], [], {}
+        self._actors, self._running = [], {}
+
+    def process_ids(self) -> list[int]:
+        """The process ids of ranks on this node, as far as they are known, also after their processes ended."""
+        here = ray.get_runtime_context().get_node_id()
+        return [place.process_id for place in self._places if place is not None and place.node == here]
 
     async def _identify(self, rank: int) -> None:
-        places = self._places
-        places[rank] = await _future(self._actors[rank].place.remote())
+        self._places[rank] = await _future(self._actors[rank].place.remote())
 
     def _failed_start(self, starting: asyncio.Future[Any]) -> PilotfishError:
         """The error of the rank that failed by itself, and not those of ranks that failed because of it."""

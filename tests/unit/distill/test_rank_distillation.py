@@ -7,6 +7,9 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import Popen
+from threading import Timer
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -16,6 +19,7 @@ import torch
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, TargetUnavailable
 from cluster.wire.generation_client import GenerationClient
+from cluster.wire.target_client import GrpcTarget
 from deploy.distillation import rank_writer, single_process
 from deploy.distillation import target_ranks as target_ranks_module
 from deploy.distillation.target_ranks import TargetRanks, target_ranks
@@ -173,3 +177,57 @@ def test_ranks_that_cannot_be_are_refused_before_ray_starts(
     with pytest.raises(ConfigurationError, match=message):
         asyncio.run(start())
     assert not ray.is_initialized()
+
+
+class Ranks:
+    """Two processes that end a moment after they are asked to, as those of Ray do. They are `RankActors`."""
+
+    started: ClassVar[list[Popen[bytes]]] = []
+
+    def __init__(self, *_: object) -> None:
+        self._own = [Popen(["sleep", "60"]) for _ in range(2)]
+
+    async def start(self) -> str:
+        self.started.extend(self._own)
+        return "127.0.0.1:1"
+
+    async def ended(self) -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    async def stop(self) -> None:
+        for one in self._own:
+            Timer(0.1, one.kill).start()
+
+    def process_ids(self) -> list[int]:
+        return [one.pid for one in self._own]
+
+
+async def test_processes_and_placement_of_ranks_are_gone_before_others_start(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is also where closing the connection fails."""
+    states = iter(["CREATED", "REMOVED"])
+
+    class Unclosed(GrpcTarget):
+        async def close(self) -> None:
+            await super().close()
+            raise OSError("the connection was not closed")
+
+    done: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    for name, value in {
+        "placement_group": lambda *_: None,
+        "remove_placement_group": lambda _: done.append("remove"),
+        "placement_group_table": lambda _: {"state": next(states)},
+        "RankActors": Ranks,
+        "GrpcTarget": Unclosed,
+    }.items():
+        monkeypatch.setattr(target_ranks_module, name, value)
+
+    with pytest.raises(OSError, match="the connection was not closed"):
+        async with target_ranks(configured(command, target__tensor_parallel=2, target__kv__pool_bytes=1 << 20)):
+            assert [one.poll() for one in Ranks.started] == [None, None]
+
+    assert not any(psutil.pid_exists(one.pid) for one in Ranks.started)
+    assert done == ["remove"] and next(states, None) is None

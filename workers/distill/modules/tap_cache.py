@@ -67,21 +67,32 @@ class TapCache:
         self._rows_path = directory / f"taps-{name}.bfloat16"
         self._index_path = directory / f"taps-{name}.jsonl"
         self._entries: dict[str, _Entry] = {}
-        self._stored = 0
+        self._stored, self._index_bytes = 0, 0  # rows and bytes of whole lines; what follows them was cut off
         self._rows: Tensor | None = None
         directory.mkdir(parents=True, exist_ok=True)
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the index again: answers that another process appended become visible."""
-        self._entries, row = {}, 0
+        """Read the index again: answers that another process appended become visible.
+
+        Raises `ConfigurationError` if index and rows are damaged.
+        """
+        self._entries, row, self._index_bytes = {}, 0, 0
         if self._index_path.exists():
             for line in self._index_path.read_bytes().splitlines(keepends=True):
                 if not line.endswith(b"\n"):
                     break
-                found = json.loads(line)
-                self._entries[found["key"]] = _Entry(row, int(found["tokens"]), int(found["checksum"]))
-                row += int(found["tokens"])
+                try:
+                    found = json.loads(line)
+                    entry = _Entry(row, int(found["tokens"]), int(found["checksum"]))
+                    self._entries[found["key"]] = entry
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigurationError(
+                        f"taps {self._index_path}: {line[:80]!r} at byte {self._index_bytes} is refused; it must be a "
+                        f"JSON object with key, tokens and checksum; remove the file and {self._rows_path.name}"
+                    ) from error
+                row += entry.tokens
+                self._index_bytes += len(line)
         self._stored = row  # also of answers that were stored again with other tokens
         size = row * self.width
         if size and self._rows_path.stat().st_size < stored_bytes(row, self.width):
@@ -125,8 +136,9 @@ class TapCache:
         missing = [answer for answer in answers if not self.has(answer)]
         wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
         with self._rows_path.open("ab") as rows, self._index_path.open("ab") as index:
-            # Drops rows that an interruption left without an index line.
+            # Drops what an interruption left: rows without an index line, and a part of a line.
             rows.truncate(stored_bytes(self._stored, self.width))
+            index.truncate(self._index_bytes)
             for batch in _batches(missing, self.max_length):
                 if not times.one_fits(ends):
                     break

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
@@ -39,3 +42,26 @@ def test_answers_that_do_not_fit_on_the_disk_are_refused(tmp_path: Path, monkeyp
     needed = "the hidden states of 31 tokens take 5,952 bytes, and its disk has 5,951 free"
     with pytest.raises(ConfigurationError, match=re.escape(f"--work: {tmp_path} is refused; {needed}")):
         cache.check_space([*ANSWERS, LONG], "--work")
+
+
+def test_a_line_of_the_index_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
+    """Here the disk was full in the middle of the line."""
+
+    def read(rows: Sequence[Sequence[int]], *_: object) -> list[Tensor]:
+        return [torch.full((len(row), len(TAPS) * HIDDEN_SIZE), len(row), dtype=torch.bfloat16) for row in rows]
+
+    TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST).fill(read, ANSWERS[:1], lambda done, wanted: None)
+    with (tmp_path / "taps-0-2.jsonl").open("ab") as index:
+        index.write(b'{"key": "prompts:1", "tok')
+
+    TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST).fill(read, ANSWERS, lambda done, wanted: None)
+
+    cache = TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)
+    assert [set(cache.of(answer).flatten().tolist()) for answer in ANSWERS] == [{6}, {7}, {8}]
+
+
+@pytest.mark.parametrize("line", ['{"key": "a", "tok{"key": "b"}', '{"key": "a", "tokens": 3}', "[]"])
+def test_an_index_with_a_line_that_says_nothing_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "taps-0-2.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ConfigurationError, match=r"taps-0-2\.jsonl: .* at byte 0 is refused; .* taps-0-2\.bfloat16$"):
+        TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)
