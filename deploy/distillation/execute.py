@@ -9,7 +9,7 @@ from deploy.distillation.single_process import SingleProcess, Texts, TextWriter
 from workers.distill.data import ANSWERS
 
 STATES = "states"
-"""The directory of hidden states beside the answers."""
+"""The directory of hidden states beside the answers. Those of a writer with settings have `-` and its name for them."""
 
 
 def execute(
@@ -33,7 +33,8 @@ def execute(
     if chosen.answers is None:
         chosen.answers = chosen.out.with_name(f"{chosen.out.name}.work") / ANSWERS
         chosen.answers.parent.mkdir(parents=True, exist_ok=True)
-    chosen.states = chosen.states or chosen.answers.parent / STATES
+    settings = "" if writer is None else writer.settings
+    chosen.states = chosen.states or chosen.answers.parent / (f"{STATES}-{settings}" if settings else STATES)
     if chosen.workers == 1:
         return run.run()
     from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,6 +16,7 @@ from transformers import AutoConfig
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, TargetUnavailable
+from cluster.core.ports import Target
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from deploy.distillation.conversations import Write
@@ -40,10 +43,14 @@ class RankWriter:
     Answers would take longer if they brought hidden states. A context manager.
     """
 
-    def __init__(self, configuration: Configuration, told: Callable[[str], None]) -> None:
-        """`told` gets lines of the progress. Model paths in the configuration are local directories."""
+    def __init__(self, configuration: Configuration, told: Callable[[str], None], max_length: int) -> None:
+        """`told` gets lines of the progress, and no text has more than `max_length` tokens.
+
+        Model paths in the configuration are local directories.
+        """
         self._configuration = with_many_sequences(for_answers(configuration))
         self._told = told
+        self._max_length = max_length
         self._runner = asyncio.Runner()
         self._stack = AsyncExitStack()
         self._write: Write | None = None
@@ -61,6 +68,17 @@ class RankWriter:
     def sequences(self) -> int:
         """Texts that are written at the same time."""
         return self._configuration.scheduler.max_sequences
+
+    @property
+    def settings(self) -> str:
+        """Names the settings that hidden states depend on beside the weights; empty if all have their defaults."""
+        target = self._configuration.target
+        names = {"dtype", "window", "sinks"} if target.kv.window is not None else {"dtype"}
+        changed = [
+            target.model_dump(mode="json", include={"dtype", "quantization"}, exclude_defaults=True),
+            target.kv.model_dump(mode="json", include=names, exclude_defaults=True),
+        ]
+        return blake2b(json.dumps(changed, sort_keys=True).encode(), digest_size=4).hexdigest() if any(changed) else ""
 
     def writing(self) -> Write:
         """Start the ranks, unless they write already. What is returned writes texts until `reading` or `release`."""
@@ -100,21 +118,32 @@ class RankWriter:
         self._tell("write texts")
         configuration, enter = self._configuration, self._stack.enter_async_context
         ranks = await enter(target_ranks(configuration))
+        context = await self._context(ranks.target)
         cluster = await ranks.guarded(enter(LocalCluster(configuration, target=ranks.target)))
         client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
         self._stack.push_async_callback(client.close)
-        context = (await ranks.target.info()).max_context_len
-        return ranks, _Api(client, context, self.sequences, configuration.limits.max_timeout_seconds)
+        limits = configuration.limits
+        most = min(context, limits.max_output_tokens or context)
+        return ranks, _Api(client, context, most, self.sequences, limits.max_timeout_seconds)
 
     async def _begin_reading(self, taps: Sequence[int]) -> _States:
         self._tell("compute hidden states")
         configuration = self._configuration
         ranks = await self._stack.enter_async_context(target_ranks(configuration, taps))
+        await self._context(ranks.target)
         config = AutoConfig.from_pretrained(configuration.target.path, trust_remote_code=False)
         width = len(taps) * int(config.get_text_config().hidden_size)
         step_tokens = max(1, min(configuration.scheduler.max_step_tokens, MAX_SENT_BYTES // (2 * width)))
-        context = (await ranks.target.info()).max_context_len
-        return _States(ranks, width, step_tokens, context, self._told)
+        return _States(ranks, width, step_tokens, self._told)
+
+    async def _context(self, target: Target) -> int:
+        """Most tokens of a text that the target reads. Raises `ConfigurationError` if texts may have more."""
+        context = (await target.info()).max_context_len
+        if self._max_length > context:
+            raise ConfigurationError(
+                f"--max-length: {self._max_length} is refused; the target reads texts of {context} tokens at most"
+            )
+        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +153,8 @@ class _Api:
     client: GenerationClient
     context: int
     """Most tokens of a prompt and its continuation."""
+    most_tokens: int
+    """Most tokens of a continuation."""
     sequences: int
     timeout_seconds: float
 
@@ -132,6 +163,7 @@ class _Api:
     ) -> list[Tokens]:
         """What the target writes after each prompt; nothing after one that fills its context.
 
+        Where the plan has longer texts than the target writes, they end earlier.
         Texts depend on the plan and on their number, not on each other. Raises `PilotfishError`.
         """
         written: list[list[int]] = [[] for _ in prompts]
@@ -148,7 +180,9 @@ class _Api:
                         min_p=plan.floor,
                         seed=(plan.seed * _ROW_SEEDS + row) % (1 << 64),
                     ),
-                    stopping=generation_pb2.StoppingCriteria(max_tokens=plan.most_tokens, stop_token_ids=plan.stops),
+                    stopping=generation_pb2.StoppingCriteria(
+                        max_tokens=min(plan.most_tokens, self.most_tokens), stop_token_ids=plan.stops
+                    ),
                 )
                 async for response in self.client.generate(request, self.timeout_seconds):
                     if response.WhichOneof("event") == "delta":
@@ -166,8 +200,6 @@ class _States:
     width: int
     """Numbers of a token."""
     step_tokens: int
-    context: int
-    """Most tokens of a text."""
     told: Callable[[str], None]
 
     async def of(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -175,11 +207,6 @@ class _States:
 
         Raises `ConfigurationError`, and `TargetUnavailable` where they are lost again and again.
         """
-        longest = max(map(len, rows))
-        if longest > self.context:
-            raise ConfigurationError(
-                f"--max-length: a text of {longest} tokens is refused; the target reads {self.context} at most"
-            )
         for pause in _PAUSES:
             await self.ranks.serving()
             try:

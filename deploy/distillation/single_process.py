@@ -150,6 +150,11 @@ NO_CHECKPOINTS = _NoCheckpoints()
 class TextWriter(Protocol):
     """Has the target in the place of the process that trains: it writes texts and computes hidden states."""
 
+    @property
+    def settings(self) -> str:
+        """Names what hidden states depend on beside weights; empty if they are those that training computes itself."""
+        ...
+
     def writing(self) -> Write:
         """What writes texts. Returns once the target can. Raises `PilotfishError`."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from dataclasses import fields
 
@@ -51,9 +52,12 @@ def distill_in_one_process(job: DistillJob) -> None:
         if job.configuration.target.tensor_parallel > 1:
             from deploy.distillation.rank_writer import RankWriter  # it needs Ray
 
-            writer = ranks = stack.enter_context(RankWriter(job.configuration, told))
+            writer = ranks = stack.enter_context(RankWriter(job.configuration, told, given.max_length))
             chosen.rows = _ROUNDS * ranks.sequences
         texts = execute(make.Run, chosen, told, writer)
+    gc.collect()  # whoever serves the draft needs the memory of the training
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     for name, answers in texts.measured.items():
         prompts = [one.prompt for one in sorted(answers, key=lambda each: each.key)[:_SERVED_PROMPTS]]
         try:

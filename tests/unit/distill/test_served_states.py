@@ -113,7 +113,7 @@ async def test_texts_whose_target_is_lost_are_read_again(
     told: list[str] = []
     once, ever = (Serving(serving(crashes=crashes)) for crashes in ((3,), range(100)))
     whole, none = (
-        rank_writer._States(one, WIDTH, STEP_TOKENS, 256, told.append)  # type: ignore[arg-type]
+        rank_writer._States(one, WIDTH, STEP_TOKENS, told.append)  # type: ignore[arg-type]
         for one in (once, ever)
     )
 
@@ -123,12 +123,6 @@ async def test_texts_whose_target_is_lost_are_read_again(
     assert once.target.is_empty
     with pytest.raises(TargetUnavailable, match="the target was lost 3 times in a row"):
         await none.of(ROWS)
-
-
-async def test_a_text_longer_than_the_context_is_refused(serving: Make) -> None:
-    states = rank_writer._States(Serving(serving()), WIDTH, STEP_TOKENS, 39, print)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="--max-length: a text of 40 tokens is refused; the target reads 39"):
-        await states.of(ROWS)
 
 
 @pytest.fixture(scope="module")

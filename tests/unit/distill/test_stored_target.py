@@ -103,6 +103,8 @@ def test_no_layer_of_the_target_is_left_while_a_draft_is_trained(
 class Writer:
     """Has the target for a process that trains. It is a `TextWriter` that is lost after so many batches of texts."""
 
+    settings = ""
+
     def __init__(self, target: PreTrainedModel, batches: float = math.inf) -> None:
         self.calls: list[str] = []
         self._target, self._left = target, batches

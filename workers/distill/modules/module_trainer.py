@@ -120,10 +120,17 @@ class ServedMeasure:
 
 
 def states_that_fit(run: ModuleRun, card: DraftCard) -> TapCache:
-    """The stored hidden states of the target. Raises `ConfigurationError` if the disk has no room for the others."""
+    """The stored hidden states of the target.
+
+    If the disk has no room for all others, it raises `ConfigurationError`, or with `--minutes`, which may end before
+    they are computed, it prints a notice.
+    """
     directory = states_of(run.job.target, run.options.work_directory)
     cache = TapCache(directory, card.taps, card.hidden_size, MAX_STORED_LENGTH)
-    cache.check_space(_answers(run), "--work")
+    if run.options.minutes is None:
+        cache.check_space(_answers(run), "--work")
+    elif lack := cache.lack_of_space(_answers(run)):
+        run.job.notices.print(f"--work: {directory}: {lack}; --minutes has to end before the disk is full")
     return cache
 
 

@@ -120,15 +120,17 @@ class TapCache:
         `option` is the one that chooses the directory. Call it before anything is computed: a disk that is full in the
         middle would waste what was.
         """
+        if lack := self.lack_of_space(answers):
+            raise ConfigurationError(f"{option}: {self._rows_path.parent} is refused; {lack}")
+
+    def lack_of_space(self, answers: Sequence[Answer]) -> str:
+        """What the taps that are missing take and what the disk has free, if that is less; else an empty text."""
         tokens = sum(len(self._cut(answer)) for answer in answers if not self.has(answer))
         needed = stored_bytes(tokens, self.width)
-        directory = self._rows_path.parent
-        free = shutil.disk_usage(directory).free
-        if needed > free:
-            raise ConfigurationError(
-                f"{option}: {directory} is refused; the hidden states of {tokens:,} tokens take {needed:,} bytes, and "
-                f"its disk has {free:,} free"
-            )
+        free = shutil.disk_usage(self._rows_path.parent).free
+        if needed <= free:
+            return ""
+        return f"the hidden states of {tokens:,} tokens take {needed:,} bytes, and its disk has {free:,} free"
 
     def fill(self, read: ReadStates, answers: Sequence[Answer], report: Report, ends: float | None = None) -> None:
         """Store the taps that are missing, until `ends` (of `time.monotonic`), which the last batch is to keep."""

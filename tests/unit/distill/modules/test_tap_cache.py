@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
+from workers.distill.modules import module_trainer
 from workers.distill.modules.tap_cache import TapCache, stored_bytes
 
 TAPS, HIDDEN_SIZE, LONGEST = (0, 2), 48, 16
@@ -65,3 +67,24 @@ def test_an_index_with_a_line_that_says_nothing_is_refused(line: str, tmp_path: 
     (tmp_path / "taps-0-2.jsonl").write_text(f"{line}\n")
     with pytest.raises(ConfigurationError, match=r"taps-0-2\.jsonl: .* at byte 0 is refused; .* taps-0-2\.bfloat16$"):
         TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)
+
+
+@pytest.mark.parametrize("minutes", [None, 2.0])
+def test_with_minutes_a_disk_that_may_become_full_is_only_told(
+    minutes: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    options = SimpleNamespace(work_directory=tmp_path, minutes=minutes)
+    data = SimpleNamespace(held_out=ANSWERS[:1], train=ANSWERS[1:], evaluation=())
+    job = SimpleNamespace(target=tmp_path, notices=SimpleNamespace(print=told.append))
+    run: Any = SimpleNamespace(job=job, options=options, data=data)
+    card: Any = SimpleNamespace(taps=TAPS, hidden_size=HIDDEN_SIZE)
+    monkeypatch.setattr(module_trainer, "states_of", lambda *_: tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9))
+    lack = "the hidden states of 21 tokens take 4,032 bytes, and its disk has 9 free"
+    if minutes is None:
+        with pytest.raises(ConfigurationError, match=f"--work: .* is refused; {lack}"):
+            module_trainer.states_that_fit(run, card)
+    else:
+        module_trainer.states_that_fit(run, card)
+        assert told == [f"--work: {tmp_path}: {lack}; --minutes has to end before the disk is full"]
