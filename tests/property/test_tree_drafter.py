@@ -49,7 +49,8 @@ class TreeDrafterMachine(RuleBasedStateMachine):
         self, mode: Any, blocks: int, width: int, drafted: int, chunk: int, lookup: Any, expander: type[FakeExpander]
     ) -> None:
         self.has_lookup = lookup == "on"
-        self.expander = expander(blocks, CONTEXT, confidences=(0.6, 0.2, 0.1)[:drafted])
+        self.expander = expander(blocks, confidences=(0.6, 0.2, 0.1)[:drafted])
+        self.expander.max_context_len = CONTEXT
         kind = LookupSettings if self.has_lookup else ExpansionSettings
         settings, draft = kind(mode=mode, width=width), DraftSection(max_nodes=8, max_depth=6)
         self.drafter = TreeDrafter(self.expander, settings, draft, chunk, clock=lambda: 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,28 @@ async def use(clients: TwoKeys, first: int, *, constrains: bool) -> None:
             await clients.completed(ALICE, f"hello {number}", **grammar)
 
 
+async def changed_by(act: Callable[[int], Awaitable[None]]) -> set[str]:
+    """The attributes that requests change, whose texts have the given numbers.
+
+    On a busy machine, something in the background may change between two looks, too: what has no name must change
+    each of three times.
+    """
+    found: set[str] | None = None
+    for first in (10, 20, 30):
+        before = Snapshot()
+        await act(first)
+        await settled()
+        changed = Snapshot().changed_since(before)
+        found = changed if found is None else found & changed
+        if not unnamed(found):
+            break
+    return found or set()
+
+
+def unnamed(found: set[str]) -> list[str]:
+    return sorted(found - STORES.keys() - UNREAD.keys())
+
+
 @pytest.mark.parametrize("method", METHODS.names())
 async def test_everything_that_outlives_a_request_is_named_here(
     directories: Directories, tmp_path: Path, method: str
@@ -317,16 +340,16 @@ async def test_everything_that_outlives_a_request_is_named_here(
     kv = {"host_bytes": 1 << 19, "disk_directory": str(tmp_path / "disk")} if method == "none" else {}
     is_lossless = CASES.get(method, MethodCase()).is_lossless
     async with two_keys(configuration(directories, method, **kv)) as clients:
+
+        async def act(first: int) -> None:
+            await use(clients, first, constrains=is_lossless)
+            if kv:
+                await fill(clients, 40 + first)
+
         await use(clients, 0, constrains=is_lossless)
         await settled()
-        before = Snapshot()
-        await use(clients, 10, constrains=is_lossless)
-        if kv:
-            await fill(clients, 50)
-        await settled()
-        found = Snapshot().changed_since(before)
-    unnamed = found - STORES.keys() - UNREAD.keys()
-    assert not unnamed, f"{method}: name them, with a trial of two keys or a reason: {sorted(unnamed)}"
+        found = await changed_by(act)
+    assert not unnamed(found), f"{method}: name them, with a trial of two keys or a reason: {unnamed(found)}"
 
 
 @pytest.mark.parametrize("method", ["heads", "eagle", "block", "model"])
@@ -335,11 +358,8 @@ async def test_everything_that_a_draft_that_learns_keeps_is_named_here(directori
     async with two_keys(load_configuration(values, {"draft.learn": "on"})) as clients:
         await use(clients, 0, constrains=True)
         await settled()
-        before = Snapshot()
-        await use(clients, 10, constrains=True)
-        await settled()
-        found = Snapshot().changed_since(before)
-    assert not found - STORES.keys() - UNREAD.keys()
+        found = await changed_by(partial(use, clients, constrains=True))
+    assert not unnamed(found), unnamed(found)
     assert {"Reservoir._texts", "_Texts._texts"} & found
 
 
