@@ -9,5 +9,5 @@ from tests.support.chart.rendering import CI_VALUES, Rendered, render_ci
 
 @pytest.fixture(params=CI_VALUES)
 def rendered(request: pytest.FixtureRequest) -> Rendered:
-    """Those of each file of example values."""
+    """The chart, rendered with each file of example values."""
     return render_ci(request.param)

@@ -24,7 +24,7 @@ class ScoredPrompt:
     """What a row of a step shows of its prompt."""
 
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the row's tokens, the first included unless it is the first of the prompt."""
+    """Log-probabilities of the row's tokens; the first token of a prompt has none."""
     end: torch.Tensor | None = None
     """The sequence's next `prompt_end`, once the row is committed."""
 

@@ -206,7 +206,7 @@ class Ranks:
 async def test_processes_and_placement_of_ranks_are_gone_before_others_start(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it is also where closing the connection fails."""
+    """Processes and placement group are gone, also where closing the connection fails."""
     states = iter(["CREATED", "REMOVED"])
 
     class Unclosed(GrpcTarget):

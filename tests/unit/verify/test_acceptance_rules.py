@@ -175,7 +175,7 @@ def test_no_distribution_is_computed_for_a_rule_that_does_not_need_it(
 def test_tokens_before_a_place_where_nothing_can_be_decided_are_sent_with_and_without_drafts(
     directory: Path, rule: str
 ) -> None:
-    """They may complete a stop string. The next row reports the place."""
+    """Tokens before such a place may complete a stop string; the next row reports the place."""
     engine = engine_with(directory, acceptance=rule)
     twice = replace(SAMPLED, allowed_token_ids=(4,), bad_words=((4, 4, 4),), logprobs=1)
 
