@@ -61,6 +61,18 @@ class OnlinePlan:
     learning_rate: float = 3e-4
     seed: int = 0
 
+    def training(self, longest: int) -> TrainingPlan:
+        """The plan of a training in float32 on texts of at most `longest` tokens."""
+        return TrainingPlan(
+            learning_rate=self.learning_rate,
+            weight_decay=0.0,
+            batch_tokens=self.batch_tokens,
+            max_length=longest,
+            seed=self.seed,
+            precision="float32",
+            steps=self.steps,
+        )
+
 
 def train_online(
     module: DraftingModule | PublicModule,
@@ -91,15 +103,7 @@ def train_online(
     for name, value in module.named_parameters():
         value.requires_grad_(not name.startswith(_SHARED))
     longest = _longest([*trained, *measured])
-    training = TrainingPlan(
-        learning_rate=plan.learning_rate,
-        weight_decay=0.0,
-        batch_tokens=plan.batch_tokens,
-        max_length=longest,
-        seed=plan.seed,
-        precision="float32",
-        steps=plan.steps,
-    )
+    training = plan.training(longest)
     paths = plan.blocks if isinstance(module, BlockDrafter) else plan.paths
     module_plan = ModulePlan(training, paths=paths, optimizer="adamw")
     tapped = TappedModule(module, ends, served)

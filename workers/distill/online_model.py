@@ -17,7 +17,7 @@ from cluster.core.errors import ModelLoadError
 from workers.distill.agreement import agreement, share
 from workers.distill.answers import Answer
 from workers.distill.examples import Batch
-from workers.distill.loop import EarlyStopping, TrainingLoop, TrainingPlan
+from workers.distill.loop import EarlyStopping, TrainingLoop
 from workers.distill.online import OnlinePlan, ServedText
 from workers.distill.student import Student
 from workers.distill.target_model import load_target
@@ -86,15 +86,7 @@ def train_model_online(
         for name, value in parameters.items():
             own[name].copy_(value)
     longest = max(len(answer.prompt) + len(answer.answer) for answer in (*trained, *measured))
-    training = TrainingPlan(
-        learning_rate=plan.learning_rate,
-        weight_decay=0.0,
-        batch_tokens=plan.batch_tokens,
-        max_length=longest,
-        seed=plan.seed,
-        precision="float32",
-        steps=plan.steps,
-    )
+    training = plan.training(longest)
 
     def agreed() -> float | None:
         return share(agreement(student, measured, plan.batch_tokens, longest, autocast=False)) if measured else None
