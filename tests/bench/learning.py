@@ -4,7 +4,7 @@
         --results learning.json --plot learning.png
 
 Starts `pilotfish serve` with `draft.learn: on` and two API keys: one has `learn`, one has not. Both ask for the same
-greedy answers in turn, so that they differ in their drafts alone. After half of the time, the prompts are those of
+greedy answers in turn, so that they differ in their drafts alone. From `--switch` on, the prompts are those of
 `--then`. Before, a server without a learner answers the first prompts, whose times show whether a learner slows others.
 All texts are compared token for token. Each minute prints a line. Lines with `source`, as in JFLEG, become corrections.
 """
@@ -134,10 +134,12 @@ async def answers_without_learner(
 
 
 async def compare(clients: Clients, parts: Sequence[Sequence[str]], options: argparse.Namespace) -> list[Minute]:
-    """Ask for the prompts of each part for the same time."""
+    """Ask for the prompts of the first part until the switch, then for those of the second one."""
     begun, minutes, turn = time.monotonic(), [], itertools.count()
-    for part, texts in enumerate(parts):
-        prompts, end = itertools.cycle(texts), begun + 60 * options.minutes * (part + 1) / len(parts)
+    switch = options.minutes / 2 if options.switch is None else options.switch
+    ends = (switch, options.minutes) if len(parts) > 1 else (options.minutes,)
+    for part, (texts, last) in enumerate(zip(parts, ends, strict=True)):
+        prompts, end = itertools.cycle(texts), begun + 60 * last
         while (now := time.monotonic()) < end:
             minute = Minute((min(now + 60, end) - begun) / 60, part)
             while time.monotonic() < begun + 60 * minute.end:
@@ -285,7 +287,8 @@ def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of prompts")
-    parser.add_argument("--then", type=Path, help="JSONL file of prompts for the second half")
+    parser.add_argument("--then", type=Path, help="JSONL file of prompts after the switch")
+    parser.add_argument("--switch", type=float, help="minute from which on --then is asked; default: half")
     parser.add_argument("--minutes", type=float, default=60.0, help="time with a learner")
     parser.add_argument("--without", type=float, default=10.0, help="minutes before, without a learner; 0: none")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of an answer")

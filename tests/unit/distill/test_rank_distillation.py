@@ -56,6 +56,7 @@ def worker_ranks() -> Iterator[psutil.Process]:
 def rank_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[psutil.Process]]:
     """The second rank of the group that writes texts, which is killed once, when the first tokens have come."""
     killed: list[psutil.Process] = []
+    of_other_tests = set(worker_ranks())
 
     class Killing(GenerationClient):
         async def generate(
@@ -64,7 +65,7 @@ def rank_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[psutil.Process]]
             async for response in super().generate(request, timeout_seconds):
                 yield response
                 if not killed:
-                    killed.extend(worker_ranks())
+                    killed.extend(set(worker_ranks()) - of_other_tests)
                     for one in killed:
                         one.kill()
 
