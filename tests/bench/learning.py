@@ -140,7 +140,7 @@ async def compare(clients: Clients, parts: Sequence[Sequence[str]], options: arg
     ends = (switch, options.minutes) if len(parts) > 1 else (options.minutes,)
     for part, (texts, last) in enumerate(zip(parts, ends, strict=True)):
         prompts, end = itertools.cycle(texts), begun + 60 * last
-        while (now := time.monotonic()) < end:
+        while (now := time.monotonic()) < end - 1:  # no minute for a remainder
             minute = Minute((min(now + 60, end) - begun) / 60, part)
             while time.monotonic() < begun + 60 * minute.end:
                 prompt = next(prompts)
