@@ -35,10 +35,14 @@ class FairQueue:
         turn = max(self.now, self.used.get(flow, 0))
         return turn, replace(self, used={**self.used, flow: turn + cost})
 
-    def leave(self, flow: str) -> FairQueue:
-        """Return the queue after the last waiting sequence of a flow has left without a start."""
-        used = dict(self.used)
-        used.pop(flow, None)
+    def leave(self, flow: str, end: int = 0) -> FairQueue:
+        """Return the queue after a waiting sequence of a flow has left without a start.
+
+        `end` is the end of the last of the flow's turns that have started or still wait; 0 without one.
+        """
+        used = {name: until for name, until in self.used.items() if name != flow}
+        if end > self.now:
+            used[flow] = end
         return replace(self, used=used)
 
     def start(self, turn: int, cost: int, flows: int) -> FairQueue:

@@ -21,6 +21,10 @@ class _Turn(NamedTuple):
     flow: str
     cost: int
 
+    @property
+    def end(self) -> int:
+        return self.at + self.cost
+
 
 class Turns:
     """Gives every sequence its turn, and follows which of them have started."""
@@ -28,35 +32,43 @@ class Turns:
     def __init__(self) -> None:
         self._queue = FairQueue()
         self._waiting: dict[SequenceId, _Turn] = {}
-        self._flows: dict[str, int] = {}
+        self._flows: dict[str, dict[SequenceId, _Turn]] = {}
+        """The turns that wait, by flow, in order."""
+        self._started: dict[str, int] = {}
+        """The end of the last turn that has started, of each flow that is ahead of the virtual time."""
 
     def give(self, sequence_id: SequenceId, flow: str, cost: int) -> int:
         """Return the turn of a new sequence."""
-        turn, self._queue = self._queue.enter(flow, cost)
-        self._waiting[sequence_id] = _Turn(turn, flow, cost)
-        self._flows[flow] = self._flows.get(flow, 0) + 1
-        return turn
+        at, self._queue = self._queue.enter(flow, cost)
+        self._waiting[sequence_id] = self._flows.setdefault(flow, {})[sequence_id] = _Turn(at, flow, cost)
+        return at
 
     def start(self, sequence_id: SequenceId) -> None:
         """Record that a sequence starts. Does nothing if it has started before."""
-        turn = self._waiting.pop(sequence_id, None)
+        flows = len(self._flows)
+        turn = self._take(sequence_id)
         if turn is not None:
-            self._queue = self._queue.start(turn.at, turn.cost, len(self._flows))
-            self._count_out(turn.flow)
+            self._queue = self._queue.start(turn.at, turn.cost, flows)
+            self._started[turn.flow] = max(turn.end, self._started.get(turn.flow, 0))
+            self._started = {flow: end for flow, end in self._started.items() if flow in self._queue.used}
 
     def leave(self, sequence_id: SequenceId) -> None:
         """Record that a sequence has ended. One that had not started uses nothing."""
-        turn = self._waiting.pop(sequence_id, None)
-        if turn is not None and self._count_out(turn.flow):
-            self._queue = self._queue.leave(turn.flow)
+        turn = self._take(sequence_id)
+        if turn is not None:
+            waiting = self._flows.get(turn.flow)
+            last = waiting[next(reversed(waiting))].end if waiting else 0
+            self._queue = self._queue.leave(turn.flow, max(last, self._started.get(turn.flow, 0)))
 
-    def _count_out(self, flow: str) -> bool:
-        """Count one waiting sequence less. Returns whether it was the last one of the flow."""
-        self._flows[flow] -= 1
-        if self._flows[flow]:
-            return False
-        del self._flows[flow]
-        return True
+    def _take(self, sequence_id: SequenceId) -> _Turn | None:
+        """Remove a turn from those that wait, and return it."""
+        turn = self._waiting.pop(sequence_id, None)
+        if turn is not None:
+            waiting = self._flows[turn.flow]
+            del waiting[sequence_id]
+            if not waiting:
+                del self._flows[turn.flow]
+        return turn
 
 
 class RequestTable:

@@ -222,6 +222,7 @@ UNREAD: dict[str, str] = {
     "Loop._run.timer": LAST,
     "Metrics._accepted_at": RATES,
     "Turns._queue": LOAD,
+    "Turns._started": LOAD,
     "RoundTimer._clock": LAST,
     "Wakeup.wait.self": LAST,
     "GrammarChecker._results": OWN,
