@@ -160,7 +160,7 @@ class Loop:
         clock = self._clock
         plan, later = self._proposer.split(plan)
         proposing = clock()
-        drafts = await self._proposer.propose(plan)
+        drafts = await self._proposer.propose(plan, later)
         rows = self._verifier.rows(plan, drafts)
         if not rows:
             return

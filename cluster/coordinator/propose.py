@@ -127,8 +127,8 @@ class Proposer:
 
     # --- the round ---
 
-    async def propose(self, plan: Plan) -> RoundDrafts:
-        """Get trees for the rows that decide and have tokens for a tree. Never raises."""
+    async def propose(self, plan: Plan, later: Plan) -> RoundDrafts:
+        """Get trees for the rows that decide and have tokens for a tree. Never raises. `later`: see `split`."""
         forced = {row.sequence_id: row.forced for row in plan.rows if row.forced}
         found = await self._source.propose(plan.rows, self._controller.patience)
         proposals, step_seconds = found.proposals, None
@@ -155,6 +155,7 @@ class Proposer:
             step_seconds=step_seconds,
             forced=forced,
             next_budgets=self._source.next_budgets(plan, is_probe_near=is_probe_near),
+            later=len(later.rows),
         )
 
     def receive(self, rows: tuple[VerifyRow, ...], step: StepResult, drafts: RoundDrafts) -> DraftTime:

@@ -118,16 +118,16 @@ class SpeculationController:
         for sample in (record.drafts.sample, record.drafting.sample):
             if sample is not None:
                 self._propose_latency.observe(sample.rows, sample.depth, sample.seconds)
-        rows, drafting = len(record.rows), record.drafting.seconds
+        drafting = record.drafting.seconds
         if record.reads_prompts:
-            self._speedup.observe_lost(rows, drafting)
+            self._speedup.observe_lost(record.deciding, drafting)
         elif record.is_comparable:
             seconds = max(0.0, record.seconds - drafting)
-            self._step_latency.observe(rows, record.tokens, seconds)
+            self._step_latency.observe(len(record.rows), record.tokens, seconds)
             if record.is_drafted:
-                self._speedup.observe_drafted(rows, seconds + drafting, record.committed)
+                self._speedup.observe_drafted(record.deciding, seconds + drafting, record.committed)
             else:
-                self._speedup.observe_plain(rows, seconds)
+                self._speedup.observe_plain(record.deciding, seconds)
 
     def _observe_probe(self, probe: Probe) -> None:
         """Compare a probe with the tokens that the target decides, and learn how long it took.

@@ -41,6 +41,8 @@ class RoundDrafts:
     """Number of tokens that grammars force next, of the sequences that have any."""
     next_budgets: Mapping[SequenceId, DraftBudget] = field(default_factory=dict)
     """Largest trees that a drafter on the target proposes with this step, for the next round."""
+    later: int = 0
+    """Number of sequences that decide in the next round instead, because they are drafted for in this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,18 @@ class RoundRecord:
         return any(len(row.pending) > 1 or not row.start_len for row in self.rows)
 
     @property
+    def deciding(self) -> int:
+        """Number of sequences that would have been in the round without drafts."""
+        return len(self.rows) + self.drafts.later
+
+    @property
     def is_drafted(self) -> bool:
-        """Whether the round had drafts, or waited for them. Tokens that grammars force are no drafts."""
-        return self.drafting.has_asked or self.tokens > len(self.rows) + self._forced_nodes
+        """Whether the round had drafts, waited for them, or went without sequences that were drafted for.
+
+        Tokens that grammars force are no drafts.
+        """
+        is_partial = self.drafting.has_asked or self.drafts.later > 0
+        return is_partial or self.tokens > len(self.rows) + self._forced_nodes
 
     @property
     def is_comparable(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.core.drafting import DraftBudget
@@ -51,6 +53,13 @@ def test_a_round_with_forced_tokens_alone_is_compared_with_no_other() -> None:
     found = record(CHAIN, (10, 11, 12, 13), forced=3)
     assert not found.is_drafted
     assert not found.is_comparable
+
+
+def test_a_round_of_one_half_is_compared_with_rounds_of_both() -> None:
+    found = record(EMPTY_TREE, (10,))
+    half = replace(found, drafts=RoundDrafts(later=1))
+    assert (found.deciding, found.is_drafted) == (1, False)
+    assert (half.deciding, half.is_drafted, half.is_comparable) == (2, True, True)
 
 
 def test_a_round_without_drafts_is_comparable() -> None:

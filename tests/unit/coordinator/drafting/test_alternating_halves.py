@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
+from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.verification import StepBatch, StepResult
 from tests.support.fakes.fake_cluster import requests, until, value_of
 from tests.support.fakes.fake_drafters import RandomDrafter
 from tests.support.fakes.fake_target import FakeTarget
@@ -30,6 +35,46 @@ def test_with_alternating_halves_the_target_does_not_wait_for_drafts(controller:
         return value_of(cluster.metrics, "pilotfish:propose_latency_seconds_sum") / len(target.batches)
 
     assert simulate(scenario("on")) < 0.2 * simulate(scenario("off"))
+
+
+class CountingDrafter(TimedDrafter):
+    """A drafter that counts its calls when they begin."""
+
+    begun = 0
+
+    async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+        self.begun += 1
+        return await super().propose(rows, timeout_seconds)
+
+
+class SharedTarget(TimedTarget):
+    """A target on the device of a drafter: steps beside which it drafts take more than twice as long."""
+
+    drafter: CountingDrafter
+
+    async def step(self, batch: StepBatch) -> StepResult:
+        before = self.drafter.begun
+        result = await super().step(batch)
+        if self.drafter.begun > before:
+            await asyncio.sleep(1.3 * gpu_step(len(batch.rows), sum(row.width for row in batch.rows)))
+        return result
+
+
+def test_alternating_halves_that_are_slower_than_all_rows_without_drafts_are_given_up() -> None:
+    async def seconds(alternate: str, method: str) -> float:
+        target = SharedTarget(gpu_step)
+        target.drafter = CountingDrafter(target, DrafterModel(0.8, call_seconds=0.009, has_probabilities=True))
+        settings = {"draft__alternate": alternate, "draft__method": method}
+        cluster = SimulatedCluster([target.drafter], target, **settings)
+        async with cluster.coordinator:
+            taken = await cluster.serve(equal_requests(8, 400))
+        if method != "none":
+            assert target.accepted > 0
+            halves = sum(len(batch.rows) == 4 for batch in target.batches)
+            assert 2 < halves < 60  # they were tried
+        return taken
+
+    assert simulate(seconds("on", "ngram")) < 1.2 * simulate(seconds("off", "none"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
