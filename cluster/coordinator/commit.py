@@ -73,11 +73,13 @@ class Committer:
             field = "grammar" if message.startswith("grammar: ") else "prompt"
             self._fail(request, InvalidRequest(field, message, "what the target can compute"))
             return None
-        live.clear_losses()
+        if verdict.fault is None:
+            live.record_progress(row, verdict.accepted)
         commit = live.sequence.commit(verdict, row.accepted_origins(verdict.tokens[: verdict.accepted]))
         if commit is not None:
             if request.request.returns_drafts:
-                commit = replace(commit, tree=row.tree, tree_origins=row.node_origins)
+                verified = row.tree.first(verdict.drafted)  # the target may leave out the last nodes
+                commit = replace(commit, tree=verified, tree_origins=row.node_origins[: len(verified)])
             self._advance(request, live, commit, result)
         return None if verdict.fault is None else verdict.fault.code
 

@@ -208,7 +208,7 @@ class Loop:
         log.warning("the target is lost, %d sequences wait for it: %s", len(self._table.running), error)
         self._target_lost_at = self._clock()
         try:
-            await self._wakeup.back_off()
+            await self._wakeup.pause()
             await self._target.connect(self._planner.open_ids)
         finally:
             self._target_lost_at = None

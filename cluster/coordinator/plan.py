@@ -122,7 +122,7 @@ class Planner:
         try:
             stored_lens = await self._target.open(rows)
         except TargetUnavailable:
-            self._quarantine.record_loss(sequences)
+            self._quarantine.record_loss(dict.fromkeys(live.id for live in sequences))
             raise
         for live, row, is_resumed, stored_len in zip(sequences, rows, resumed, stored_lens, strict=True):
             live.mark_stored(stored_len)

@@ -1,20 +1,23 @@
-"""Quarantine: sequences that may crash the target are sent alone. Their request fails after too many crashes."""
+"""Quarantine: sequences that may crash the target are sent alone, then without drafts.
+
+Their request fails after too many crashes.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 from cluster.coordinator.requests.live_request import LiveRequest
-from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.core.errors import TargetUnavailable
+from cluster.core.ids import SequenceId
 from cluster.core.verification import VerifyRow
 
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 8
-"""Number of lost calls in a row after which the request of a sequence in them fails."""
+"""Number of lost calls without progress in between after which the request of a sequence in them fails."""
 
 
 class Quarantine:
@@ -30,12 +33,13 @@ class Quarantine:
         quarantined = next((row for row in rows if running[row.sequence_id].is_quarantined), None)
         return rows if quarantined is None else (quarantined,)
 
-    def record_loss(self, sequences: Iterable[LiveSequence | None]) -> None:
-        """Record that a call with these sequences was lost. Sequences that have ended are `None`."""
-        for live in sequences:
-            if live is None or live.record_loss() < MAX_LOSSES:
+    def record_loss(self, rows: Mapping[SequenceId, VerifyRow | None]) -> None:
+        """Record that a call with these sequences was lost, with their rows or without: it computed none."""
+        for sequence_id, row in rows.items():
+            live = self._table.running.get(sequence_id)
+            if live is None or live.record_loss(row) < MAX_LOSSES:
                 continue
-            log.error("request %s: %d calls in a row were lost with it", live.request_id, MAX_LOSSES)
+            log.error("request %s: %d calls were lost with it at the same place", live.request_id, MAX_LOSSES)
             request = self._table.request_of(live)
             if request is not None:
                 error = TargetUnavailable(f"the target was lost {MAX_LOSSES} times in a row on this request")

@@ -40,7 +40,7 @@ class Verifier:
         try:
             return await self._target.step(rows)
         except TargetUnavailable:
-            self._quarantine.record_loss(running.get(row.sequence_id) for row in rows)
+            self._quarantine.record_loss({row.sequence_id: row for row in rows})
             raise
 
 

@@ -29,10 +29,16 @@ class Wakeup:
         self._idle_rounds = 0
 
     async def back_off(self) -> None:
-        """Pause after a round without progress, so that the loop does not spin."""
-        seconds = backoff(self._idle_rounds, first=_FIRST_SECONDS, longest=_LONGEST_SECONDS)
+        """Pause after a round without progress, so that the loop does not spin. A change ends the pause."""
+        await self.wait(self._next_pause())
+
+    async def pause(self) -> None:
+        """Pause as `back_off` does, whatever changes: nothing that happens here brings back a target."""
+        await asyncio.sleep(self._next_pause())
+
+    def _next_pause(self) -> float:
         self._idle_rounds += 1
-        await self.wait(seconds)
+        return backoff(self._idle_rounds - 1, first=_FIRST_SECONDS, longest=_LONGEST_SECONDS)
 
     async def wait(self, seconds: float) -> bool:
         """Sleep until something changes, for at most `seconds`. Returns whether something changed."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import NotReady, PilotfishError
@@ -19,7 +19,18 @@ logger = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Row = TypeVar("Row")
-Answer = TypeVar("Answer")
+
+
+class RowAnswer(Protocol):
+    """The answer to one row."""
+
+    @property
+    def fault(self) -> RowFault | None:
+        """Why the row was not computed."""
+        ...
+
+
+Answer = TypeVar("Answer", bound=RowAnswer)
 
 
 class ComputeThread:
@@ -154,32 +165,47 @@ def compute_rows(
     rows: Sequence[Row],
     compute: Callable[[Sequence[Row]], Sequence[Answer]],
     fault: Callable[[Row, RowFault], Answer],
+    without_draft: Callable[[Row], Row | None] = lambda _: None,
 ) -> tuple[Answer, ...]:
     """Return `compute(rows)`, one answer per row. If it fails, compute each row alone, so that only bad rows fault.
 
-    `compute` must leave its state consistent when it raises, and answer a repeated row as before. Raises what `compute`
-    raised if no single row is the cause: the project's own errors, and errors that every row has.
+    A row that fails alone too is computed as `without_draft(row)`, because no draft may cost an answer; `None`: it has
+    no draft. `compute` must leave its state consistent when it raises, and answer a repeated row as before. Raises what
+    `compute` raised if no single row is the cause: the project's own errors, errors that every row has, and errors of
+    several rows where it has computed none. An answer with a fault may be one that nothing was computed for.
     """
     try:
         return tuple(compute(rows))
     except PilotfishError:
         raise
     except Exception:
-        if len(rows) < 2:
+        if len(rows) < 2 and (not rows or without_draft(rows[0]) is None):
             raise
         logger.exception("a batch of %d rows failed; each row is computed alone", len(rows))
         answers: list[Answer] = []
-        faults = 0
+        failed, computed = 0, 0
         for row in rows:
-            try:
-                answers.extend(compute([row]))
-            except PilotfishError:
-                raise
-            except Exception as error:
-                logger.exception("a single row failed: %r", type(row).__name__)
-                faults += 1
-                message = f"this row cannot be computed ({type(error).__name__})"
+            found = _compute_alone(row, compute, without_draft(row))
+            if isinstance(found, Exception):
+                failed += 1
+                message = f"this row cannot be computed ({type(found).__name__})"
                 answers.append(fault(row, RowFault(RowFaultCode.INVALID, message)))
-        if faults == len(rows):
+            else:
+                answers.extend(found)
+                computed += sum(answer.fault is None for answer in found)
+        if failed == len(rows) or (failed > 1 and not computed):
             raise
         return tuple(answers)
+
+
+def _compute_alone(
+    row: Row, compute: Callable[[Sequence[Row]], Sequence[Answer]], without_draft: Row | None
+) -> Sequence[Answer] | Exception:
+    """The answer to one row, with or without its draft, or the error of both. Raises the project's own errors."""
+    try:
+        return compute([row])
+    except PilotfishError:
+        raise
+    except Exception as error:
+        logger.exception("a single row failed: %r", type(row).__name__)
+        return error if without_draft is None else _compute_alone(without_draft, compute, None)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -12,6 +13,7 @@ import grpc
 from cluster.core.drafting import RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
+from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import (
     LearningStatus,
     OpenResult,
@@ -129,11 +131,16 @@ class TargetServicer(LeasedServicer[KvOccupancy], target_pb2_grpc.TargetServiceS
             results.append(self._engine.step(StepBatch(tuple(rows))))
             return results[-1].verdicts
 
-        verdicts = count_failures(self._compute, lambda: compute_rows(batch.rows, compute, _faulted))
+        verdicts = count_failures(self._compute, lambda: compute_rows(batch.rows, compute, _faulted, _without_tree))
         step_seconds = sum(result.step_seconds for result in results)
         draft_seconds = sum(result.draft_seconds for result in results)
         learning = None if self._learning is None else self._learning()
         return StepResult(verdicts, results[-1].kv, step_seconds, draft_seconds, learning)
+
+
+def _without_tree(row: VerifyRow) -> VerifyRow | None:
+    """The row without its draft tree; `None` if it has none."""
+    return replace(row, tree=EMPTY_TREE, distributions=()) if row.tree else None
 
 
 def _faulted(row: VerifyRow, fault: RowFault) -> Verdict:

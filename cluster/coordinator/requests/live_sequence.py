@@ -8,9 +8,10 @@ from cluster.core.ids import RequestId, SequenceId
 from cluster.core.scheduling.allocation import clip_draft
 from cluster.core.scheduling.state import SequenceView
 from cluster.core.sequence import Sequence
+from cluster.core.verification import VerifyRow
 
 QUARANTINE_LOSSES = 4
-"""Lost calls in a row after which a sequence is quarantined."""
+"""Lost calls without progress in between after which a sequence is quarantined."""
 
 
 class LiveSequence:
@@ -21,8 +22,10 @@ class LiveSequence:
 
     __slots__ = (
         "_has_been_open",
+        "_has_drafts",
         "_is_open",
         "_losses",
+        "_lost_row",
         "_may_fork",
         "_parent",
         "answer",
@@ -53,7 +56,9 @@ class LiveSequence:
         self._may_fork = new.may_fork
         self._is_open = False
         self._has_been_open = False
+        self._has_drafts = True
         self._losses = 0
+        self._lost_row: VerifyRow | None = None
 
     @property
     def id(self) -> SequenceId:
@@ -87,13 +92,21 @@ class LiveSequence:
 
     @property
     def losses(self) -> int:
-        """Calls in a row that were lost with this sequence in them."""
+        """Calls that were lost with this sequence in them since the target last got further with it."""
         return self._losses
 
     @property
     def is_quarantined(self) -> bool:
         """Whether the sequence is sent alone, and from its start instead of opened, because of lost calls."""
         return self._losses >= QUARANTINE_LOSSES
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Most nodes of a tree that the request allows; `None` leaves it to the server.
+
+        0 once a call was lost with the sequence alone in it: its drafts may be the cause, and none may cost an answer.
+        """
+        return self.sequence.request.max_draft_tokens if self._has_drafts else 0
 
     @property
     def kv_source(self) -> LiveSequence | None:
@@ -118,19 +131,25 @@ class LiveSequence:
         """Record that no later sequence will share the KV of this one."""
         self._may_fork = False
 
-    def record_loss(self) -> int:
-        """Record that a call with the sequence was lost. Returns how many were lost in a row."""
+    def record_loss(self, row: VerifyRow | None = None) -> int:
+        """Record that a call with a row of the sequence was lost, or one that computed nothing. Returns `losses`."""
+        self._has_drafts = self._has_drafts and not self.is_quarantined
         self._losses += 1
+        self._lost_row = row or self._lost_row
         return self._losses
 
-    def clear_losses(self) -> None:
-        """Record that a call with the sequence was answered."""
-        self._losses = 0
+    def record_progress(self, row: VerifyRow, accepted: int) -> None:
+        """Record that the target has computed a row, and accepted so many of its drafted tokens.
+
+        Losses count until it gets past the lost row: before, it may be lost there again.
+        """
+        if self._lost_row is None or _is_past(self._lost_row, row, accepted):
+            self._losses, self._lost_row = 0, None
 
     def largest_draft(self, max_draft: DraftBudget) -> DraftBudget:
         """Return the largest tree that the sequence can use, within the configuration's `max_draft`."""
         sequence = self.sequence
-        return clip_draft(None, max_draft, sequence.request.max_draft_tokens, sequence.remaining)
+        return clip_draft(None, max_draft, self.max_draft_tokens, sequence.remaining)
 
     def view(self, draft: DraftBudget | None) -> SequenceView:
         """Return the scheduler's view. `draft` is the tree size that the speculation controller chose."""
@@ -144,9 +163,16 @@ class LiveSequence:
             remaining=sequence.remaining,
             shared_len=shared,
             draft=draft,
-            max_draft_tokens=sequence.request.max_draft_tokens,
+            max_draft_tokens=self.max_draft_tokens,
             source_len=0 if self._is_open or source is not None else len(sequence.request.source),
             forced=len(sequence.forced),
             turn=self.turn,
             priority=sequence.request.priority,
         )
+
+
+def _is_past(lost: VerifyRow, row: VerifyRow, accepted: int) -> bool:
+    """Whether a computed row has as much as a lost one, or the sequence is longer than that one could make it."""
+    has_drafts = bool(row.tree) >= bool(lost.tree) and row.next_budget.max_nodes >= min(1, lost.next_budget.max_nodes)
+    longest = lost.base_len + lost.tree.depth() + lost.next_budget.max_depth
+    return row.base_len + accepted >= longest or (row.base_len >= lost.base_len and has_drafts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.coordinator.commit import is_valid
@@ -68,8 +70,53 @@ def test_a_sequence_is_quarantined_before_it_is_given_up() -> None:
     live = live_sequence()
     quarantined_after = [losses for _ in range(MAX_LOSSES) if (losses := live.record_loss()) and live.is_quarantined]
     assert quarantined_after == list(range(QUARANTINE_LOSSES, MAX_LOSSES + 1))
-    live.clear_losses()
+    live.record_progress(VerifyRow(ID, 1, (1,)), 0)
     assert not live.is_quarantined
+
+
+def test_losses_count_until_the_target_gets_past_the_lost_row() -> None:
+    live = live_sequence()
+    earlier, lost = VerifyRow(ID, 8, (1,) * 8, decide=False), VerifyRow(ID, 9, (1,), decide=False)
+    live.record_loss(lost)
+    live.record_progress(earlier, 0)
+    assert live.losses == 1
+    live.record_loss()  # an opening: it does not tell where the step before it was lost
+    live.record_progress(earlier, 0)
+    assert live.losses == 2
+    live.record_progress(lost, 0)
+    assert live.losses == 0
+    live.record_loss()
+    live.record_progress(earlier, 0)
+    assert live.losses == 0
+
+
+def test_losses_with_drafts_count_until_drafts_are_computed_or_the_sequence_is_longer() -> None:
+    live, plain = live_sequence(), VerifyRow(ID, 5, (5,))
+    drafted, drafting = replace(plain, tree=DRAFT.tree), replace(plain, next_budget=DraftBudget(4, 2))
+    for lost in (drafted, drafting, replace(drafted, next_budget=DraftBudget(4, 2))):
+        assert live.record_loss(lost) == 1
+        longest = 5 + lost.tree.depth() + lost.next_budget.max_depth
+        for other in (plain, replace(plain, base_len=longest - 1), drafted, drafting):
+            if other is not lost:
+                live.record_progress(other, 0)
+        assert live.losses == 1
+        live.record_progress(lost, 0)
+        assert live.losses == 0
+        live.record_loss(lost)
+        live.record_progress(replace(plain, base_len=longest), 0)
+        assert live.losses == 0
+
+
+def test_a_sequence_that_was_lost_alone_has_no_drafts_any_more() -> None:
+    live, largest = live_sequence(), DraftBudget(6, 4)
+    row = VerifyRow(ID, 5, (1, 2, 3, 4, 5))
+    for _ in range(QUARANTINE_LOSSES):
+        live.record_loss(row)
+    assert live.largest_draft(largest) == largest  # others were in those calls
+    live.record_loss(row)
+    live.record_progress(row, 0)
+    assert not live.is_quarantined
+    assert (live.largest_draft(largest), live.view(None).max_draft_tokens) == (NO_DRAFT, 0)
 
 
 @pytest.mark.parametrize(

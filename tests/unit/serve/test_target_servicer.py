@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
-from cluster.core.drafting import RowFaultCode
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import InvalidRequest, TargetUnavailable, WorkerUnavailable
 from cluster.core.ids import SequenceId
-from cluster.core.verification import StepBatch, StepResult
+from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, StepResult, Verdict
 from tests.support.fakes.echo_workers import KV, POISON, EchoEngine, open_row, step, target_at, verify_row
 from tests.support.models import tiny
 from workers.kv.pool import KvPool
@@ -57,6 +59,50 @@ async def test_an_engine_that_fails_every_row_is_unavailable_and_serves_the_next
         with pytest.raises(WorkerUnavailable):
             await target.step(StepBatch((verify_row("a", POISON),)))
         assert (await target.step(StepBatch((verify_row("a", 1),)))).verdicts[0].tokens == (1,)
+
+
+class UncomputedEngine(EchoEngine):
+    """Raises like `EchoEngine`, and says of the sequence "late" that it is not ready, which takes no computation."""
+
+    def step(self, batch: StepBatch) -> StepResult:
+        late = [row for row in batch.rows if row.sequence_id.endswith("late")]
+        result = super().step(StepBatch(tuple(row for row in batch.rows if row not in late)))
+        fault = RowFault(RowFaultCode.NOT_READY, "its grammar is being compiled")
+        found = {verdict.sequence_id: verdict for verdict in result.verdicts}
+        found |= {row.sequence_id: Verdict(row.sequence_id, row.base_len, fault=fault) for row in late}
+        return replace(result, verdicts=tuple(found[row.sequence_id] for row in batch.rows))
+
+
+async def test_a_row_that_needs_no_computation_does_not_show_that_the_others_are_bad() -> None:
+    servicer = TargetServicer(UncomputedEngine())
+    with pytest.raises(RuntimeError, match="poisoned"):
+        await step(servicer, verify_row("late", 1), verify_row("a", POISON), verify_row("b", POISON))
+    assert servicer.failures == 1
+    result = await step(servicer, verify_row("late", 1), verify_row("a", POISON), verify_row("b", 1))
+    await servicer.close()
+    codes = [verdict.fault and verdict.fault.code for verdict in result.verdicts]
+    assert codes == [RowFaultCode.NOT_READY, RowFaultCode.INVALID, None]
+
+
+@pytest.mark.parametrize("others", [(), ("b", "c")], ids=["alone", "beside others"])
+async def test_a_draft_that_cannot_be_computed_costs_no_verdict(others: tuple[str, ...]) -> None:
+    class Treeless(EchoEngine):
+        def step(self, batch: StepBatch) -> StepResult:
+            if any(POISON in row.tree.tokens for row in batch.rows):
+                raise RuntimeError("poisoned tree")
+            result = super().step(batch)
+            drafted = (
+                replace(one, drafted=len(row.tree)) for one, row in zip(result.verdicts, batch.rows, strict=True)
+            )
+            return replace(result, verdicts=tuple(drafted))
+
+    servicer = TargetServicer(Treeless())
+    rows = [replace(verify_row("a", 5, 6), tree=TokenTree.chain([POISON, 1]))]
+    rows += [replace(verify_row(name, 7), tree=TokenTree.chain([3])) for name in others]
+    result = await step(servicer, *rows)
+    await servicer.close()
+    assert [(verdict.tokens, verdict.drafted) for verdict in result.verdicts] == [((6,), 0), *[((7,), 1)] * len(others)]
+    assert servicer.failures == 0
 
 
 async def test_a_broken_group_fails_the_step_at_once_without_retrying_single_rows() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
+from cluster.coordinator.quarantine import MAX_LOSSES
+from cluster.coordinator.requests.live_sequence import QUARANTINE_LOSSES
 from cluster.core.errors import (
     DeadlineExceeded,
     NotReady,
@@ -155,6 +157,91 @@ async def test_a_request_that_crashes_the_target_every_time_is_given_up() -> Non
         with pytest.raises(TargetUnavailable, match="times in a row on this request"):
             await tokens_of(coordinator, poison)
         assert await reading == [target.answer(one) for one in harmless]
+    assert target.accepted > 0
+
+
+async def test_a_request_that_crashes_the_target_behind_its_first_chunk_is_given_up_too() -> None:
+    target = FakeTarget()
+    poison = request("poison", (*(7,) * 40, *(31,) * 30), max_tokens=4)
+    original, begun, crashes = target.step, 0, 0
+
+    async def step(batch: StepBatch) -> StepResult:
+        nonlocal begun, crashes
+        if any(row.pending[-3:] == (31, 31, 31) for row in batch.rows):
+            crashes += 1
+            target.crash()
+            target.revive()
+            raise TargetUnavailable("it crashed")
+        begun += any(row.start is not None and row.pending[:9] == poison.prompt[:9] for row in batch.rows)
+        return await original(batch)
+
+    target.step = step  # type: ignore[method-assign]
+    async with serving(target, PerfectDrafter(target)) as coordinator:
+        harmless = [*requests(4, max_tokens=30), request("long", (*range(1, 26),) * 4, max_tokens=30)]
+        reading = asyncio.create_task(all_tokens(coordinator, harmless))
+        async with asyncio.timeout(10):
+            with pytest.raises(TargetUnavailable, match="times in a row on this request"):
+                await tokens_of(coordinator, poison)
+        assert await reading == [target.answer(one) for one in harmless]
+    assert crashes == MAX_LOSSES
+    assert begun >= crashes  # its first chunk was computed before each crash
+    assert target.accepted > 0
+
+
+@pytest.mark.parametrize("placement", ["drafter", "target"])
+async def test_drafts_that_crash_the_target_every_time_cost_no_answer(placement: str) -> None:
+    target = FakeTarget()
+    fragile, harmless = request("fragile", (9, 9, 9), max_tokens=30), requests(3, max_tokens=60)
+    original, ids, crashes = target.step, set[str](), 0
+
+    async def step(batch: StepBatch) -> StepResult:
+        nonlocal crashes
+        ids.update(row.sequence_id for row in batch.rows if row.start is not None and row.pending[:3] == fragile.prompt)
+        if any(row.sequence_id in ids and (row.tree or row.next_budget.max_nodes) for row in batch.rows):
+            crashes += 1
+            target.crash()
+            target.revive()
+            raise TargetUnavailable("it crashed")
+        return await original(batch)
+
+    target.step = step  # type: ignore[method-assign]
+    async with serving(target, PerfectDrafter(target), draft__placement=placement) as coordinator:
+        answers = await all_tokens(coordinator, [fragile, *harmless])
+    assert answers == [target.answer(one) for one in (fragile, *harmless)]
+    assert len(ids) == 1
+    assert crashes == QUARANTINE_LOSSES + 1
+    assert placement == "drafter" or any(row.next_budget.max_nodes for batch in target.batches for row in batch.rows)
+    assert placement == "target" or target.accepted > 0  # the other requests had drafts again
+
+
+async def test_requests_that_come_and_go_do_not_shorten_the_pauses_after_lost_calls() -> None:
+    """A process whose device fails each call is replaced after some tenths of a second. Requests outlast that."""
+    target = FakeTarget()
+    original, wanted, lost = target.step, request(max_tokens=30), 0
+    ends: list[float] = []
+
+    async def step(batch: StepBatch) -> StepResult:
+        nonlocal lost
+        if not ends:
+            ends.append(time.monotonic() + 0.2)
+        if time.monotonic() < ends[0]:
+            lost += 1
+            raise RuntimeError("the device fails")
+        return await original(batch)
+
+    async with serving(target, PerfectDrafter(target)) as coordinator:
+        target.step = step  # type: ignore[method-assign]
+        reading = asyncio.create_task(tokens_of(coordinator, wanted))
+        others = 0
+        while not reading.done():
+            others += 1
+            other = asyncio.create_task(tokens_of(coordinator, request(f"other-{others}")))
+            await asyncio.sleep(0.001)
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+        assert await reading == target.answer(wanted)
+    assert 1 < lost < MAX_LOSSES
+    assert others > MAX_LOSSES
     assert target.accepted > 0
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from cluster.core.request import Commit, FinishReason, GeneratedPart
 from cluster.core.tree import TokenTree
+from cluster.core.verification import StepBatch, StepResult
 from cluster.generation.events import Delta
 from cluster.generation.text.output_processor import OutputProcessor
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.fakes.fake_cluster import read, request, serving
-from tests.support.fakes.fake_drafters import RandomDrafter
+from tests.support.fakes.fake_drafters import PerfectDrafter, RandomDrafter
 from tests.support.fakes.fake_target import FakeTarget
 from tests.support.fakes.http_app import HttpApi, chunks, error_of
 from tests.support.models.tiny_tokenizer import byte_level
@@ -121,3 +122,22 @@ async def test_the_coordinator_reports_the_trees_that_it_verifies(temperature: f
         path = commit.tree.follow(commit.tokens)
         assert len(path) >= commit.accepted
         assert tuple(commit.tree.tokens[node] for node in path[: commit.accepted]) == commit.tokens[: commit.accepted]
+
+
+async def test_a_tree_is_reported_as_far_as_the_target_has_verified_it() -> None:
+    target = FakeTarget()
+    original, wanted, cut = target.step, replace(request(max_tokens=40), returns_drafts=True), 0
+
+    async def step(batch: StepBatch) -> StepResult:
+        """As a target does without room for the states of more nodes."""
+        nonlocal cut
+        cut += sum(len(row.tree) > 2 for row in batch.rows)
+        return await original(StepBatch(tuple(replace(row, tree=row.tree.first(2)) for row in batch.rows)))
+
+    target.step = step  # type: ignore[method-assign]
+    async with serving(target, PerfectDrafter(target), draft__timeout_seconds=10.0) as coordinator:
+        shown = await read(coordinator, wanted)
+    assert [token for commit in shown for token in commit.tokens] == target.answer(wanted)
+    assert cut > 1
+    assert target.accepted > 0
+    assert all(len(commit.tree) == len(commit.tree_origins) == commit.drafted for commit in shown)
