@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ModelLoadError
+from workers.model.complete_weights import load_complete
 
 
 def load_target(
@@ -34,9 +35,7 @@ def _load(
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     try:
-        target: PreTrainedModel = kind.from_pretrained(
-            directory, dtype=dtype, use_safetensors=True, device_map={"": device}, **options
-        )
+        target = load_complete(kind, directory, dtype=dtype, use_safetensors=True, device_map={"": device}, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     target.eval().requires_grad_(False)

@@ -46,6 +46,7 @@ from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.runner import WARM_UP_WIDTHS
 from workers.forward.weights.base import NoGpuProduct
 from workers.kv.pool import RECURRENT_DRAFT
+from workers.model.complete_weights import load_complete
 from workers.model.context import context_len, longest_context, stated_width
 from workers.model.devices import choose_device, may_be_native
 from workers.model.distilled import load_distilled_draft
@@ -381,7 +382,7 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
         arguments["config"] = config  # its plan may be changed
     try:
         with _ranks_on(request.device):
-            module: PreTrainedModel = _auto_class(config).from_pretrained(directory, **arguments)
+            module = load_complete(_auto_class(config), directory, **arguments)
     except ImportError as error:
         raise ModelLoadError(_missing_library(directory, config, error)) from error
     except (OSError, ValueError, KeyError) as error:

@@ -1,0 +1,90 @@
+"""A model is loaded only where its files have all of its weights, with what their numbers mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.core.config.model_section import ModelSection
+from cluster.core.errors import ModelLoadError
+from tests.support.engines.stored_model import TEXT, check_close, logits
+from tests.support.models import quantized, tiny
+from workers.distill.target_model import load_target
+from workers.forward.loaded_model import LoadedModel
+from workers.model.loading import load_model
+from workers.model.model_files import resolve_model_directory
+
+LOST = "model.layers.1.mlp.up_proj.weight"
+
+
+def load(directory: Path) -> LoadedModel:
+    path = resolve_model_directory(str(directory), directory.parent / "cache")
+    return load_model(ModelSection(path=str(path), device="cpu", native="off", compile="off"))
+
+
+def change(directory: Path, lost: tuple[str, ...] = (), **more: torch.Tensor) -> None:
+    """Take tensors out of the file of a model, and add others."""
+    file = directory / "model.safetensors"
+    tensors = {name: values for name, values in load_file(file).items() if name not in lost}
+    save_file(tensors | more, file, metadata={"format": "pt"})
+
+
+def test_a_parameter_that_no_file_has_is_named(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "model", tiny.llama())
+    change(directory, (LOST,))
+    message = rf"its files lack 1 of 21 parameters, as \['{LOST}'\]"
+    with pytest.raises(ModelLoadError, match=message):
+        load(directory)
+    with pytest.raises(ModelLoadError, match=message):
+        load_target(directory, torch.device("cpu"))
+
+
+def test_a_parameter_that_the_index_forgets_is_named(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "model", tiny.llama())
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    lost = {LOST: tensors.pop(LOST)}
+    for number, part in enumerate((tensors, lost), 1):
+        save_file(part, directory / f"model-0000{number}-of-00002.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=rf"its files lack 1 of 21 parameters, as \['{LOST}'\]"):
+        load(directory)
+
+
+@pytest.mark.parametrize("settings", [{"quant_method": "modelopt", "quant_algo": "FP8"}, None])
+def test_numbers_whose_scales_nobody_reads_are_refused(settings: dict[str, Any] | None, tmp_path: Path) -> None:
+    """`transformers` skips methods that it does not know. Some tools write no method into `config.json` at all."""
+    source = tiny.save(tmp_path / "plain", tiny.llama(), sharpness=2.0)
+    quantized.save(source, tmp_path / "model", quantized.fp8(0, 0, "weight_scale"), settings or {})
+    if settings is None:
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        del config["quantization_config"]
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    method = "None" if settings is None else "'modelopt'"
+    with pytest.raises(
+        ModelLoadError, match=rf"quant_method {method} in its configuration, scales \['model\.layers\.0"
+    ):
+        load(tmp_path / "model")
+
+
+def test_scales_of_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "model", tiny.gpt_oss())
+    name = "model.layers.0.mlp.experts.down_proj_scale"
+    change(directory, **{name: torch.ones(8, 1, 48)})
+    with pytest.raises(ModelLoadError, match=rf"quantized in a way that is not read .*scales \['{name}'\]"):
+        load(directory)
+
+
+def test_tensors_that_a_model_does_not_need_change_nothing(tmp_path: Path) -> None:
+    """Scales of a KV cache, layers for other purposes, and the head of a model that is tied to its embedding."""
+    directory = tiny.save(tmp_path / "model", tiny.qwen2())
+    expected = logits(load(directory), TEXT)
+    scales = {f"model.layers.0.self_attn.{name}_proj.{name}_scale": torch.ones(1) for name in "kv"}
+    change(directory, **scales, **{"mtp.fc.weight": torch.ones(4, 8)})
+    check_close(logits(load(directory), TEXT), expected)
