@@ -11,9 +11,10 @@ import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGUFReader
@@ -22,8 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ModelLoadError
+from workers.model.complete_weights import load_complete
 from workers.model.dequantized import write_dequantized_from
 from workers.model.formats.hub import Report, fetch
+from workers.model.gguf_settings import completed_settings, end_tokens
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian, extract_entries
 from workers.model.stored.quantized_checkpoint import DEQUANTIZED, QuantizedCheckpoint, quantization_of
@@ -33,7 +36,12 @@ from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 logger = logging.getLogger(__name__)
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
-_HUB_TOKENIZER_FILES = ["special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja", "source.spm", "target.spm"]
+_HUB_TOKENIZER_FILES = [
+    *("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja"),
+    *("source.spm", "target.spm"),
+]
+_GGUF_READING = "with scaled rotations\n"
+"""What of GGUF files is read. It changes with `completed_settings`, so that files are converted again."""
 
 
 def resolve_model_directory(
@@ -63,8 +71,7 @@ def resolve_model_directory(
     if directory.suffix == ".gguf":
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
-        destination = cache_directory / f"{directory.stem}-{_identity([directory])}"
-
+        destination = cache_directory / f"{directory.stem}-{_identity([directory], _GGUF_READING)}"
         converted = _converted(lambda building, _: _convert_gguf(directory, building), destination)
         if not (converted / STORED_IN).is_file():  # new, or converted by a version that wrote no note
             with suppress(OSError):
@@ -131,9 +138,12 @@ def _convert_packaged(name: str, destination: Path, scratch: Path) -> None:
     convert_marian(entries, destination)
 
 
-def _identity(files: Sequence[Path]) -> str:
-    """A hash of the files' paths, sizes and times, so that another file of the same name is another model."""
-    identity = "".join(
+def _identity(files: Sequence[Path], reading: str = "") -> str:
+    """A hash of the files' paths, sizes and times, so that another file of the same name is another model.
+
+    `reading` tells apart what earlier versions made of the same files.
+    """
+    identity = reading + "".join(
         f"{file.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
         for file, status in ((file, file.stat()) for file in files)
     )
@@ -167,16 +177,19 @@ def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path
 def _convert_gguf(file: Path, destination: Path) -> None:
     directory, name = str(file.parent), file.name
     try:
-        quantized = AutoModelForCausalLM.from_pretrained(directory, gguf_file=name, dtype=torch.float32)
+        quantized = load_complete(AutoModelForCausalLM, file.parent, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
+        reader = GGUFReader(file)
+        settings = completed_settings(quantized.config.to_dict(), quantized.state_dict(), reader)
+        # A model loaded from GGUF would be saved as quantized, so its plain weights move to a plain model.
+        settings.pop("quantization_config", None)
+        config = AutoConfig.for_model(**settings)
     except Exception as error:  # the reader of a broken file may raise anything
         raise ModelLoadError(f"GGUF file {str(file)!r} cannot be converted: {error}") from error
-    # A model loaded from GGUF would be saved as quantized, so its plain weights move to a plain model.
-    settings = quantized.config.to_dict()
-    settings.pop("quantization_config", None)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig.from_model_config(model.config)
+    model.generation_config.eos_token_id = end_tokens(getattr(config, "eos_token_id", None), reader) or None
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
     write_dequantized_from(destination, f"GGUF {_types_of(file)}")
@@ -189,14 +202,23 @@ def _types_of(file: Path) -> str:
 
 
 def end_of_sequence_ids(directory: Path) -> tuple[int, ...]:
-    """The tokens that end generation, from generation_config.json or else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
-    return ()
+    """The tokens that end generation: those of generation_config.json or else config.json, and the tokenizer's own one.
+
+    A model that was trained further for conversations may end its turns with a token that only its tokenizer names.
+    """
+    files = (directory / name for name in ("generation_config.json", "config.json"))
+    found = (_read_object(file).get("eos_token_id") for file in files)
+    stated: Any = next((one for one in found if one is not None), [])
+    settings = _read_object(directory / "tokenizer_config.json")
+    end, added = settings.get("eos_token"), settings.get("added_tokens_decoder") or {}
+    end = end.get("content") if isinstance(end, dict) else end
+    own = [int(token) for token, one in added.items() if isinstance(end, str) and one.get("content") == end]
+    return tuple(dict.fromkeys([*(stated if isinstance(stated, list) else [int(stated)]), *own]))
+
+
+def _read_object(file: Path) -> Mapping[str, Any]:
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def dequantize(directory: Path, destination: Path) -> None:
@@ -222,6 +244,8 @@ def dequantize(directory: Path, destination: Path) -> None:
     for file in directory.iterdir():
         if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and ".index." not in file.name:
             shutil.copy(file, destination / file.name)
+    if (templates := directory / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, destination / templates.name)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     del config["quantization_config"]
     (destination / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

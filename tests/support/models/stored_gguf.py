@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,9 +15,20 @@ ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def write(
-    model: PreTrainedModel, file: Path, architecture: str, kinds: dict[str, str], default: str = "Q4_1"
+    model: PreTrainedModel,
+    file: Path,
+    architecture: str,
+    kinds: Mapping[str, str],
+    default: str = "Q4_1",
+    *,
+    keys: Mapping[str, Any] | None = None,
+    without: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Write a model. `kinds`: other types by a word in a matrix's name. Returns the de-quantized parameters."""
+    """Write a model. `kinds`: other types by a word in a matrix's name. Returns the de-quantized parameters.
+
+    `keys` are further ones of the architecture, and those of the tokenizer and tensors by their whole names. Tensors
+    with `without` in their names are left out.
+    """
     config = model.config
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -23,15 +36,18 @@ def write(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    for key, value in (keys or {}).items():
+        is_whole = isinstance(value, torch.Tensor) or key.startswith("tokenizer.")
+        _add(writer, key if is_whole else f"{architecture}.{key}", value)
     plain: dict[str, torch.Tensor] = {}
     for name, values in model.state_dict().items():
         stem, _, suffix = name.rpartition(".")
-        if stem == "lm_head" and config.tie_word_embeddings:
+        if (stem == "lm_head" and config.tie_word_embeddings) or (without and without in name):
             continue
         weight = values.float()
         if values.dim() == 1:
             plain[name] = weight
-            if architecture == "gemma3" and "norm" in name:
+            if architecture.startswith("gemma") and "norm" in name:
                 weight = weight + 1.0
             writer.add_tensor(f"{names.get_name(stem)}.{suffix}", _rotated(weight, name, architecture, config).numpy())
             continue
@@ -46,6 +62,19 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return plain
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        writer.add_tensor(key, value.float().numpy())
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
 
 
 def _rotated(values: torch.Tensor, name: str, architecture: str, config: object, *, back: bool = False) -> torch.Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,30 @@ def test_a_directory_is_used_unchanged(tmp_path: Path) -> None:
     assert resolve_model_directory(str(directory), tmp_path / "cache") == directory
     assert end_of_sequence_ids(directory) == (2,)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "tokenizer", "ends"),
+    [
+        ([7, 5], 2, None, (7, 5)),
+        (None, 2, None, (2,)),
+        (7, 2, "<end>", (7, 9)),
+        (9, 2, {"content": "<end>"}, (9,)),
+        (None, None, "<end>", (9,)),
+        (None, None, "<none>", ()),
+    ],
+)
+def test_generation_ends_with_the_tokens_of_the_model_and_of_its_tokenizer(
+    generation: object, model: object, tokenizer: object, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    added = {"8": {"content": "<other>"}, "9": {"content": "<end>"}}
+    for name, content in (
+        ("generation_config.json", {"eos_token_id": generation}),
+        ("config.json", {"eos_token_id": model}),
+        ("tokenizer_config.json", {"eos_token": tokenizer, "added_tokens_decoder": added}),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    assert end_of_sequence_ids(tmp_path) == ends
 
 
 @pytest.mark.parametrize(
@@ -134,3 +161,17 @@ def test_a_file_is_converted_once_and_a_failed_conversion_leaves_no_files(
     assert calls == [file]
     file.write_bytes(b"GGUF, rewritten")
     assert resolve_model_directory(str(file), cache) != first
+
+
+def test_every_chat_template_of_a_hub_repository_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, fetched = tiny.save(tmp_path / "model", tiny.llama()), list[str]()
+
+    def fetch(_: str, repository: str, revision: str | None, patterns: Sequence[str], __: object) -> Path:
+        assert (repository, revision) == ("owner/name", None)
+        fetched.extend(patterns)
+        return directory
+
+    monkeypatch.setattr(model_files, "fetch", fetch)
+    assert resolve_model_directory("owner/name", tmp_path / "cache") == directory
+    for name in ("chat_template.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert any(fnmatch(name, pattern) for pattern in fetched)
