@@ -25,6 +25,7 @@ from deploy.settings import Settings
 from workers.model.draft_card import is_distilled, read_card
 from workers.model.formats.checkpoint import safetensors_header
 from workers.model.head_counts import ranks_that_divide
+from workers.model.weight_files import weight_files
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -307,7 +308,7 @@ def weight_bytes(directory: Path, dtype: str) -> int:
         card = read_card(directory)
         rows = card.target_vocabulary_size + (card.vocabulary_size or card.target_vocabulary_size)
         total += rows * card.hidden_size * _DTYPE_BYTES[dtype]
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in weight_files(directory):
         try:
             header = safetensors_header(file)
         except (OSError, ValueError) as error:

@@ -18,6 +18,7 @@ from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
 from workers.distill.modules.tap_cache import TapCache
 from workers.model.target_ends import read_tensors
+from workers.model.weight_files import weight_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def load_parts(directory: Path, device: torch.device, dtype: torch.dtype, layers
     wanted = {name for name, value in model.named_parameters() if id(value) not in left_out}
     found = {
         name: value.to(device, dtype)
-        for file in sorted(directory.glob("*.safetensors"))
+        for file in weight_files(directory)
         for name, value in read_tensors(file).items()
         if name in wanted
     }

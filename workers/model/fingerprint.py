@@ -16,6 +16,7 @@ from workers.forward.compilation import should_compile
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.build import products
 from workers.forward.replace_linear import has_only_fast_linears
+from workers.model.weight_files import weight_files
 
 _SAMPLE_BYTES = 1024
 _MOST_HEADER_BYTES = 100 * 1024 * 1024
@@ -76,7 +77,7 @@ def weights_digest(directory: Path) -> str:
         file = directory / name
         digest.update(file.read_bytes() if file.is_file() else b"")
         digest.update(b"\0")
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in weight_files(directory):
         with file.open("rb") as opened:
             _add_weights(opened, file, digest)
     return digest.hexdigest()

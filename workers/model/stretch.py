@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from cluster.core.errors import ModelLoadError
 from workers.model.weight_counts import count_weights, tensor_shapes
+from workers.model.weight_files import weight_files
 
 WIDER, DEEPER = "wider", "deeper"
 LARGEST_FACTOR = 64
@@ -153,7 +154,7 @@ def _sources(plan: Stretch) -> Iterator[tuple[int, bool]]:
 def _stretched(directory: Path, plan: Stretch) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of the stretched model, layer by layer."""
     reads: dict[str, Callable[[], torch.Tensor]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in weight_files(directory):
         with safe_open(file, framework="pt") as stored:
             reads.update({name: _reader(file, name) for name in stored.keys()})  # noqa: SIM118 - it is no mapping
     by_layer: dict[int, list[str]] = {}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,13 @@ from torch import nn
 
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import DraftDescription
+from workers.model.weight_files import weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_ONE_PLUS_WEIGHT = ("Qwen3Next", "Qwen3_5")
-"""Names of families whose norms multiply by one plus their weight."""
 _UNSHARED = ("Gemma",)
-"""Names of families whose ends are not shared: their embeddings are scaled, and their norms multiply so, too."""
+"""Names of families whose ends are not shared, because their embeddings are scaled."""
 _TEXT_PARTS = ("model.language_model.", "model.")
 """How checkpoints of images and texts begin the names of the parts that read and write text, and how models do."""
 
@@ -69,17 +69,39 @@ def outline(config: PreTrainedConfig) -> ModelOutline:
     names = {module: name for name, module in model.named_modules()}
     shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
     norm = getattr(model.get_decoder(), "norm", None)
-    name = type(norm).__name__
-    is_shared = name.endswith("RMSNorm") and not any(family in name for family in _UNSHARED)
+    is_shared = not any(family in type(norm).__name__ for family in _UNSHARED)
+    offset = _norm_offset(norm) if is_shared else None
     return ModelOutline(
         type(model),
         shapes,
         names[model.get_input_embeddings()],
         names[model.get_output_embeddings()],
-        names[norm] if is_shared else None,
-        float(any(family in name for family in _ONE_PLUS_WEIGHT)),
+        None if offset is None else names[norm],
+        offset or 0.0,
         frozenset(decoder_parameters(model)) if config.is_encoder_decoder else None,
     )
+
+
+def _norm_offset(norm: Any) -> float | None:
+    """What an RMS norm adds to its weights before they multiply: 0, or 1. `None` for what is no such norm.
+
+    It is measured, with numbers so large that the epsilon has no effect.
+    """
+    weight = getattr(norm, "weight", None)
+    if not isinstance(norm, nn.Module) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+        return None
+    tried: Any = deepcopy(norm).to_empty(device="cpu").float()
+    numbers, weights = 1000.0 * torch.linspace(-1.0, 2.0, len(weight)), torch.linspace(-0.5, 1.5, len(weight))
+    with torch.no_grad():
+        for name, parameter in tried.named_parameters():
+            parameter.copy_(weights if name == "weight" else torch.ones_like(parameter))
+        try:
+            found = tried(numbers.unsqueeze(0))[0]
+        except (TypeError, IndexError):  # a norm of several inputs, or of several outputs
+            return None
+    unit = numbers * torch.rsqrt(numbers.square().mean())
+    offsets = (offset for offset in (0.0, 1.0) if torch.allclose(found, unit * (weights + offset), atol=1e-4))
+    return next(offsets, None)
 
 
 def decoder_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -109,7 +131,7 @@ def read_shared_with_encoder(target: Path, card: DraftDescription) -> dict[str, 
     found = outline(read_target_config(target, card))
     tensors = {
         name: values
-        for file in sorted(target.glob("*.safetensors"))
+        for file in weight_files(target)
         for name, values in read_tensors(file).items()
         if not found.is_own(name)
     }
@@ -125,7 +147,7 @@ def read_shared_ends(target: Path, card: DraftDescription) -> SharedEnds:
     found = outline(config)
     ends = [("embedding", found.embedding), ("head", found.head), ("norm", found.norm)]
     tensors: dict[tuple[str, str], torch.Tensor] = {}
-    for file in sorted(target.glob("*.safetensors")):
+    for file in weight_files(target):
         for stored, values in read_tensors(file).items():
             name = _TEXT_PARTS[1] + stored.removeprefix(_TEXT_PARTS[0]) if stored.startswith(_TEXT_PARTS[0]) else stored
             for end, prefix in ends:
@@ -134,6 +156,11 @@ def read_shared_ends(target: Path, card: DraftDescription) -> SharedEnds:
                     and name.startswith(f"{prefix}.")
                     and tuple(values.shape) == found.shapes.get(name)
                 ):
+                    if values.dtype.itemsize == 1:  # its scale is elsewhere
+                        raise ModelLoadError(
+                            f"target directory {str(target)!r}: {stored} is {values.dtype}; drafts that share it need "
+                            "it as float32, bfloat16 or float16: set target.quantization to none"
+                        )
                     tensors[end, name.removeprefix(f"{prefix}.")] = values
     if ("embedding", "weight") not in tensors:
         raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {found.embedding}.weight")

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import is_distilled, read_card
 from workers.model.stored.quantized_checkpoint import FORMATS, QuantizedCheckpoint, quantization_of
+from workers.model.weight_files import weight_files
 
 _TOKEN_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "shared.weight")
 _EMBEDDINGS = (*_TOKEN_EMBEDDINGS, "embed_positions.weight", "wpe.weight")
@@ -112,7 +113,7 @@ def count_part(
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in the safetensors of a directory. Raises `ModelLoadError`."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in weight_files(directory):
         try:
             with safe_open(file, framework="pt") as stored:
                 shapes.update({name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()})  # noqa: SIM118

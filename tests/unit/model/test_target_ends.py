@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from cluster.core.errors import ModelLoadError
+from tests.support.models import tiny
 from tests.zoo.configs import tiny_config
-from workers.model.target_ends import outline
+from workers.model.draft_card import DraftDescription
+from workers.model.drafting.ends import rms_norm
+from workers.model.target_ends import outline, read_shared_ends
 
 
 @pytest.mark.parametrize(
@@ -16,8 +25,38 @@ from workers.model.target_ends import outline
         ("gemma", None, 0.0),
         ("qwen3_next", "model.norm", 1.0),
         ("qwen3_5_text", "model.norm", 1.0),
+        ("minimax_m3_vl_text", "model.norm", 1.0),
+        ("gpt2", None, 0.0),
+        ("olmo", None, 0.0),
     ],
 )
 def test_a_norm_that_multiplies_by_one_plus_its_weight_says_so(family: str, norm: str | None, offset: float) -> None:
     found = outline(tiny_config(family))
     assert (found.norm, found.norm_offset) == (norm, offset)
+
+
+@pytest.mark.parametrize("family", ["minimax_m3_vl_text", "llama", "qwen3_next"])
+def test_the_norm_of_a_draft_computes_what_the_norm_of_its_target_does(family: str) -> None:
+    config = tiny_config(family)
+    found, model = outline(config), AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert found.norm is not None
+    norm = model.get_submodule(found.norm)
+    torch.nn.init.uniform_(norm.weight)
+    hidden = torch.randn(3, config.hidden_size)
+    with torch.inference_mode():
+        expected = norm(hidden)
+    torch.testing.assert_close(rms_norm(hidden, norm.weight + found.norm_offset, config.rms_norm_eps), expected)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_quantized_end_is_refused(name: str, tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "model", tiny.llama())
+    card = DraftDescription("", tiny.VOCABULARY, 48, (), None)
+    assert read_shared_ends(directory, card).tensors.keys() >= {("head", "weight"), ("embedding", "weight")}
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ModelLoadError, match=rf"{name} is torch\.float8_e4m3fn; drafts that share it need it as float32"
+    ):
+        read_shared_ends(directory, card)

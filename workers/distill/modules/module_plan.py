@@ -22,6 +22,7 @@ from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import read_trained, stored_tensors
 from workers.model.target_ends import decoder_layer_count, decoder_vocabulary_size, read_tensors
+from workers.model.weight_files import weight_files
 
 CURVE = "training.png"
 FOR_ENCODER_DECODER = ("heads", "table")
@@ -128,7 +129,7 @@ def start_module(tapped: TappedModule, options: DistillOptions, target: Path, an
         return ""
     if options.start is None:
         words, layers = f"layers {', '.join(map(str, options.layers))} of the target", options.layers
-        files = sorted(target.glob("*.safetensors"))
+        files = weight_files(target)
     else:
         words, layers = f"the layers of the draft {options.start.name}", tuple(range(module.shape.layers))
         files = [options.start / WEIGHTS]

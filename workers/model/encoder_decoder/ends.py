@@ -12,6 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 from cluster.core.errors import ModelLoadError
 from workers.forward.encoder_decoder.decoder import logits_scale
 from workers.model.target_ends import read_tensors
+from workers.model.weight_files import weight_files
 
 _FINAL_NORM = "final_layer_norm"
 """The RMS norm behind T5's last decoder layer."""
@@ -50,9 +51,7 @@ def read_decoder_ends(directory: Path, config: PreTrainedConfig) -> DecoderEnds:
             f"target directory {str(directory)!r}: the decoder of model type {config.model_type!r} ends with a norm "
             "other than an RMS norm; needed T5, Marian or BART"
         )
-    stored = {
-        name: values for file in sorted(directory.glob("*.safetensors")) for name, values in read_tensors(file).items()
-    }
+    stored = {name: values for file in weight_files(directory) for name, values in read_tensors(file).items()}
 
     def read(weight: torch.Tensor) -> torch.Tensor:
         """The stored tensor of a parameter: tied ones are stored under one of their names."""

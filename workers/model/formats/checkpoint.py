@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.core.errors import ModelLoadError, shorten
 from workers.model.public_shapes import Sizes
+from workers.model.weight_files import weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,9 +73,9 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
-        """The files with weights; empty if there are none."""
-        found = (tuple(sorted(self.directory.glob(pattern))) for pattern in _WEIGHTS)
-        return next((files for files in found if files), ())
+        """The files with weights; empty if there are none. Raises `ModelLoadError` for an index without its files."""
+        others = (tuple(sorted(self.directory.glob(pattern))) for pattern in _WEIGHTS[1:])
+        return tuple(weight_files(self.directory)) or next((files for files in others if files), ())
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -84,9 +85,12 @@ class Checkpoint:
         found: Sizes = {}
         for file in self.files:
             if file.suffix == ".safetensors":
-                found |= self._header(file)
+                own = self._header(file)
             else:
-                found |= {name: tuple(value.shape) for name, value in self._pickled(file).items()}
+                own = {name: tuple(value.shape) for name, value in self._pickled(file).items()}
+            if twice := own.keys() & found.keys():
+                self.fail(f"{min(twice)} is in {file.name} and in a file before it; one of them must go")
+            found |= own
         return found
 
     @property

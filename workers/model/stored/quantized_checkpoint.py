@@ -22,6 +22,7 @@ from workers.model.stored.gptq import Gptq
 from workers.model.stored.mxfp4 import ExpertRegion, Mxfp4, expert_storages
 from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
 from workers.model.stored.source import stored_file
+from workers.model.weight_files import weight_files
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "awq": Awq,
@@ -91,7 +92,7 @@ class QuantizedCheckpoint:
             self.format = FORMATS[method](settings)
             self.files: dict[Path, list[str]] = {}
             self._file_of: dict[str, Path] = {}
-            for file in sorted(directory.glob("*.safetensors")):
+            for file in weight_files(directory):
                 with safe_open(file, framework="pt") as opened:
                     self.files[file] = list(opened.keys())
                 self._file_of |= dict.fromkeys(self.files[file], file)
@@ -139,10 +140,7 @@ class QuantizedCheckpoint:
         if not self.is_quantized(parameter):
             tensor = self._plain(parameter)
             if tensor.dtype not in FLOATS:
-                raise ModelLoadError(
-                    f"quantized model {str(self.path)!r}: {parameter!r} is {tensor.dtype} and has no scale; "
-                    "it must be float32, bfloat16 or float16"
-                )
+                raise self._without_scale(parameter, tensor)
             self._check(parameter, tuple(tensor.shape), shape)
             kept = tensor if region is None else tensor[region.outputs, region.inputs]
             kept = kept.to(self._dtype or kept.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -227,8 +225,20 @@ class QuantizedCheckpoint:
         return Parts(module, {word: self._mapped(name) for word, name in names.items()})
 
     def vector(self, parameter: str) -> torch.Tensor:
-        """A plain tensor, in its own type. Raises `ModelLoadError`."""
-        return self._plain(parameter).clone()
+        """A plain tensor, in its own type.
+
+        Raises `ModelLoadError` for one that is quantized and whose scales are not read, as experts in one tensor.
+        """
+        tensor = self._plain(parameter)
+        if tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool:
+            raise self._without_scale(parameter, tensor)
+        return tensor.clone()
+
+    def _without_scale(self, parameter: str, tensor: torch.Tensor) -> ModelLoadError:
+        return ModelLoadError(
+            f"quantized model {str(self.path)!r}: {parameter!r} is {tensor.dtype} and has no scale that is read; "
+            "it must be float32, bfloat16 or float16"
+        )
 
     def _mapped(self, name: str) -> torch.Tensor:
         """A tensor whose numbers are read when they are used. Whoever keeps some copies them."""

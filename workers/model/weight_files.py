@@ -1,0 +1,31 @@
+"""The files of a model's weights. A directory may have others: another library's form of them, or another type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cluster.core.errors import ModelLoadError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that `transformers` loads: the only one, else those of the index, else all, by name.
+
+    Raises `ModelLoadError` for an index that cannot be read, and for a file of it that is missing.
+    """
+    single, index = directory / _SINGLE, directory / _INDEX
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    where = f"model directory {str(directory)!r}: {_INDEX}"
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = next((name for name in names if Path(name).name != name or not (directory / name).is_file()), None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{where} cannot be read: {error}") from error
+    if missing is not None:
+        raise ModelLoadError(f"{where} names {missing!r}; there is no such file")
+    return [directory / name for name in names]
