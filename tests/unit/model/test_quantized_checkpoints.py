@@ -100,6 +100,43 @@ def test_the_parts_of_a_weight_may_be_in_different_files(source: Path, tmp_path:
         torch.testing.assert_close(module.state_dict()[key], weight, rtol=1e-6, atol=1e-7)
 
 
+def test_the_last_group_of_a_matrix_may_have_fewer_inputs(source: Path, tmp_path: Path) -> None:
+    """Groups of 32 inputs of 48 or 80, without the numbers of their groups (`g_idx`)."""
+
+    def quantize(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        parts, plain = quantized.gptq(4, 32)(weight)
+        del parts["g_idx"]
+        return parts, plain
+
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    plain = quantized.save(source, tmp_path / "model", quantize, settings)
+    directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")
+    stored = load_file(directory / "model.safetensors")
+    for key, weight in plain.items():
+        torch.testing.assert_close(stored[key], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_numbers_whose_scales_are_not_read_are_refused(source: Path, tmp_path: Path) -> None:
+    """As the experts of Llama 4 by FBGEMM, which lie in one tensor."""
+    quantized.save(source, tmp_path / "model", quantized.fp8(1, 0, "weight_scale"), {"quant_method": "fbgemm_fp8"})
+    file = tmp_path / "model" / "model.safetensors"
+    name = "model.layers.1.feed_forward.experts.gate_up_proj"
+    experts = {name: torch.ones(2, 4, 8).to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(2, 1, 8)}
+    save_file(load_file(file) | experts, file)
+    with pytest.raises(ModelLoadError, match=rf"'{name}' is torch\.float8_e4m3fn and has no scale that is read"):
+        resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_all_chat_templates_are_beside_the_dequantized_weights(source: Path, tmp_path: Path) -> None:
+    quantized.save(source, tmp_path / "model", *CHECKPOINTS["awq"])
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json"):
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_text("{}")
+        directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / f"cache of {Path(name).name}")
+        assert (directory / name).read_text() == "{}"
+
+
 def test_weights_of_five_bits_are_refused_with_the_bits_that_are_read(source: Path, tmp_path: Path) -> None:
     settings = {"quant_method": "gptq", "bits": 5, "group_size": 16}
     quantized.save(source, tmp_path / "model", quantized.gptq(4, 16), settings)

@@ -46,6 +46,7 @@ _CODE = (
     "forward/weights/*.py",
     "model/*.py",
     "model/packed_weights/*.py",
+    "model/stored/*.py",
     "kv/huge_pages.py",
 )
 """The files below `workers` on which the bytes of packed weights, and their trial, depend."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from workers.forward.weights.base import Storage
-from workers.forward.weights.integers import groups_in_order, groups_of_pairs, unpacked
+from workers.forward.weights.integers import groups_of_pairs, unpacked
 from workers.model.stored.parts import FLOATS, Parts, Region, check_cut, group_size, groups, integer
 
 _BITS, _EACH = 4, 8
@@ -48,8 +48,7 @@ class Awq:
     def storage(self, parts: Parts, region: Region) -> Storage:
         """A region of a matrix."""
         outputs, inputs = self.shape(parts)
-        count = groups(inputs, self._size)
-        size = -(-inputs // count)
+        count, size = groups(inputs, self._size), inputs if self._size == -1 else self._size
         if size % 2:
             raise ValueError(f"groups of {size} inputs are refused; their size must be even")
         check_cut(region.inputs, inputs, size)
@@ -61,7 +60,7 @@ class Awq:
             _pairs(weights[region.inputs], region.outputs),
             scales[own, region.outputs].t(),
             _integers(zeros[own], region.outputs),
-            groups_in_order(inputs, count)[region.inputs] - own.start,
+            (torch.arange(inputs) // size)[region.inputs] - own.start,
         )
 
 

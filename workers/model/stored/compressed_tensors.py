@@ -98,6 +98,10 @@ class CompressedTensors:
         if "weight_g_idx" in parts:
             given = parts.checked("weight_g_idx", (torch.int32, torch.int64), (inputs,)).long()
             group_of = self._activation_order(given, group_of, is_cut)
+        elif inputs % scales.shape[1]:
+            raise ValueError(
+                f"weight_scale has {scales.shape[1]} groups of {inputs} inputs; their number must divide the inputs"
+            )
         if is_cut and scales.shape[1] > 1:
             check_cut(region.inputs, inputs, size)
             own = slice(region.inputs.start // size, -(-region.inputs.stop // size))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from workers.forward.weights.base import CutRefused, Storage
-from workers.forward.weights.integers import BITS, group_storage, groups_in_order, unpacked
+from workers.forward.weights.integers import BITS, group_storage, unpacked
 from workers.model.stored.parts import (
     FLOATS,
     WORD_INTEGERS,
@@ -76,12 +76,11 @@ class Gptq:
             raise ValueError(
                 f"{outputs} outputs of {inputs} inputs in 3 bits; both must be multiples of {WORD_INTEGERS}"
             )
-        count = groups(inputs, per_group)
-        size = -(-inputs // count)
+        count, size = groups(inputs, per_group), inputs if per_group == -1 else per_group
         packed = parts.checked("qweight", (torch.int32,), (inputs * bits // 32, outputs))
         zeros = parts.checked("qzeros", (torch.int32,), (count, -(-outputs * bits // 32)))
         scales = parts.checked("scales", FLOATS, (count, outputs))
-        group_of, own = groups_in_order(inputs, count), slice(0, count)
+        group_of, own = torch.arange(inputs) // size, slice(0, count)
         if "g_idx" in parts:
             given = parts.checked("g_idx", (torch.int32, torch.int64), (inputs,)).long()
             if int(given.min()) < 0 or int(given.max()) >= count:

@@ -112,6 +112,7 @@ def load_stored(
                 setattr(parent, name, experts)
             else:
                 _fill(child, own, checkpoint, dtype, heads)
+    _fill_buffers(module, checkpoint)
     left = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if left:
         raise ModelLoadError(f"{str(source)!r} has no tensor for {', '.join(left[:5])}")
@@ -217,15 +218,29 @@ def _own_experts(layer: Any, gate: Gate, name: str, share: Share) -> tuple[RankP
     return part, (ExpertRegion(own, regions[0]), ExpertRegion(own, regions[1]))
 
 
+def _fill_buffers(model: PreTrainedModel, checkpoint: StoredCheckpoint) -> None:
+    """Read the buffers that files have, as the factor of each layer of Gemma 4."""
+    for path, owner in model.named_modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            full = f"{path}.{name}".removeprefix(".")
+            if name in owner._non_persistent_buffers_set or full not in checkpoint:
+                continue
+            values = checkpoint.vector(full)
+            _check_shape(checkpoint, full, values, buffer)
+            setattr(owner, name, values.to(buffer.dtype))
+
+
+def _check_shape(checkpoint: StoredCheckpoint, name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    if found.shape != wanted.shape:
+        raise ModelLoadError(f"{str(checkpoint.path)!r}: {name!r} is {[*found.shape]}; it must be {[*wanted.shape]}")
+
+
 def _fill(owner: nn.Module, path: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, heads: Share | None) -> None:
     """Read a module's own parameters, as vectors of norms. Of learned sinks, a rank keeps those of its `heads`."""
     for name, parameter in list(owner.named_parameters(recurse=False)):
         full = f"{path}.{name}"
         values = checkpoint.vector(full) if parameter.dim() < 2 else checkpoint.matrix(full).dequantized()
-        if values.shape != parameter.shape:
-            raise ModelLoadError(
-                f"{str(checkpoint.path)!r}: {full!r} is {[*values.shape]}; it must be {[*parameter.shape]}"
-            )
+        _check_shape(checkpoint, full, values, parameter)
         if heads is not None and name == "sinks":
             values = values[heads.of(len(values), f"the heads of {full}")]
         setattr(owner, name, nn.Parameter(values.to(dtype), requires_grad=False))

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
@@ -284,6 +291,39 @@ def test_the_directory_itself_is_served(sources: Callable[[str], Path], tmp_path
     assert not (tmp_path / "cache").exists()
 
 
+def test_buffers_that_the_files_have_are_read(tmp_path: Path) -> None:
+    """Gemma 4 multiplies what each layer returns by a buffer of the layer."""
+    kinds = ["sliding_attention", "full_attention"]
+    shape = {"vocab_size": tiny.VOCABULARY, "vocab_size_per_layer_input": tiny.VOCABULARY, "num_hidden_layers": 2}
+    heads = {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "layer_types": kinds}
+    source = tiny.save(tmp_path / "plain", Gemma4TextConfig(**SIZES, **shape, **heads), sharpness=2.0)
+    tensors = load_file(source / "model.safetensors")
+    factors = [name for name in tensors if name.endswith("layer_scalar")]
+    assert len(factors) == 2
+    tensors |= {name: torch.tensor([0.25 + number]) for number, name in enumerate(factors)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    expected = written(source, tmp_path / "model", "awq")
+
+    def make() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"), dtype=torch.float32)
+
+    found = load_stored(make, tmp_path / "model", torch.float32, Share(0, 1))
+    with torch.inference_mode():
+        check_close(found(torch.tensor([TEXT])).logits[0], expected)
+
+
+def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
+    kinds = {"layer_types": ["full_attention"], "hidden_size_per_layer_input": 0}
+    shape = {"vocab_size": tiny.VOCABULARY, "vocab_size_per_layer_input": tiny.VOCABULARY, "num_hidden_layers": 1}
+    source = tiny.save(tmp_path / "plain", Gemma4TextConfig(**SIZES, **shape, **kinds, head_dim=32, global_head_dim=32))
+    write(source, tmp_path / "model", "awq")
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.layer_scalar": torch.ones(2)}, file)
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    with pytest.raises(ModelLoadError, match=r"'model\.layers\.0\.layer_scalar' is \[2\]; it must be \[1\]"):
+        load_stored(lambda: AutoModelForCausalLM.from_config(config), tmp_path / "model", torch.float32, Share(0, 1))
+
+
 UP = "model.layers.1.mlp.up_proj"
 POISONED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = {
     "words of another size": (
@@ -321,10 +361,15 @@ POISONED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]
         lambda tensors: tensors.update({f"{UP}.weight_packed": tensors[f"{UP}.weight_packed"].repeat(1, 2)}),
         r"up_proj': weight_packed is \[192, 24\] for 192 outputs of 96 inputs; it must be \[192, 12\] in 4 bits",
     ),
+    "groups of different sizes": (
+        "compressed-tensors 4 bits symmetric",
+        lambda tensors: tensors.update({f"{UP}.weight_scale": torch.ones(192, 5)}),
+        r"up_proj': weight_scale has 5 groups of 96 inputs; their number must divide the inputs",
+    ),
     "a plain matrix of integers": (
         "awq",
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}),
-        r"'lm_head\.weight' is torch\.int8 and has no scale; it must be float32, bfloat16 or float16",
+        r"'lm_head\.weight' is torch\.int8 and has no scale that is read; it must be float32, bfloat16 or float16",
     ),
     "a float that is no number": (
         "fp8 in blocks",
