@@ -27,8 +27,6 @@ from cluster.generation.text.vocabulary import JsonVocabulary, Vocabulary
 
 log = logging.getLogger(__name__)
 
-_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
@@ -115,7 +113,7 @@ class Tokenizer:
             vocabulary, decoder = _read_vocabulary(file)
             piece_to_bytes, strips_first_space = reader(decoder)
         settings = _read_json(directory / "tokenizer_config.json")
-        special_tokens = _special_tokens(settings)
+        special_tokens = _special_tokens(directory, settings)
         templates = {
             name: ChatTemplate(source, special_tokens)
             for name, source in _template_sources(directory, settings).items()
@@ -268,15 +266,20 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and the others. Each is a string or an object with `content`."""
-    found: dict[str, str] = {}
-    for key in _SPECIAL_TOKEN_KEYS:
-        value = settings.get(key)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            found[key] = content
-    return found
+def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the named special tokens, as `bos_token`, that `transformers` gives to chat templates.
+
+    Each is a string or an object with `content`. Settings without a list of added tokens are those of an older version,
+    which wrote special tokens into a file of their own.
+    """
+    given = dict(settings)
+    if "added_tokens_decoder" not in settings:
+        given |= _read_json(directory / "special_tokens_map.json")
+    more = given.get("extra_special_tokens")
+    named = {key: value for key, value in given.items() if key.endswith("_token")}
+    named |= more if isinstance(more, dict) else {}
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: content for key, content in contents.items() if isinstance(content, str)}
 
 
 def _template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.generation.text.chat_messages import Message
@@ -70,6 +71,31 @@ def test_a_continuation_keeps_its_first_space(tokenizer: Tokenizer) -> None:
     continuation = tokenizer.encode("a world")[len(tokenizer.encode("a")) :]
     stream = tokenizer.detokenizer()
     assert "".join(stream.push(token) for token in continuation) == " world"
+
+
+_LEGACY = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": False}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "legacy"),
+    [
+        ({"eos_token": "<|endoftext|>"}, _LEGACY),
+        ({"bos_token": "<|endoftext|>", "added_tokens_decoder": {}}, _LEGACY),
+        ({"image_token": "<|endoftext|>"}, {}),
+        ({"extra_special_tokens": {"image_token": "<|endoftext|>"}, "bos_token": None}, {}),
+    ],
+)
+def test_templates_get_the_special_tokens_that_the_library_gives_them(
+    settings: dict[str, object], legacy: dict[str, object], tmp_path: Path
+) -> None:
+    path = byte_level(tmp_path)
+    template = "{{ bos_token }}|{{ image_token }}|{{ messages[0].content }}{{ eos_token }}"
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    (path / "special_tokens_map.json").write_text(json.dumps(legacy))
+    turns = [{"role": "user", "content": "fish"}]
+    expected = PreTrainedTokenizerFast.from_pretrained(path).apply_chat_template(turns, tokenize=False)
+    assert Tokenizer.load(path).render_chat([Message("user", "fish")]) == expected
+    assert "<|" in expected
 
 
 def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
