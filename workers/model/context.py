@@ -29,7 +29,7 @@ def stated_width(config: PreTrainedConfig) -> int:
 
 def longest_context(config: PreTrainedConfig) -> int:
     """Longest sequence that the configuration allows, in tokens."""
-    return _stated(config, _LENGTHS) or ENDLESS
+    return _own_limit(config) or ENDLESS
 
 
 def context_len(config: PreTrainedConfig, wanted: int | None, bounds: Mapping[str, int]) -> int:
@@ -38,7 +38,7 @@ def context_len(config: PreTrainedConfig, wanted: int | None, bounds: Mapping[st
     `bounds` has the lengths from which a layer would be computed wrong, each with what a longer sequence would meet.
     Raises `ConfigurationError` if `wanted` is beyond them or beyond the model's own limit.
     """
-    own = _stated(config, _LENGTHS)
+    own = _own_limit(config)
     if own is None and wanted is None:
         raise ConfigurationError("target.max_context_len must be set: the model's configuration states no limit")
     if wanted is not None and own is not None and wanted > own:
@@ -54,10 +54,26 @@ def context_len(config: PreTrainedConfig, wanted: int | None, bounds: Mapping[st
     return length
 
 
+def _own_limit(config: PreTrainedConfig) -> int | None:
+    """Longest sequence that the configuration states, or to which YaRN stretches it (Peng et al. 2023, section 3)."""
+    own = _stated(config, _LENGTHS)
+    for values in _rotations(config):
+        if own is not None and values.get("rope_type") == "yarn":
+            original = values.get("original_max_position_embeddings") or own
+            own = max(own, int(original * values["factor"]))
+    return own
+
+
+def _rotations(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """The parameters of rotary positions, those of all layers or of each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    yield found
+    yield from (value for value in found.values() if isinstance(value, dict))
+
+
 def _rotation_bounds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     """The length up to which all rows of a pass rotate by the same factors, for embeddings of the type longrope."""
-    rotations = getattr(config, "rope_parameters", None) or {}
-    for values in (rotations, *(value for value in rotations.values() if isinstance(value, dict))):
+    for values in _rotations(config):
         if values.get("rope_type") == "longrope":
             original = values.get("original_max_position_embeddings") or config.max_position_embeddings
             yield "a longer sequence would change the factors of longrope for all rows beside it", int(original)
