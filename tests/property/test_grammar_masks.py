@@ -12,8 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.grammar import Grammar
+from cluster.core.answer_format import AnswerFormat, ReasoningFormat
+from cluster.core.answer_format_rows import CALL_FORMATS
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.tree import TokenTree
+from cluster.generation.grammar.constraints import after_reasoning
+from cluster.generation.grammar.tool_calls import ANY_TOOL, tool_call_grammar
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.models.tiny_tokenizer import byte_level
 from workers.sampling.grammar import GrammarCompiler, GrammarMatcher
@@ -86,19 +90,15 @@ def allowed(matcher: GrammarMatcher) -> list[int]:
     return root.mask.nonzero().squeeze(1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
-@given(schema=schemas, seed=st.integers(0, 1000))
-def test_what_the_masks_allow_validates_and_depends_on_the_tokens_alone(
-    directory: Path, schema: dict[str, Any], seed: int
-) -> None:
+def follow_one(directory: Path, grammar: Grammar, draw: random.Random, most: int) -> list[int]:
+    """Write an answer of random allowed tokens. Compares the masks at nodes of trees with those of new matchers."""
     compiler = GrammarCompiler(directory, VOCABULARY, (END,))
-    grammar = Grammar.of_schema(schema)
-    matcher, other = compiler.matcher(grammar, len(PROMPT)), compiler.matcher(grammar, len(PROMPT))
-    draw = random.Random(seed)
+    matcher = compiler.matcher(grammar, len(PROMPT))
     tokens: list[int] = list(PROMPT)
-    while tokens[-1] != END and len(tokens) < MOST:
+    while tokens[-1] != END and len(tokens) < most:
         matcher.follow(tokens, len(tokens))
-        tree = TokenTree.from_candidates([draw.choices(range(VOCABULARY), k=2), [draw.choice(allowed(matcher))]], 4)
+        likely = [[draw.choice(allowed(matcher)), draw.randrange(VOCABULARY)] for _ in range(2)]
+        tree = TokenTree.from_candidates([draw.choices(range(VOCABULARY), k=2), *likely], max_nodes=6)
         masks = matcher.allowed(tree)
         assert masks[0] is not None
         now = masks[0].mask.nonzero().squeeze(1).tolist()
@@ -106,14 +106,54 @@ def test_what_the_masks_allow_validates_and_depends_on_the_tokens_alone(
         assert not forced or now == [forced[0]]
         assert END in now or not masks[0].is_complete
         for node, mask in enumerate(masks[1:]):
-            excluded = tree.parents[node] == -1 and tree.tokens[node] not in now
-            if mask is not None and not excluded:
-                path = [*tokens, *tree.path_tokens(node)]
+            before = masks[tree.parents[node] + 1]
+            can_follow = before is not None and bool(before.mask[tree.tokens[node]]) and tree.tokens[node] != END
+            assert (mask is not None) == can_follow
+            if mask is not None:
+                path, other = [*tokens, *tree.path_tokens(node)], compiler.matcher(grammar, len(PROMPT))
                 other.follow(path, len(path))
                 assert allowed(other) == mask.mask.nonzero().squeeze(1).tolist()
-                other.follow(tokens, len(tokens))
         tokens.append(draw.choice(now))
+    return tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(schema=schemas, seed=st.integers(0, 1000))
+def test_what_the_masks_allow_validates_and_depends_on_the_tokens_alone(
+    directory: Path, schema: dict[str, Any], seed: int
+) -> None:
+    tokens = follow_one(directory, Grammar.of_schema(schema), random.Random(seed), MOST)
     if tokens[-1] == END:
         jsonschema.validate(json.loads(Tokenizer.load(directory).decode(tokens[len(PROMPT) : -1])), schema)
     else:
         assert len(tokens) == MOST
+
+
+TOOLS = [
+    json.dumps({"function": {"name": name, "parameters": {"type": "object", "properties": {"to": kind}}}})
+    for name, kind in (("swim", {"type": "string"}), ("rest", {"enum": ["reef", "the coast"]}))
+]
+SPECIALS = {"<|endoftext|>": 0, "<|im_start|>": 1}
+THOUGHT = AnswerFormat(reasoning=ReasoningFormat("text", "<think>", "</think>"))
+GRAMMARS = {
+    form.name: tool_call_grammar(TOOLS, ANY_TOOL, form, {}, single=False)
+    for form in CALL_FORMATS
+    if form.name in ("hermes", "mistral_v3", "qwen3_coder", "gemma4", "pythonic", "openai")
+}
+GRAMMARS |= {
+    "reasoning": after_reasoning(Grammar.of_choices(["hello", "the world"]), THOUGHT, {}, is_call=False),
+    "reasoning between special tokens": after_reasoning(
+        Grammar.of_choices(["hello", "the world"]),
+        AnswerFormat(reasoning=ReasoningFormat("special", "<|im_start|>", "<|endoftext|>")),
+        SPECIALS,
+        is_call=False,
+    ),
+    "regex": Grammar(GrammarKind.REGEX, "(he|hello|wo+rld) [0-9é]{2,9}"),
+    "recursive": Grammar(GrammarKind.GRAMMAR, 'start: "(" (start | /[a-z]+/) ")"'),
+}
+
+
+@pytest.mark.parametrize("name", sorted(GRAMMARS))
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_of_every_kind_of_grammar_depend_on_the_tokens_alone(directory: Path, name: str, seed: int) -> None:
+    assert len(follow_one(directory, GRAMMARS[name], random.Random(seed), 80)) >= len(PROMPT) + 2

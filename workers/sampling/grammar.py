@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -26,18 +27,49 @@ class GrammarError(ValueError):
     """A grammar that cannot be compiled or is too complex, or an answer that does not match it."""
 
 
+class GrammarLimitError(GrammarError):
+    """A matcher has reached a limit of its work. Another one may get further, see `Attempt`."""
+
+
+class Attempt(IntEnum):
+    """What follows an answer through its grammar. When a matcher has reached a limit, the next kind takes its place.
+
+    The limits count what all copies of one compiled grammar have read, drafts included, and all copies end together. So
+    only a failure of the last kind, before it has served a row, is one of the answer.
+    """
+
+    SHARED = 0
+    """A copy of the compiled grammar."""
+    SHARED_AGAIN = 1
+    """A copy of the grammar compiled anew, once for all answers."""
+    OWN = 2
+    """The grammar compiled for this answer alone."""
+    WITHOUT_DRAFTS = 3
+    """The same, and it reads no drafts."""
+
+
 class GrammarMatcher:
     """The place of one answer in its grammar.
 
-    What is allowed after some tokens depends on the grammar and these tokens alone. But a matcher that has failed stays
-    so, and its limits count what all copies of one compiled grammar have read, drafts included: only a failure of
-    `GrammarCompiler.own_matcher` is one of the answer.
+    What is allowed after some tokens depends on the grammar and these tokens alone. But a matcher that has reached a
+    limit is broken: it finds nothing any more.
     """
 
     def __init__(
-        self, matcher: LLMatcher, prompt_len: int, vocabulary_size: int, eos_token_ids: Sequence[int] = ()
+        self,
+        matcher: LLMatcher,
+        prompt_len: int,
+        vocabulary_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        attempt: Attempt,
+        origin: Future[LLMatcher],
     ) -> None:
-        """`matcher` is at its beginning, which is the end of the prompt."""
+        """`matcher` is at its beginning, which is the end of the prompt. `origin` is the compilation that made it."""
+        self.attempt = attempt
+        self.origin = origin
+        self.has_served = False
+        """Whether it has found what is allowed for a row."""
         self._matcher = matcher
         self._start = self._end = prompt_len
         self._vocabulary_size = vocabulary_size
@@ -45,10 +77,23 @@ class GrammarMatcher:
         self._forced: list[int] = []
         """Forced tokens after the place that are known. A long literal is not read anew at each step."""
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether it has reached a limit."""
+        return bool(self._matcher.is_error())
+
+    def restart(self) -> None:
+        """Go back to the beginning of the answer."""
+        if self._end > self._start:
+            self._matcher.rollback(self._end - self._start)
+        self._end = self._start
+        self._forced = []
+
     def follow(self, tokens: Sequence[int], length: int) -> None:
         """Go to the place after the first `length` of `tokens`, prompt included.
 
-        The tokens up to the earlier place are those of the earlier call. Raises `GrammarError`.
+        The tokens up to the earlier place are those of the earlier call. Raises `GrammarError` if they do not match the
+        grammar, and `GrammarLimitError`.
         """
         length = max(length, self._start)
         if length < self._end:
@@ -61,19 +106,23 @@ class GrammarMatcher:
         self._forced = self._forced[taken:] if self._forced[:taken] == new[:taken] else []
         self._check()
         if taken < len(new):
+            self._here()  # shows whether a limit has refused the token: until then the library reports no error
             raise GrammarError("the answer so far does not match the grammar")
 
     def allowed(self, tree: TokenTree) -> tuple[AllowedTokens | None, ...]:
         """Return the allowed tokens at the place, then at every node of a tree that begins there.
 
         `None` stands for nodes that the grammar excludes, and for those after the end of the answer: no decision leads
-        there. The place stays. Raises `GrammarError`.
+        there. Returns those at the place alone if a limit is reached in the tree. The place stays. Raises
+        `GrammarLimitError` if the limit is reached before.
         """
         found: list[AllowedTokens | None] = [self._here()]
         found.extend([None] * len(tree))
-        for node in self._walk(tree):
-            found[node + 1] = self._here()
-        self._check()
+        try:
+            for node in self._walk(tree, found):
+                found[node + 1] = self._here()
+        except GrammarLimitError:
+            return (found[0],)
         return tuple(found)
 
     def possible(self, tree: TokenTree) -> list[int]:
@@ -82,28 +131,39 @@ class GrammarMatcher:
         ends = [node for node, token in enumerate(tree.tokens) if token in self._eos_token_ids]
         return sorted([*found - {ROOT}, *(node for node in ends if tree.parents[node] in found)])
 
-    def _walk(self, tree: TokenTree) -> Iterator[int]:
+    def _walk(self, tree: TokenTree, allowed: Sequence[AllowedTokens | None] = ()) -> Iterator[int]:
         """Go to each node of a tree that the grammar does not exclude, and back at the end.
 
-        Tokens that end the answer are left out, with what follows them.
+        Tokens that end the answer are left out, with what follows them. `allowed` is what is allowed at the place and
+        at each node; the entries of nodes that were yielded are set. With it, a token that is allowed and refused all
+        the same raises `GrammarLimitError`: where a limit is reached, the library refuses tokens before it reports an
+        error. Without it, such a token is left out.
         """
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents):
             children.setdefault(parent, []).append(node)
         path: list[int] = []
         pending = children.get(ROOT, [])[::-1]
-        while pending:
-            node = pending.pop()
-            while path and path[-1] != tree.parents[node]:
-                path.pop()
-                self._matcher.rollback(1)
-            if tree.tokens[node] in self._eos_token_ids or not self._matcher.try_consume_tokens([tree.tokens[node]]):
-                continue
-            path.append(node)
-            yield node
-            pending.extend(children.get(node, [])[::-1])
-        if path:
-            self._matcher.rollback(len(path))
+        try:
+            while pending:
+                node = pending.pop()
+                token, parent = tree.tokens[node], tree.parents[node]
+                while path and path[-1] != parent:
+                    path.pop()
+                    self._matcher.rollback(1)
+                known = allowed[parent + 1] if allowed else None
+                if token in self._eos_token_ids or (known is not None and not known.mask[token]):
+                    continue
+                if not self._matcher.try_consume_tokens([token]):
+                    if known is not None:
+                        raise GrammarLimitError("the grammar is too complex: a limit refuses an allowed token")
+                    continue
+                path.append(node)
+                yield node
+                pending.extend(children.get(node, [])[::-1])
+        finally:
+            if path:
+                self._matcher.rollback(len(path))
 
     def forced(self, most: int) -> tuple[int, ...]:
         """Return up to `most` tokens that follow because the grammar allows no other one at each place."""
@@ -126,7 +186,7 @@ class GrammarMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().strip().splitlines()
-            raise GrammarError(f"the grammar is too complex: {reason[0] if reason else 'its limits are reached'}")
+            raise GrammarLimitError(f"the grammar is too complex: {reason[0] if reason else 'its limits are reached'}")
 
 
 class GrammarCompiler:
@@ -142,48 +202,58 @@ class GrammarCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Grammar, bool], Future[LLMatcher]] = OrderedDict()
+        """Compilations by grammar, and by whether they are for one answer alone, whose matcher takes them."""
 
-    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Begin to compile a grammar, if that is not done. The result is a matcher to copy, or a `GrammarError`."""
-        found = self._compiled.get(grammar)
+    def compile(self, grammar: Grammar, *, own: bool = False) -> Future[LLMatcher]:
+        """Begin to compile a grammar, if that is not done. The result is a matcher to copy, or a `GrammarError`.
+
+        With `own`, the first call of `matcher` for one answer alone takes the result.
+        """
+        key = grammar, own
+        found = self._compiled.get(key)
         if found is None:
-            found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-        self._compiled.move_to_end(grammar)
+            found = self._compiled[key] = self._thread.submit(self._compile, grammar)
+        self._compiled.move_to_end(key)
         return found
 
-    def drop_unused(self, used: Container[Grammar]) -> None:
-        """Drop the grammars that were used longest ago, while there are too many, but none of `used`.
+    def forget(self, grammar: Grammar, matcher: GrammarMatcher) -> None:
+        """Compile a grammar anew for the next answers, unless that was begun since this matcher was made."""
+        if self._compiled.get((grammar, False)) is matcher.origin:
+            del self._compiled[grammar, False]
+
+    def drop_unused(self, used: Container[Future[LLMatcher]]) -> None:
+        """Drop the compilations that were used longest ago, while there are too many, but none of `used`.
 
         If a step dropped its own, the next step would have to compile them anew, and so might never begin.
         """
         excess = max(0, len(self._compiled) - _MOST_CACHED)
-        unused = [grammar for grammar in self._compiled if grammar not in used] if excess else []
-        for grammar in unused[:excess]:
-            self._compiled.pop(grammar).cancel()
+        unused = [key for key, compiled in self._compiled.items() if compiled not in used] if excess else []
+        for key in unused[:excess]:
+            self._compiled.pop(key).cancel()
 
-    def matcher(self, grammar: Grammar, prompt_len: int) -> GrammarMatcher:
+    def matcher(self, grammar: Grammar, prompt_len: int, attempt: Attempt = Attempt.SHARED) -> GrammarMatcher:
         """Return a matcher at the beginning of an answer. Waits for the compilation.
 
         Raises `GrammarError`, which is not kept.
         """
+        own = attempt >= Attempt.OWN
+        origin = self.compile(grammar, own=own)
         try:
-            compiled = self.compile(grammar).result()
+            compiled = origin.result()
         except GrammarError:
-            del self._compiled[grammar]
+            del self._compiled[grammar, own]
             raise
-        return self._at_start(compiled.deep_copy(), prompt_len)
-
-    def own_matcher(self, grammar: Grammar, prompt_len: int) -> GrammarMatcher:
-        """Return a matcher at the beginning of an answer that shares nothing with others, after one has failed.
-
-        Compiles at once. Answers that begin later do not share with the failed one either. Raises `GrammarError`.
-        """
-        self._compiled.pop(grammar, None)
-        return self._at_start(self._compile(grammar), prompt_len)
-
-    def _at_start(self, matcher: LLMatcher, prompt_len: int) -> GrammarMatcher:
-        return GrammarMatcher(matcher, prompt_len, self._vocabulary_size, self._eos_token_ids)
+        if own:
+            del self._compiled[grammar, own]
+        return GrammarMatcher(
+            compiled if own else compiled.deep_copy(),
+            prompt_len,
+            self._vocabulary_size,
+            self._eos_token_ids,
+            attempt=attempt,
+            origin=origin,
+        )
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if self._vocabulary is None:

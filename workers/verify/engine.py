@@ -39,14 +39,13 @@ from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.dequantized import dequantized_from
 from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree, RootPosition, create_rule
-from workers.sampling.context import GREEDY_BELOW, AllowedTokens, DecisionContext, common_leaders
-from workers.sampling.grammar import GrammarError
+from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions, decide_rows
 from workers.verify.draft_passes import PartialEngine, connect
 from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, Fuse, resolve_taps, within_bytes
 from workers.verify.forbidden import ForbiddenTexts
-from workers.verify.grammars import Grammars
+from workers.verify.grammars import GrammarMasks, Grammars, Outcome
 from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
 from workers.verify.step_profile import compile_decisions, profile_steps
@@ -196,10 +195,16 @@ class TargetEngine:
         """Verify the rows in one forward pass. A row that cannot be served gets a fault; the others are verified."""
         begun = time.perf_counter()
         verdicts: dict[SequenceId, Verdict] = {}
+        rows: list[tuple[VerifyRow, SequenceState]] = []
         ready: list[ReadyRow] = []
-        self._grammars.prepare([(row, self._sequences.get(row.sequence_id)) for row in batch.rows])
-        for index, row in enumerate(batch.rows):
-            prepared = self._prepare(row, len(batch.rows) - index - 1)
+        for row in batch.rows:
+            checked = self._check(row)
+            if isinstance(checked, SequenceState):
+                rows.append((row, checked))
+            else:
+                verdicts[row.sequence_id] = checked
+        for index, ((row, sequence), masks) in enumerate(zip(rows, self._grammars.masks(rows), strict=True)):
+            prepared = self._prepare(row, sequence, masks, len(rows) - index - 1)
             if isinstance(prepared, ReadyRow):
                 ready.append(prepared)
             else:
@@ -226,10 +231,10 @@ class TargetEngine:
             draft_seconds=finished - verified if self._drafter is not None else 0.0,
         )
 
-    def _prepare(self, row: VerifyRow, later: int) -> ReadyRow | Verdict:
-        """Check the row and reserve its blocks. Returns a verdict for a row that needs no forward pass.
+    def _check(self, row: VerifyRow) -> SequenceState | Verdict:
+        """Check the row and return its sequence, which begins here if the row begins it.
 
-        `later` rows of the step are prepared after it.
+        Returns a verdict for a row that needs no forward pass.
         """
         if problem := row_problem(row, self._model.vocabulary_size, self._model.max_context_len):
             return fault_verdict(row, RowFaultCode.INVALID, problem)
@@ -241,7 +246,10 @@ class TargetEngine:
             self.release([row.sequence_id])
             table = self._pool.new_table(sequence_salt(row.start))
             self._pool.mark_prompt(table, row.start.prompt_len)
-            sequence = SequenceState(row.start, table, source=source)
+            grammar = None if sequence is None or sequence.start != row.start else sequence.grammar
+            if grammar is not None:  # a row that has waited for its grammar is sent again
+                grammar.restart()
+            sequence = SequenceState(row.start, table, source=source, grammar=grammar)
             self._sequences[row.sequence_id] = sequence
         if sequence is None or row.start_len != len(sequence.tokens):
             stored = 0 if sequence is None else len(sequence.tokens)
@@ -249,12 +257,24 @@ class TargetEngine:
             return fault_verdict(row, RowFaultCode.OUT_OF_SYNC, message, stored)
         if problem := source_problem(sequence.start.source, self._model.source):
             return fault_verdict(row, RowFaultCode.INVALID, problem)
-        if not self._grammars.is_ready(row, sequence):
+        return sequence
+
+    def _prepare(self, row: VerifyRow, sequence: SequenceState, masks: GrammarMasks, later: int) -> ReadyRow | Verdict:
+        """Reserve the blocks of a row. Returns a verdict for a row that cannot be served now.
+
+        `masks` is what its grammar allows. `later` rows of the step are prepared after it.
+        """
+        if masks.outcome is Outcome.WAITS:
             return fault_verdict(row, RowFaultCode.NOT_READY, "its grammar is being compiled", len(sequence.tokens))
-        sent, row = row, self._with_room(row, later)
+        if masks.outcome is Outcome.FAILED:
+            return fault_verdict(row, RowFaultCode.INVALID, f"grammar: {masks.reason}", len(sequence.tokens))
+        sent = row
+        if masks.outcome is Outcome.ROOT:  # no draft fails a request
+            row = replace(row, tree=EMPTY_TREE, distributions=())
+        row = self._with_room(row, later)
         scored = scored_count(row, sequence.start)
         try:
-            row, allowed = self._with_allowed(row, sequence)
+            allowed = self._forbidden.without(row, sequence, masks.allowed[: 1 + len(row.tree)])
             select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
             if sequence.source is None and sequence.start.source:
                 sequence.source = self._sources.acquire(sequence.start.source, sequence.start.cache_salt)
@@ -262,8 +282,6 @@ class TargetEngine:
                 sequence.table, row.pending, row.tree, select=(*range(scored), *select), source=sequence.source
             )
             self._pool.reserve(sequence.table, forward.end, len(row.tree))
-        except GrammarError as error:
-            return fault_verdict(row, RowFaultCode.INVALID, f"grammar: {error}", len(sequence.tokens))
         except ConfigurationError as error:
             return fault_verdict(row, RowFaultCode.INVALID, f"bad_texts: {error}", len(sequence.tokens))
         except KvPoolExhausted as error:
@@ -279,22 +297,6 @@ class TargetEngine:
         if states is None or len(row.tree) <= (room := max(0, states.free - 1 - later)):
             return row
         return replace(row, tree=row.tree.first(room), distributions=row.distributions[:room])
-
-    def _with_allowed(
-        self, row: VerifyRow, sequence: SequenceState
-    ) -> tuple[VerifyRow, tuple[AllowedTokens | None, ...]]:
-        """The row, and what its grammar and bad texts allow at its decisions. It raises what they raise.
-
-        The row has no tree where the grammar is too complex with it, so no draft fails a request.
-        """
-        try:
-            allowed = self._grammars.allowed(row, sequence)
-        except GrammarError:
-            if not row.tree:
-                raise
-            row = replace(row, tree=EMPTY_TREE, distributions=())
-            allowed = self._grammars.allowed(row, sequence)
-        return row, self._forbidden.without(row, sequence, allowed)
 
     def _verify(self, ready: Sequence[ReadyRow]) -> list[Verdict]:
         """Read new sources, run the forward pass, decide at every node, and accept one path of each tree."""

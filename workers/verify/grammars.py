@@ -3,24 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 
 import torch
+from llguidance import LLMatcher
 from torch import distributed
 
 from cluster.core.bounds import MAX_TREE_DEPTH
 from cluster.core.drafting import Proposal
-from cluster.core.grammar import Grammar
+from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import VerifyRow
 from workers.sampling.context import AllowedTokens, Branch
-from workers.sampling.grammar import GrammarCompiler, GrammarError, GrammarMatcher
+from workers.sampling.grammar import Attempt, GrammarCompiler, GrammarError, GrammarLimitError, GrammarMatcher
 from workers.verify.sequence_state import SequenceState
 
 WAIT_SECONDS = 0.02
-"""Longest time for which a step waits until grammars are compiled, in seconds."""
+"""Longest time for which a step waits until new grammars are compiled, in seconds."""
 ALONE_SECONDS = 0.25
-"""The same for a step in which every row needs a new grammar."""
+"""The same for a step in which every row needs a grammar that is not compiled."""
+
+
+class Outcome(IntEnum):
+    """What is known of a row's grammar. The largest outcome of all ranks holds on all of them."""
+
+    WHOLE = 0
+    """What it allows at the root of the row's tree and at each node."""
+    ROOT = 1
+    """What it allows at the root: with the tree it is too complex."""
+    WAITS = 2
+    """Nothing, because it is being compiled. The row may be sent again."""
+    FAILED = 3
+    """Why the row cannot be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMasks:
+    """What a grammar allows at the decisions of a row."""
+
+    outcome: Outcome = Outcome.WHOLE
+    allowed: tuple[AllowedTokens | None, ...] = ()
+    """At the root and, with `WHOLE`, at each node of the tree; empty without a grammar."""
+    reason: str = ""
+    """Why it failed."""
+
+    def agreed(self, outcome: Outcome) -> GrammarMasks:
+        """Return what remains with the outcome that all ranks agree on."""
+        if outcome is self.outcome:
+            return self
+        if outcome is Outcome.ROOT:
+            return replace(self, outcome=outcome, allowed=self.allowed[:1])
+        return GrammarMasks(outcome, reason="it is too complex for another rank")
+
+
+_NO_GRAMMAR = GrammarMasks()
 
 
 class Grammars:
@@ -35,93 +73,132 @@ class Grammars:
         """`directory` has the model's tokenizer; `None` refuses grammars. `ranks` is the size of the group."""
         self._compiler = None
         self._ranks = ranks
-        self._unready: frozenset[Grammar] = frozenset()
-        """The grammars of the current step that are still compiled on some rank."""
+        self._late: set[Future[LLMatcher]] = set()
+        """Compilations that an earlier step has waited for in vain."""
         if directory is not None:
             self._compiler = GrammarCompiler(directory, vocabulary_size, eos_token_ids)
 
-    def prepare(self, rows: Sequence[tuple[VerifyRow, SequenceState | None]]) -> None:
-        """Begin to compile the new grammars of a step's rows, and wait for them, but not so long that others suffer.
+    def masks(self, rows: Sequence[tuple[VerifyRow, SequenceState]]) -> list[GrammarMasks]:
+        """Return what is allowed at the decisions of each row of a step. All ranks call this and agree on the outcomes.
 
-        All ranks agree on those that are ready. A row whose grammar is not may be sent again.
+        Grammars are compiled in a thread. The step waits for them, but not so long that other rows suffer.
         """
-        self._unready = frozenset()
-        if self._compiler is None:
-            return
-        deciding: list[Grammar] = []
-        used: set[Grammar] = set()
-        for row, sequence in rows:
-            grammar = _new_grammar(row, sequence)
-            if grammar is not None:
-                self._compiler.compile(grammar)
-                used.add(grammar)
-                deciding.extend([grammar] if row.decide else [])
-        self._compiler.drop_unused(used)
-        if not deciding:
-            return
-        grammars = list(dict.fromkeys(deciding))
-        compiled = [self._compiler.compile(grammar) for grammar in grammars]
-        wait(compiled, ALONE_SECONDS if len(deciding) == len(rows) else WAIT_SECONDS)
-        ready = torch.tensor([future.done() for future in compiled], dtype=torch.int32)
-        if self._ranks > 1:
-            distributed.all_reduce(ready, op=distributed.ReduceOp.MIN)
-        self._unready = frozenset(one for one, is_ready in zip(grammars, ready.tolist(), strict=True) if not is_ready)
-
-    def is_ready(self, row: VerifyRow, sequence: SequenceState) -> bool:
-        """Whether what is allowed at the row's decisions can be found, after `prepare`."""
-        return not row.decide or sequence.grammar is not None or sequence.start.sampling.grammar not in self._unready
-
-    def allowed(self, row: VerifyRow, sequence: SequenceState) -> tuple[AllowedTokens | None, ...]:
-        """Return what is allowed at the root of the row's tree and at each node; nothing without a grammar.
-
-        Raises `GrammarError` if a new matcher fails too, which has read nothing but this answer and the tree.
-        """
-        start = sequence.start
-        if not row.decide or start.sampling.grammar is None:
-            return ()
-        if self._compiler is None:
-            raise GrammarError("this target has no tokenizer")
-        if sequence.grammar is None:
-            sequence.grammar = self._compiler.matcher(start.sampling.grammar, start.prompt_len)
-        try:
-            return _allowed(sequence.grammar, row, sequence)
-        except GrammarError:
-            sequence.grammar = self._compiler.own_matcher(start.sampling.grammar, start.prompt_len)
-            return _allowed(sequence.grammar, row, sequence)
+        self._compile(rows)
+        found = [self._find(row, sequence) for row, sequence in rows]
+        constrained = [index for index, (row, sequence) in enumerate(rows) if _is_constrained(row, sequence)]
+        if self._ranks == 1 or not constrained:
+            return found
+        # The limits of matchers are counted, not timed. But the counts depend on everything that copies have read, and
+        # the first rank alone reads drafts in `pruned`.
+        outcomes = torch.tensor([found[index].outcome for index in constrained], dtype=torch.int32)
+        distributed.all_reduce(outcomes, op=distributed.ReduceOp.MAX)
+        for index, outcome in zip(constrained, outcomes.tolist(), strict=True):
+            found[index] = found[index].agreed(Outcome(outcome))
+        return found
 
     def forced(self, sequence: SequenceState, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that the grammar forces after a verdict with `tokens`, but none after the answer's end.
 
         All of `tokens` but the last are stored.
         """
-        matcher, ends = sequence.grammar, sequence.start.sampling.end_token_ids
+        matcher, ends = _reads_drafts(sequence), sequence.start.sampling.end_token_ids
         if matcher is None or not tokens or tokens[-1] in ends:
             return ()
         try:
             matcher.follow(Branch(sequence.tokens, tokens[-1:]), len(sequence.tokens) + 1)
             return matcher.forced(MAX_TREE_DEPTH)
         except GrammarError:
-            return ()  # the next row's matcher fails, and a new one takes its place
+            return ()  # the next row shows it
 
     def pruned(self, proposal: Proposal | None, sequence: SequenceState) -> Proposal | None:
         """Return a draft for the next step without the nodes that the grammar excludes.
 
         A draft whose nodes have distributions, or that must be verified whole, stays as it is.
         """
-        matcher = sequence.grammar
+        matcher = _reads_drafts(sequence)
         if proposal is None or matcher is None or not proposal.is_prunable or proposal.distributions:
             return proposal
         kept = matcher.possible(proposal.tree)
         return proposal if len(kept) == len(proposal.tree) else proposal.subset(kept)
 
+    def _compile(self, rows: Sequence[tuple[VerifyRow, SequenceState]]) -> None:
+        """Begin to compile what the rows need and wait for it."""
+        if self._compiler is None:
+            return
+        used: set[Future[LLMatcher]] = set()
+        needed: list[Future[LLMatcher]] = []
+        for row, sequence in rows:
+            compilation = self._compilation(self._compiler, sequence)
+            if compilation is not None:
+                used.add(compilation)
+                needed.extend([compilation] if row.decide else [])
+        self._compiler.drop_unused(used)
+        if needed and len(needed) == len(rows):
+            wait(needed, ALONE_SECONDS)
+        else:
+            wait([one for one in needed if one not in self._late], WAIT_SECONDS)
+        self._late = {one for one in needed if not one.done()}
 
-def _allowed(matcher: GrammarMatcher, row: VerifyRow, sequence: SequenceState) -> tuple[AllowedTokens | None, ...]:
-    matcher.follow(Branch(sequence.tokens, row.pending), row.base_len)
-    return matcher.allowed(row.tree)
+    def _compilation(self, compiler: GrammarCompiler, sequence: SequenceState) -> Future[LLMatcher] | None:
+        """Return the compilation that the next matcher of a sequence is made of; `None` if it needs none."""
+        grammar, matcher = sequence.start.sampling.grammar, sequence.grammar
+        if grammar is None or (matcher is not None and not matcher.is_broken):
+            return None
+        if matcher is not None:
+            compiler.forget(grammar, matcher)
+        return compiler.compile(grammar, own=_next_attempt(matcher) >= Attempt.OWN)
+
+    def _find(self, row: VerifyRow, sequence: SequenceState) -> GrammarMasks:
+        """Return what is allowed at the decisions of a row, as far as this rank finds it."""
+        if not _is_constrained(row, sequence):
+            return _NO_GRAMMAR
+        try:
+            matcher = self._matcher(sequence)
+            if matcher is None:
+                return GrammarMasks(Outcome.WAITS)
+            matcher.follow(Branch(sequence.tokens, row.pending), row.base_len)
+            allowed = matcher.allowed(EMPTY_TREE if _reads_drafts(sequence) is None else row.tree)
+        except GrammarLimitError as error:
+            if _is_last(sequence.grammar):
+                return GrammarMasks(Outcome.FAILED, reason=str(error))
+            return GrammarMasks(Outcome.WAITS)  # the next step compiles it anew
+        except GrammarError as error:
+            return GrammarMasks(Outcome.FAILED, reason=str(error))
+        matcher.has_served = True
+        return GrammarMasks(Outcome.WHOLE if len(allowed) == 1 + len(row.tree) else Outcome.ROOT, allowed)
+
+    def _matcher(self, sequence: SequenceState) -> GrammarMatcher | None:
+        """Return the matcher of a sequence, a new one if it has none or a broken one; `None` while that is compiled.
+
+        Raises `GrammarError`.
+        """
+        grammar = sequence.start.sampling.grammar
+        if self._compiler is None or grammar is None:
+            raise GrammarError("this target has no tokenizer")
+        compilation = self._compilation(self._compiler, sequence)
+        if compilation is not None:
+            if not compilation.done():
+                return None
+            attempt = _next_attempt(sequence.grammar)
+            sequence.grammar = self._compiler.matcher(grammar, sequence.start.prompt_len, attempt)
+        return sequence.grammar
 
 
-def _new_grammar(row: VerifyRow, sequence: SequenceState | None) -> Grammar | None:
-    """Return the grammar of a row whose answer does not follow it yet."""
-    if sequence is None or (row.start is not None and row.start_len == 0):
-        return None if row.start is None else row.start.sampling.grammar
-    return sequence.start.sampling.grammar if sequence.grammar is None else None
+def _is_constrained(row: VerifyRow, sequence: SequenceState) -> bool:
+    return row.decide and sequence.start.sampling.grammar is not None
+
+
+def _next_attempt(matcher: GrammarMatcher | None) -> Attempt:
+    """Return what follows an answer after a broken matcher, or after none."""
+    return Attempt.SHARED if matcher is None else Attempt(min(matcher.attempt + 1, Attempt.WITHOUT_DRAFTS))
+
+
+def _is_last(matcher: GrammarMatcher | None) -> bool:
+    """Whether the failure of a matcher is one of the answer: it has read nothing else, from the beginning."""
+    return matcher is not None and matcher.attempt is Attempt.WITHOUT_DRAFTS and not matcher.has_served
+
+
+def _reads_drafts(sequence: SequenceState) -> GrammarMatcher | None:
+    """Return the matcher of a sequence if it may read drafts."""
+    matcher = sequence.grammar
+    return None if matcher is None or matcher.attempt is Attempt.WITHOUT_DRAFTS else matcher

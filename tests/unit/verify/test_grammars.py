@@ -7,7 +7,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from cluster.core.grammar import Grammar, GrammarKind, parser_limits
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
-from cluster.core.verification import StepBatch, VerifyRow
+from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.engines.engine_rows import first_row, verify
 from tests.support.engines.engine_sequence import Propose, no_draft
@@ -32,7 +33,7 @@ from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling import grammar as compiler_module
 from workers.sampling.context import AllowedTokens
-from workers.sampling.grammar import GrammarError, GrammarMatcher
+from workers.sampling.grammar import Attempt, GrammarCompiler, GrammarLimitError, GrammarMatcher
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
 
@@ -170,7 +171,7 @@ def test_an_error_of_a_grammar_is_not_kept(engine: TargetEngine) -> None:
     for _ in range(2):
         fault = verify(engine, first_row("wrong", PROMPT, wrong)).fault
         assert fault is not None and fault.code is RowFaultCode.INVALID and fault.message.startswith("grammar: ")
-        assert wrong.grammar not in compiler._compiled
+        assert (wrong.grammar, False) not in compiler._compiled
     engine.release_all()
 
 
@@ -178,44 +179,195 @@ def test_neither_other_answers_nor_drafts_use_up_the_limits_of_an_answer(
     engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All copies of a compiled grammar share the states of its lexer, and the number of states is limited."""
-    compiler, own = engine._grammars._compiler, list[Grammar]()
+    compiler, attempts = engine._grammars._compiler, list[Attempt]()
     assert compiler is not None
-    make_own = compiler.own_matcher
+    make = compiler.matcher
 
-    def counted(grammar: Grammar, prompt_len: int) -> GrammarMatcher:
-        own.append(grammar)
-        return make_own(grammar, prompt_len)
+    def noted(grammar: Grammar, prompt_len: int, attempt: Attempt = Attempt.SHARED) -> GrammarMatcher:
+        attempts.append(attempt)
+        return make(grammar, prompt_len, attempt)
 
     grammar = Grammar(GrammarKind.REGEX, "[a-z ]{10,60}!|[0-9a-z]{20,50}[?]")
     requests = [replace(SAMPLINGS["sampled"], seed=seed, grammar=grammar) for seed in range(4)]
     expected = [answer(engine, one) for one in requests]
     monkeypatch.setattr(compiler, "_compiled", type(compiler._compiled)())
     monkeypatch.setattr(compiler_module, "parser_limits", lambda one: {**parser_limits(one), "max_lexer_states": 80})
-    monkeypatch.setattr(compiler, "own_matcher", counted)
+    monkeypatch.setattr(compiler, "matcher", noted)
     assert [answer(engine, one) for one in requests] == expected
-    assert 0 < len(own) < sum(steps for _, steps in expected)
-    for one, (text, steps) in zip(requests, expected, strict=True):
-        drafted, fewer = answer(engine, one, guided(text, random.Random(3)))
-        assert drafted == text
-        assert fewer < steps
+    assert Attempt.SHARED_AGAIN in attempts
+    steps = [
+        answer(engine, one, guided(text, random.Random(3))) for one, (text, _) in zip(requests, expected, strict=True)
+    ]
+    assert [text for text, _ in steps] == [text for text, _ in expected]
+    assert sum(fewer for _, fewer in steps) < sum(count for _, count in expected)
+    assert len(attempts) < len(requests) * 2 * len(Attempt)  # not one in each step
+
+
+Answers = dict[str, list[int]]
+
+
+def step(engine: TargetEngine, rows: dict[str, VerifyRow], found: Answers) -> tuple[Verdict, ...]:
+    """Verify a row of each answer that goes on, and replace those whose grammar is ready by the next ones."""
+    names = sorted(rows)
+    verdicts = engine.step(StepBatch(tuple(rows[name] for name in names))).verdicts
+    for name, verdict in zip(names, verdicts, strict=True):
+        if verdict.fault is not None:
+            assert verdict.fault.code is RowFaultCode.NOT_READY, verdict.fault
+            continue
+        tokens = found.setdefault(name, list(PROMPT))
+        tokens.extend(verdict.tokens)
+        rows[name] = VerifyRow(SequenceId(name), len(tokens), (tokens[-1],))
+        if tokens[-1] == END:
+            del rows[name]
+    return verdicts
+
+
+def matcher_of(engine: TargetEngine, name: str) -> GrammarMatcher:
+    matcher = engine._sequences[SequenceId(name)].grammar
+    assert matcher is not None
+    return matcher
+
+
+def break_matchers(engine: TargetEngine, rows: dict[str, VerifyRow]) -> None:
+    """Let the matchers of all answers end, as if they had used up their common limits."""
+    for name in rows:
+        if name != "plain":
+            matcher = matcher_of(engine, name)
+            assert not matcher._matcher.consume_token(0)
+            assert matcher.is_broken
+
+
+def test_answers_that_have_used_up_a_grammar_delay_no_other_row(
+    engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grammar is compiled once for all of them, then once more for each, one after another, beside the steps."""
+    compiler, may_end, threads = engine._grammars._compiler, threading.Event(), list[str]()
+    assert compiler is not None
+    compile_now, begin, begun = compiler._compile, compiler._thread.submit, list[Grammar]()
+
+    def slow(grammar: Grammar) -> LLMatcher:
+        assert may_end.wait(60)
+        threads.append(threading.current_thread().name)
+        return compile_now(grammar)
+
+    def noted(work: Callable[[Grammar], LLMatcher], grammar: Grammar) -> Future[LLMatcher]:
+        begun.append(grammar)
+        return begin(work, grammar)
+
+    grammar = Grammar(GrammarKind.REGEX, "[a-z]{40,50}[.]")
+    requests = {f"a{seed}": replace(SAMPLINGS["sampled"], seed=seed, grammar=grammar) for seed in range(3)}
+    expected = {name: [*PROMPT, *answer(engine, one)[0]] for name, one in requests.items()}
+    plain = replace(SAMPLINGS["sampled"], seed=9, end_token_ids=())
+    rows = {name: first_row(name, PROMPT, one) for name, one in (requests | {"plain": plain}).items()}
+    found = Answers()
+    monkeypatch.setattr(compiler, "_compile", slow)
+    monkeypatch.setattr(compiler._thread, "submit", noted)
+    for _ in range(3):
+        step(engine, rows, found)
+    assert not begun
+    try:
+        for attempt, compilations in ((Attempt.SHARED_AGAIN, 1), (Attempt.OWN, 3), (Attempt.WITHOUT_DRAFTS, 3)):
+            may_end.clear()
+            begun.clear()
+            break_matchers(engine, rows)
+            for _ in range(4):
+                before, since = len(found["plain"]), time.monotonic()
+                faults = [verdict.fault is not None for verdict in step(engine, rows, found)]
+                assert time.monotonic() - since < 5
+                assert (faults, len(found["plain"])) == ([True, True, True, False], before + 1)
+            assert len(begun) == 1
+            may_end.set()
+            lengths = {name: len(tokens) for name, tokens in found.items()}
+            for _ in range(1000):
+                now = len(begun)
+                step(engine, rows, found)
+                assert len(begun) <= now + 1
+                if all(len(found[name]) > lengths[name] for name in requests):
+                    break
+                time.sleep(0.01)
+            assert len(begun) == compilations
+            assert {matcher_of(engine, name).attempt for name in requests} == {attempt}
+    finally:
+        may_end.set()
+    while len(rows) > 1:
+        step(engine, rows, found)
+    assert {name: found[name] for name in requests} == expected
+    assert set(threads) == {"grammars_0"}
+    engine.release_all()
 
 
 def test_drafts_that_make_a_grammar_too_complex_are_left_out(
     engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allowed_at = GrammarMatcher.allowed
+    here = GrammarMatcher._here
+    calls = 0
 
-    def limited(matcher: GrammarMatcher, tree: TokenTree) -> tuple[AllowedTokens | None, ...]:
-        if tree:
-            raise GrammarError("the grammar is too complex")
-        return allowed_at(matcher, tree)
+    def limited(matcher: GrammarMatcher) -> AllowedTokens:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise GrammarLimitError("the grammar is too complex")
+        return here(matcher)
 
     parameters = replace(SAMPLINGS["sampled"], grammar=GRAMMARS["regex"])
     expected, _ = answer(engine, parameters)
-    monkeypatch.setattr(GrammarMatcher, "allowed", limited)
+    monkeypatch.setattr(GrammarMatcher, "_here", limited)
     first = verify(engine, replace(first_row("a", PROMPT, parameters), tree=TokenTree.chain(expected[:2])))
-    assert (first.fault, first.tokens, first.drafted) == (None, tuple(expected[:1]), 0)
+    assert (first.fault, first.tokens, first.drafted, calls) == (None, tuple(expected[:1]), 0, 3)
+    row = VerifyRow(SequenceId("a"), len(PROMPT) + 1, first.tokens, TokenTree.chain(expected[1:3]))
+    assert verify(engine, row).tokens == tuple(expected[1:4])
     engine.release_all()
+
+
+def test_a_limit_that_is_reached_in_a_tree_excludes_no_node_in_silence(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library refuses tokens before it reports an error, and what is decided after a refused node has no mask."""
+    tokenizer = Tokenizer.load(directory)
+    prefix, text = tokenizer.encode('"'), tokenizer.encode("hello the world of fish, swim here")
+    grammar, tree = Grammar.of_schema({"type": "string", "maxLength": 200}), TokenTree.chain(text)
+    found: dict[str, int] = {}
+
+    def masks() -> list[list[bool] | None]:
+        compiler = GrammarCompiler(directory, VOCABULARY, (END,))
+        matcher = compiler.matcher(grammar, 0)
+        matcher.follow(prefix, len(prefix))
+        return [None if one is None else one.mask.tolist() for one in matcher.allowed(tree)]
+
+    expected = masks()
+    assert None not in expected
+    for states in range(3, 420, 3):
+        limits = {**parser_limits(grammar), "max_lexer_states": states}
+        monkeypatch.setattr(compiler_module, "parser_limits", lambda _, limits=limits: limits)
+        try:
+            known = masks()
+        except GrammarLimitError:
+            known = []
+        assert known in ([], expected[:1], expected), states
+        outcome = {0: "nothing", 1: "the root"}.get(len(known), "all")
+        found[outcome] = found.get(outcome, 0) + 1
+    assert set(found) == {"nothing", "the root", "all"}
+
+
+@pytest.mark.parametrize("lark", ["[max_tokens=12]: /[a-z ]+/", '[stop="!"]: /[a-z ]+/'])
+def test_a_grammar_whose_matchers_cannot_go_back_is_answered_without_drafts(
+    engine: TargetEngine, monkeypatch: pytest.MonkeyPatch, lark: str
+) -> None:
+    compiler, compiled = engine._grammars._compiler, list[Grammar]()
+    assert compiler is not None
+    compile_now = compiler._compile
+
+    def counted(grammar: Grammar) -> LLMatcher:
+        compiled.append(grammar)
+        return compile_now(grammar)
+
+    grammar = Grammar(GrammarKind.GRAMMAR, f'start: "(" text ")" /[0-9]{{8}}/\ntext{lark}')
+    parameters = replace(SAMPLINGS["sampled"], grammar=grammar)
+    plain, _ = answer(engine, parameters)
+    monkeypatch.setattr(compiler, "_compile", counted)
+    drafted, _ = answer(engine, parameters, guided(plain, random.Random(3)))
+    assert drafted == plain
+    assert 0 < len(compiled) < len(Attempt)
 
 
 def test_a_step_with_more_grammars_than_are_kept_compiles_each_of_them_once(

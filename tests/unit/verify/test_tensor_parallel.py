@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ from unittest.mock import Mock
 import pytest
 
 from cluster.core.config.target_section import KvSection, TargetSection
+from cluster.core.drafting import RowFaultCode
 from cluster.core.errors import TargetUnavailable
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from cluster.core.tree import TokenTree
-from cluster.core.verification import OpenRow, StepBatch, VerifyRow
+from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.verification import OpenRow, StepBatch, Verdict, VerifyRow
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_processes import Ranks, running_ranks
 from tests.support.models import tiny, tiny_tokenizer
@@ -80,6 +82,8 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection) -> None:
     from workers.verify.group import DriverRank, join_group, leave_group, run_worker_rank
 
     torch.set_num_threads(1)
+    if rank == 1:
+        limit_grammars()
     # Loading stored blocks always counts as worthwhile, even on a busy machine.
     CostModel.worth_loading = lambda costs, host_bytes, disk_bytes, tokens: tokens > 0  # type: ignore[method-assign]
     join_group(section(directory, RANKS), rank, "127.0.0.1", port)
@@ -96,6 +100,27 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection) -> None:
             serve_pipe(DriverRank(engine, section(directory, RANKS).step_timeout_seconds), engine, pipe)
     leave_group()
     os._exit(0)
+
+
+FIRST_MARK, LATE_TURN, WAITS = 20, 6, 2
+"""The first node of the tree of turn `i` is the token `FIRST_MARK + i` where one rank alone reaches limits: at the root
+in one of the turns, so often."""
+
+
+def limit_grammars() -> None:
+    """Let the matchers of this rank reach a limit in the tree of every other turn, and at the root in one turn."""
+    from workers.sampling.grammar import GrammarLimitError, GrammarMatcher
+
+    allowed, left = GrammarMatcher.allowed, [None] * WAITS
+
+    def limited(matcher: GrammarMatcher, tree: TokenTree) -> Any:
+        turn = tree.tokens[0] - FIRST_MARK if tree else -1
+        if turn == LATE_TURN and left:
+            left.pop()
+            raise GrammarLimitError("the grammar is too complex")
+        return allowed(matcher, EMPTY_TREE if turn > 0 and turn % 2 else tree)
+
+    GrammarMatcher.allowed = limited  # type: ignore[method-assign]
 
 
 def serve_pipe(group: DriverRank, engine: TargetEngine, pipe: Connection) -> None:
@@ -140,6 +165,41 @@ def alone(directory: Path, quantization: str = "none") -> Callable[..., Any]:
     """A function that calls a single rank without sharing anything."""
     engine = build(section(directory, 1, quantization, prefix_cache=False))
     return lambda method, *arguments: getattr(engine, method)(*arguments)
+
+
+def settled(ask: Callable[..., Any], row: VerifyRow) -> tuple[Verdict, int]:
+    """The verdict on a row, and how often it was sent before its grammar was ready."""
+    for count in range(1000):
+        verdict = ask("step", StepBatch((row,))).verdicts[0]
+        if verdict.fault is None or verdict.fault.code is not RowFaultCode.NOT_READY:
+            return verdict, count
+    raise TimeoutError("the grammar is not ready")
+
+
+def test_a_limit_that_one_rank_reaches_holds_on_all_ranks(group: Ranks, directory: Path) -> None:
+    """What a matcher can still do depends on all that its copies have read, which the ranks need not have in common."""
+    ask_one, name = alone(directory), SequenceId("limited")
+    sampling = replace(SETTINGS["grammar"], grammar=Grammar(GrammarKind.REGEX, "[A-Za-z]{80}"))
+    first = row = VerifyRow(name, len(PROMPT), PROMPT, start=SequenceStart(len(PROMPT), sampling))
+    expected = list(PROMPT)
+    for _ in range(40):
+        expected.extend(settled(ask_one, row)[0].tokens)
+        row = VerifyRow(name, len(expected), (expected[-1],))
+    tokens, row = list(PROMPT), first
+    drafted, waits = [], []
+    for turn in range(10):
+        verdict, waited = settled(group.ask, row)
+        assert verdict.fault is None, verdict.fault
+        tokens.extend(verdict.tokens)
+        assert tokens == expected[: len(tokens)]
+        drafted.append(verdict.drafted)
+        waits.append(waited)
+        tree = TokenTree.from_candidates([[FIRST_MARK + turn], expected[len(tokens) :][:2]], max_nodes=8)
+        row = VerifyRow(name, len(tokens), (tokens[-1],), tree)
+    assert [bool(count) for count in drafted[1:]] == [turn % 2 == 0 for turn in range(9)]
+    assert waits[1:] == [WAITS if turn == LATE_TURN else 0 for turn in range(9)]
+    assert len(tokens) > len(PROMPT) + 10  # drafts were accepted
+    group.ask("release", [name])
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
