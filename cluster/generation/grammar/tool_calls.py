@@ -151,6 +151,9 @@ class _CallRules:
         return self._rule(f'{lark_text(function["name"] + "(")} {self._sequence(arguments, ", ")} ")"')
 
     def _python_value(self, schema: object, parameters: dict[str, Any], known: KnownTypes) -> str:
+        choices = _choices(_resolved(schema, parameters))
+        if choices is not None and not any(isinstance(value, dict | list) for value in choices):
+            return f"({' | '.join(lark_text(_as_python(value)) for value in choices)})"
         words = {"boolean": '("True" | "False")', "null": '"None"'}
         types = types_of(schema, parameters, known)
         if types is not None and len(types) == 1 and (word := words.get(min(types))) is not None:
@@ -174,7 +177,9 @@ class _CallRules:
                 rule = self._joined(before, self._text(tags.value_end))
             else:
                 value = (
-                    self._json(schema, parameters) if choices is None else f"({' | '.join(map(lark_text, choices))})"
+                    f"({' | '.join(lark_text(_as_text(value)) for value in choices)})"
+                    if choices is not None and is_text
+                    else self._json(schema, parameters)
                 )
                 rule = self._spaced(before, value, self._written(tags.value_end))
             arguments.append((self._rule(self._joined(rule, self._space)), is_required))
@@ -186,8 +191,10 @@ class _CallRules:
         if depth > _MOST_DEPTH or not isinstance(schema, dict):
             return self._any_braces()
         choices, quote = _choices(schema), self._written(self._form.quote)
-        if choices is not None:
-            return f"{quote} ({' | '.join(map(lark_text, choices))}) {quote}"
+        if choices is not None and not any(isinstance(value, dict | list) for value in choices):
+            around = [quote if isinstance(value, str) else "" for value in choices]
+            values = [lark_text(_as_text(value)) for value in choices]
+            return f"({' | '.join(map(self._joined, around, values, around))})"
         match schema.get("type"):
             case "string":
                 return self._rule(f"{quote} {self._text(self._form.quote)}")
@@ -280,13 +287,22 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, object, bool]]:
     return [(key, part, key in names) for key, part in properties.items()] if isinstance(properties, dict) else []
 
 
-def _choices(schema: object) -> list[str] | None:
-    """Return the texts that a schema allows; `None` if it allows others."""
+def _choices(schema: object) -> list[Any] | None:
+    """Return the only values that a schema allows; `None` if it does not name them."""
     if not isinstance(schema, dict):
         return None
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
-    is_text = isinstance(values, list) and bool(values) and all(isinstance(value, str) and value for value in values)
-    return values if is_text else None
+    return values if isinstance(values, list) and values else None
+
+
+def _as_text(value: object) -> str:
+    """Return a value as it is written where texts have no quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _as_python(value: object) -> str:
+    """Return a value that is no object or list as Python writes it."""
+    return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
 
 
 def _resolved(schema: object, root: Mapping[str, Any]) -> object:

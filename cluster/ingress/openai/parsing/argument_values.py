@@ -50,9 +50,9 @@ def from_text(text: str, parameters: Parameters, key: str) -> str:
 
 
 def from_python(text: str) -> str:
-    """Return a value that is written as in Python, or as JSON."""
+    """Return a value that is written as JSON, or as in Python, which reads some escapes of JSON in another way."""
     bare = text.strip()
-    for read in (ast.literal_eval, json.loads):
+    for read in (json.loads, ast.literal_eval):
         try:
             return as_json(read(bare))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

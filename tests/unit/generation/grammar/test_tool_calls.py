@@ -117,6 +117,43 @@ def test_arguments_in_other_notations_match_their_schema(name: str) -> None:
     assert not accepts(grammar, ends[0] + "".join(inner).replace("is", "was") + ends[1])
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "gemma4", "pythonic"])
+def test_an_argument_has_one_of_the_values_that_its_schema_names(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    values = [
+        ({"enum": ["", "reef"]}, ["", "reef"], ["moon"]),
+        ({"enum": ["reef", 3, None]}, ["reef", 3, None], ["moon", 4]),
+        ({"type": "boolean", "enum": [True]}, [True], [False]),
+        ({"const": None}, [None], [False, "moon"]),
+        ({"type": "integer", "enum": [1, 2]}, [1, 2], [3]),
+    ]
+    for schema, allowed, others in values:
+        parameters = {"type": "object", "properties": {"to": schema}, "required": ["to"]}
+        tool = json.dumps({"function": {"name": "swim", "parameters": parameters}})
+        grammar = tool_call_grammar([tool], "swim", form, {}, single=True)
+        calls = CallOptions({"swim": parameters})
+        for value in [*allowed, *others]:
+            text = written_call(name, value)
+            assert accepts(grammar, text) == (value in allowed), (schema, text)
+            (call,) = AnswerParser("c", AnswerFormat(form), calls).message(text)["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"to": value}
+
+
+def written_call(name: str, value: Any) -> str:
+    """A call with one argument, as models of a format write it."""
+    bare = value if isinstance(value, str) else json.dumps(value)
+    quoted = f'<|"|>{value}<|"|>' if isinstance(value, str) else bare
+    in_python = repr(value) if value is None or isinstance(value, bool) else json.dumps(value)
+    return {
+        "hermes": f'<tool_call>\n{{"name": "swim", "arguments": {{"to": {json.dumps(value)}}}}}\n</tool_call>',
+        "qwen3_coder": f"<tool_call>\n<function=swim>\n<parameter=to>\n{bare}\n</parameter>\n</function>\n</tool_call>",
+        "glm45": f"<tool_call>swim\n<arg_key>to</arg_key>\n<arg_value>{bare}</arg_value>\n</tool_call>",
+        "gemma4": f"<|tool_call>call:swim{{to:{quoted}}}<tool_call|>",
+        "pythonic": f"[swim(to={in_python})]",
+    }[name]
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
 def test_what_schemas_say_to_people_is_no_part_of_the_grammar(name: str) -> None:
     form = call_format(name)

@@ -270,6 +270,7 @@ OWN: list[tuple[str, str, str, list[list[str]]]] = [
         [["f", '{"a": true, "b": [1, {"c": null}]}'], ["g", '{"argument0": "x", "y": "it\'s"}']],
     ),
     ("pythonic", "[1, 2] and f(x)", "[1, 2] and f(x)", []),
+    ("pythonic", r'[f(a="x\/y")]', "", [["f", '{"a": "x/y"}']]),
     (
         "qwen3_coder",
         "<function=f>\n<parameter=code>\n\n  x = 1\n\n</parameter>\n</function>",
