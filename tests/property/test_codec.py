@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import InvalidRequest
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
-from cluster.core.request import BeamScoring, EarlyStopping, SamplingParameters, SequenceStart, TokenLogprobs
+from cluster.core.request import (
+    BeamScoring,
+    EarlyStopping,
+    SamplingParameters,
+    SequenceStart,
+    ThinkingBudget,
+    TokenLogprobs,
+)
 from cluster.core.tree import TokenTree
 from cluster.core.verification import (
     LearningStatus,
@@ -30,7 +38,16 @@ from cluster.wire.codec.opening import decode_open_result, encode_open_result, o
 from cluster.wire.codec.step import decode_step_result, encode_step_result, step_batch_from_bytes, step_batch_to_bytes
 from cluster.wire.codec.target_info import decode_target_info, encode_target_info
 from pilotfish.v1 import draft_pb2, target_pb2
-from tests.property.proposal_strategies import distributions, evidences, faults, names, proposals, tokens, trees
+from tests.property.proposal_strategies import (
+    all_fields,
+    distributions,
+    evidences,
+    faults,
+    names,
+    proposals,
+    tokens,
+    trees,
+)
 
 logprobs = st.floats(-1e4, 0.0)
 
@@ -39,7 +56,20 @@ def real(least: float, most: float, **options: Any) -> st.SearchStrategy[float]:
     return st.floats(least, most, allow_nan=False, **options)
 
 
-samplings = st.builds(
+def built(kind: type[Any], /, **parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Values of a dataclass, with a strategy for each of its fields that is sent."""
+    return st.builds(kind, **all_fields(kind, **parts))
+
+
+few_tokens = st.lists(tokens, max_size=3).map(tuple)
+words = st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple)
+grammars = st.one_of(
+    st.just(Grammar(GrammarKind.JSON_OBJECT)),
+    st.builds(Grammar.of_schema, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2)),
+    st.builds(Grammar.of_choices, st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3)),
+    st.builds(Grammar, st.sampled_from([GrammarKind.REGEX, GrammarKind.GRAMMAR]), st.text(min_size=1, max_size=9)),
+)
+samplings = built(
     SamplingParameters,
     temperature=real(0, 2),
     top_k=st.integers(0, 2**20),
@@ -51,18 +81,27 @@ samplings = st.builds(
     logit_bias=st.lists(st.tuples(tokens, real(-100, 100)), max_size=4, unique_by=lambda pair: pair[0]).map(tuple),
     seed=st.integers(0, 2**64 - 1),
     logprobs=st.none() | st.integers(0, 256),
+    allowed_token_ids=few_tokens,
+    bad_words=words,
     bad_texts=st.lists(st.text(min_size=1, max_size=3).filter(str.strip), max_size=2).map(tuple),
+    no_repeat_ngram_size=st.integers(0, 1024),
+    logprob_token_ids=few_tokens,
+    prompt_logprobs=st.none() | st.integers(0, 256),
+    grammar=st.none() | grammars,
+    thinking=st.none() | built(ThinkingBudget, max_tokens=st.integers(0, 2**20), start=few_tokens, end=few_tokens),
     end_token_ids=st.lists(tokens, max_size=4).map(tuple),
     min_tokens=st.integers(0, 2**20),
 )
-starts = st.builds(
+starts = built(
     SequenceStart,
     prompt_len=st.integers(1, 2**20),
     sampling=samplings,
     cache_salt=st.text(max_size=20),
     prediction=st.lists(tokens, max_size=8).map(tuple),
+    source=few_tokens,
     allows_learning=st.booleans(),
 )
+budgets = built(DraftBudget, max_nodes=st.integers(0, 256), max_depth=st.integers(0, 64))
 
 
 @st.composite
@@ -71,14 +110,17 @@ def verify_rows(draw: st.DrawFn) -> VerifyRow:
     decide = draw(st.booleans())
     tree = draw(trees) if decide else TokenTree()
     return VerifyRow(
-        sequence_id=draw(names),
-        base_len=len(pending) + draw(st.integers(0, 1000)),
-        pending=pending,
-        tree=tree,
-        decide=decide,
-        start=draw(st.none() | starts),
-        distributions=tuple(draw(distributions()) for _ in tree.tokens) if draw(st.booleans()) else (),
-        next_budget=DraftBudget(draw(st.integers(0, 256)), draw(st.integers(0, 64))),
+        **all_fields(
+            VerifyRow,
+            sequence_id=draw(names),
+            base_len=len(pending) + draw(st.integers(0, 1000)),
+            pending=pending,
+            tree=tree,
+            decide=decide,
+            start=draw(st.none() | starts),
+            distributions=tuple(draw(distributions()) for _ in tree.tokens) if draw(st.booleans()) else (),
+            next_budget=draw(budgets),
+        )
     )
 
 
@@ -86,23 +128,27 @@ def verify_rows(draw: st.DrawFn) -> VerifyRow:
 def verdicts(draw: st.DrawFn) -> Verdict:
     drafted = draw(st.integers(0, 10))
     decided = tuple(draw(st.lists(tokens, max_size=drafted + 1)))
-    entries = st.builds(
+    entries = built(
         TokenLogprobs,
         token=tokens,
         logprob=logprobs,
         top=st.lists(st.tuples(tokens, logprobs), max_size=4).map(tuple),
+        rank=tokens,
     )
     return Verdict(
-        sequence_id=draw(names),
-        base_len=draw(st.integers(1, 2**20)),
-        tokens=decided,
-        drafted=drafted,
-        logprobs=tuple(draw(entries) for _ in decided) if draw(st.booleans()) else (),
-        fault=draw(st.none() | faults),
-        evidence=draw(st.none() | st.integers(1, 2**20).flatmap(evidences)),
-        proposal=draw(st.none() | proposals()),
-        prompt_logprobs=(draw(entries),) if draw(st.booleans()) else (),
-        forced=tuple(draw(st.lists(tokens, max_size=3))),
+        **all_fields(
+            Verdict,
+            sequence_id=draw(names),
+            base_len=draw(st.integers(1, 2**20)),
+            tokens=decided,
+            drafted=drafted,
+            logprobs=tuple(draw(entries) for _ in decided) if draw(st.booleans()) else (),
+            fault=draw(st.none() | faults),
+            evidence=draw(st.none() | st.integers(1, 2**20).flatmap(evidences)),
+            proposal=draw(st.none() | proposals()),
+            prompt_logprobs=(draw(entries),) if draw(st.booleans()) else (),
+            forced=draw(few_tokens),
+        )
     )
 
 
@@ -116,12 +162,15 @@ def draft_rows(draw: st.DrawFn) -> DraftRow:
     base_len = max(1, len(new) + more)
     steps = sorted(draw(st.lists(st.integers(1, base_len), max_size=3)))
     return DraftRow(
-        sequence_id=draw(names),
-        base_len=base_len,
-        new_tokens=new,
-        budget=DraftBudget(draw(st.integers(0, 256)), draw(st.integers(0, 64))),
-        start=start,
-        evidence=tuple(draw(evidences(step)) for step in steps),
+        **all_fields(
+            DraftRow,
+            sequence_id=draw(names),
+            base_len=base_len,
+            new_tokens=new,
+            budget=draw(budgets),
+            start=start,
+            evidence=tuple(draw(evidences(step)) for step in steps),
+        )
     )
 
 
@@ -129,11 +178,13 @@ def distinct(rows: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
     return st.lists(rows, max_size=4, unique_by=lambda row: row.sequence_id).map(tuple)
 
 
-occupancies = st.builds(
-    lambda total, used: KvOccupancy(total, max(0, total - used)), st.integers(0, 2**31), st.integers(0, 100)
+occupancies = st.integers(0, 2**31).flatmap(
+    lambda total: built(
+        KvOccupancy, blocks_total=st.just(total), blocks_free=st.integers(0, 100).map(lambda used: max(0, total - used))
+    )
 )
 counts = st.integers(0, 2**31 - 1)
-learning = st.builds(
+learning = built(
     LearningStatus,
     version=counts,
     clients=counts,
@@ -145,7 +196,7 @@ learning = st.builds(
     tokens_per_step_before=real(0, 257),
     tokens_per_step=real(0, 257),
 )
-results = st.builds(
+results = built(
     StepResult,
     verdicts=distinct(verdicts()),
     kv=occupancies,
@@ -157,21 +208,23 @@ results = st.builds(
 
 groups = st.one_of(
     st.builds(KvGroup, tables=st.integers(1, 64)),
-    st.builds(KvGroup, tables=st.integers(1, 64), window=st.integers(2, 2**20), sinks=st.integers(0, 2**20)),
+    built(KvGroup, tables=st.integers(1, 64), window=st.integers(2, 2**20), sinks=st.integers(0, 2**20)),
 )
 layouts = st.builds(KvLayout, st.integers(1, 256), st.lists(groups, min_size=1, max_size=4).map(tuple))
-open_rows = st.builds(
+open_rows = built(
     OpenRow,
     sequence_id=names,
     tokens=st.lists(tokens, min_size=1, max_size=8).map(tuple),
     start=starts,
     parent=st.none() | names,
 )
-openings = st.builds(OpenResult, stored_lens=st.lists(st.integers(0, 2**20), max_size=4).map(tuple), kv=occupancies)
+openings = built(OpenResult, stored_lens=st.lists(st.integers(0, 2**20), max_size=4).map(tuple), kv=occupancies)
 step_samples = st.integers(1, 4096).flatmap(
-    lambda rows: st.builds(StepSample, st.just(rows), st.integers(rows, 2**20), real(0, 3600, exclude_min=True))
+    lambda rows: built(
+        StepSample, rows=st.just(rows), tokens=st.integers(rows, 2**20), seconds=real(0, 3600, exclude_min=True)
+    )
 )
-infos = st.builds(
+infos = built(
     TargetInfo,
     model=st.text(max_size=20),
     vocabulary_size=st.integers(1, 2**31 - 1),
@@ -184,13 +237,15 @@ infos = st.builds(
     epoch=st.text(max_size=16),
     profile=st.lists(step_samples, max_size=3).map(tuple),
     is_lossless=st.booleans(),
+    fingerprint=st.text(max_size=20),
+    dequantized_from=st.text(max_size=20),
     decoder_start=st.lists(st.just(0), max_size=3).map(tuple),
     max_source_len=st.integers(0, 2**16),
     forced_eos_token_id=st.none() | st.just(0),
     bad_words=st.lists(st.lists(st.just(0), min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
     no_repeat_ngram_size=st.integers(0, 1024),
     min_tokens=st.integers(0, 2**20),
-    beam_scoring=st.builds(BeamScoring, st.floats(-10, 10), st.sampled_from(EarlyStopping)),
+    beam_scoring=built(BeamScoring, length_penalty=st.floats(-10, 10), early_stopping=st.sampled_from(EarlyStopping)),
 )
 quick = settings(max_examples=80, deadline=None)
 
