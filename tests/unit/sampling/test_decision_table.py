@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cluster.core.request import SamplingParameters, ThinkingBudget
+from workers.sampling import decision_table
 from workers.sampling.context import AllowedTokens, DecisionContext
 from workers.sampling.decision_table import WORD, DecisionTable, table_of
 from workers.sampling.warp import untruncated
@@ -84,3 +87,13 @@ def test_only_truncated_rows_have_bounds() -> None:
 def test_seeds_keep_their_64_bits() -> None:
     contexts = [DecisionContext(replace(PLAIN, seed=2**64 - 1), TOKENS, 2)]
     assert table_of(contexts, 0, VOCABULARY).seeds.view(np.uint64).tolist() == [2**64 - 1]
+
+
+def test_kernels_get_every_array_of_the_table() -> None:
+    """They need the package `triton`, so their file is read and not imported."""
+    file = Path(decision_table.__file__).parent / "triton" / "rows.py"
+    module = ast.parse(file.read_text("utf-8"))
+    rows = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "Rows")
+    names = {ast.unparse(node.target) for node in rows.body if isinstance(node, ast.AnnAssign)}
+    arrays = {field.name for field in fields(DecisionTable)} - {"rows", "mask_count"}
+    assert names - {"column_tiles", "entry_tiles"} == arrays

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from cluster.core.config.target_section import TargetSection
+from cluster.core.request import SamplingParameters
 from cluster.core.verification import StepSample
 from cluster.speculation.latency import LatencyModel
 from tests.support.models import tiny
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+from workers.sampling.context import is_truncated
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import TargetEngine
-from workers.verify.step_profile import SIZES
+from workers.verify.step_profile import _EVERY_KERNEL, SIZES
 
 
 def engine_with(directory: Path, blocks: int) -> TargetEngine:
@@ -44,3 +47,10 @@ def test_warm_up_measures_steps_and_frees_all_blocks(
     assert all(sample.seconds > 0 for sample in info.profile)
     assert info.kv.blocks_free == info.kv.blocks_total
     assert LatencyModel.of_profile(info.profile).covers(1)
+
+
+def test_every_parameter_that_truncates_has_compiled_its_kernels_before_the_first_request() -> None:
+    usual = SamplingParameters()
+    names = {one.name for one in fields(usual) if is_truncated(replace(usual, **{one.name: 0.5}))}
+    assert names >= {"top_k", "top_p", "min_p"}
+    assert {name for name in names if all(getattr(one, name) == getattr(usual, name) for one in _EVERY_KERNEL)} == set()
