@@ -36,6 +36,7 @@ from deploy.settings import load_settings
 from tests.translations.reference import Answer, Reference
 from tests.translations.run import Outcome, Plan, translate
 from tests.translations.sentences import Sentence, read_sentences
+from workers.draft.registry import METHODS
 
 _SENTENCES = Path(__file__).parent / "sentences.jsonl"
 _MOST_TOKENS = 96
@@ -108,7 +109,7 @@ def plans(options: argparse.Namespace) -> Iterator[Plan]:
         options.methods.split(","), map(int, options.beams.split(",")), map(int, options.at_once.split(","))
     ):
         for kill in options.kill.split(","):
-            has_drafter = method not in ("none", "early_exit")
+            has_drafter = method != "none" and "drafter" in METHODS.get(method).places.order
             if (beams == 1 or method == "none") and (has_drafter or kill != "draft"):
                 yield Plan(method, beams, at_once, _MOST_TOKENS, kill)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.sampling.acceptance import Accepted, DecidedTree, RootPosition, create_rule
+from workers.sampling.acceptance import RULES, Accepted, DecidedTree, RootPosition, create_rule
 from workers.sampling.rules.coupled import Coupled
 from workers.sampling.rules.synthetic import Synthetic, synthetic_token
 from workers.serve.configuration import load_configuration
@@ -152,9 +152,7 @@ def test_the_synthetic_rule_brings_its_settings_and_is_not_lossless() -> None:
 
 
 def test_an_unknown_rule_is_refused_with_the_nearest_name() -> None:
-    message = (
-        r"target\.acceptance: 'couple' is unknown; it must be one of block, blockwise, coupled, rejection, synthetic, "
-        r"typical \(the nearest is coupled\)"
-    )
+    known = ", ".join(RULES.names())
+    message = rf"target\.acceptance: 'couple' is unknown; it must be one of {known} \(the nearest is coupled\)"
     with pytest.raises(ConfigurationError, match=message):
         create_rule(TargetSection(acceptance="couple"))

@@ -227,16 +227,23 @@ def drafts_for_translators(name: str) -> bool:
     return name != "none" and all(METHODS.get(one).for_encoder_decoder for one in methods_of(name))
 
 
-with example_method():
-    SOURCED_NAMES_AND_PLACES = [(name, place) for name, place in NAMES_AND_PLACES if drafts_for_translators(name)]
+def has_layers_of_target(name: str) -> bool:
+    """Whether one of the joined methods computes with the target's layers."""
+    return any(METHODS.get(one).places.on_every_rank for one in methods_of(name))
+
+
 PLACES_OF_FAMILIES = {"bart": _PLACES, "marian": ("target",), "t5": ("target",), "t5_gated": ("drafter",)}
 """Where methods draft for each family: at every place on the kernels (BART, Marian) and on modules (T5)."""
-SOURCED_CASES = [
-    (family, name, place)
-    for family, places in PLACES_OF_FAMILIES.items()
-    for name, place in SOURCED_NAMES_AND_PLACES
-    if place in places or "early_exit" in name  # it drafts on the target only
-]
+with example_method():
+    DRAFTER_NAMES = [name for name in NAMES if not has_layers_of_target(name)]
+    """Methods that draft without the target's own layers; the streams of a cluster cover the others."""
+    SOURCED_NAMES_AND_PLACES = [(name, place) for name, place in NAMES_AND_PLACES if drafts_for_translators(name)]
+    SOURCED_CASES = [
+        (family, name, place)
+        for family, places in PLACES_OF_FAMILIES.items()
+        for name, place in SOURCED_NAMES_AND_PLACES
+        if place in places or len(places_of(name)) == 1
+    ]
 
 
 def make_directories(root: Path, family: str = "llama", **changes: Any) -> Directories:

@@ -19,7 +19,7 @@ from cluster.core.drafting import DraftBudget, DraftRow, EvidenceNeeds, RowFault
 from cluster.core.ids import SequenceId
 from deploy.implied_settings import with_implied_settings
 from tests.support.slow import slow_but
-from tests.unit.draft.contract.methods import NAMES, SOURCED_NAMES_AND_PLACES, Directories, cases_of, values
+from tests.unit.draft.contract.methods import DRAFTER_NAMES, SOURCED_NAMES_AND_PLACES, Directories, cases_of, values
 from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal, restarted
 from workers.draft.common.sessions import Sessions
 from workers.draft.registry import DraftMethod, create, needs_of
@@ -70,8 +70,6 @@ class Subject:
         return code if self.keeps_sequences else None
 
 
-DRAFTER_NAMES = [name for name in NAMES if "early_exit" not in name]
-"""Methods that draft without the target's own layers; the streams of a cluster cover the others."""
 SOURCED_NAMES = dict.fromkeys(name for name, _ in SOURCED_NAMES_AND_PLACES if name in DRAFTER_NAMES)
 WITH_WEIGHTS = ("heads", "model", "model+suffix+prediction")
 """Methods to which the family of an encoder-decoder target makes a difference."""
