@@ -57,6 +57,10 @@ class DecoderCopies:
             place, _, leaf = name.rpartition(".")
             empty = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
             setattr(self._template.get_submodule(place), leaf, empty)
+        # The others are copied: models are made from them when weights are learned, and the files may change till then.
+        for tensor in (*self._template.parameters(), *self._template.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.clone()
         self._table: Tensor | None = None
 
     @property
@@ -69,7 +73,7 @@ class DecoderCopies:
         return self._parameters * TRAINED_BYTES + (self._parameters + head) * self._dtype.itemsize
 
     def stored_weights(self, directory: Path | None = None) -> dict[str, Tensor]:
-        """The weights of the draft's files, or of a copy of them in another directory, by name and memory-mapped.
+        """The weights of the draft's files, or of a copy of them in another directory, by name.
 
         Raises `ModelLoadError`.
         """

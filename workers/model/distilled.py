@@ -99,7 +99,8 @@ def read_draft_files(
             f"needs the drafting method of its kind"
         )
     check_config(directory, "its config.json", config, card)
-    tensors = read_tensors(directory / WEIGHTS)
+    # Copies: the file may be changed in place while the draft is served.
+    tensors = {name: value.clone() for name, value in read_tensors(directory / WEIGHTS).items()}
     vocabulary = draft_vocabulary(directory, tensors.pop(VOCABULARY, None), card)
     _check_own(directory, tensors, outline(config))
     return card, tensors, vocabulary

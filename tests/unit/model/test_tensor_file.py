@@ -1,7 +1,8 @@
-"""Tensors are written as safetensors reads them, and other threads run meanwhile."""
+"""Tensors are written as safetensors reads them, and read; other threads run meanwhile."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file
 
+from workers.model.formats.checkpoint import read_tensors
 from workers.model.tensor_file import write_tensors
 
 
@@ -36,6 +38,45 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
         assert torch.equal(found[name], value), name
     with safe_open(tmp_path / "tensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+    read = read_tensors(tmp_path / "tensors", tensors)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], value) and read[name].dtype is value.dtype for name, value in found.items())
+    assert read_tensors(tmp_path / "tensors", ["long", "nothing of this name"]).keys() == {"long"}
+
+
+def test_what_is_read_is_no_part_of_the_file(tmp_path: Path) -> None:
+    """The file may become shorter: a process ends that reads what was mapped of it (SIGBUS)."""
+    file, value = tmp_path / "tensors", torch.randn(1 << 16)
+    with file.open("wb") as opened:
+        write_tensors(opened, {"x": value, "y": value})
+    found = read_tensors(file, ["x", "y"])
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    os.truncate(file, file.stat().st_size - 1)
+    assert torch.equal(found["x"], value) and torch.equal(found["y"], value)
+    with pytest.raises(ValueError, match="y is beyond the end of the file"):
+        read_tensors(file, ["x", "y"])
+    assert torch.equal(read_tensors(file, ["x"])["x"], value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+        {"dtype": "F32", "shape": [1 << 60], "data_offsets": [0, 1 << 62]},
+        {"dtype": "C64", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]},
+        {"dtype": "F32", "shape": [1]},
+        ["F32"],
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(tmp_path: Path, entry: object) -> None:
+    header = json.dumps({"x": entry}).encode()
+    (tmp_path / "tensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match=r"its header is wrong|x takes|x is beyond"):
+        read_tensors(tmp_path / "tensors", ["x"])
 
 
 def test_another_thread_runs_while_tensors_are_written() -> None:

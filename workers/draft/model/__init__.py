@@ -139,9 +139,10 @@ def _create_learning(settings: DraftModelSettings, draft: DraftSection, target: 
     from workers.model.decoder_copies import DecoderCopies
 
     copies = DecoderCopies(settings, Path(target.path))
-    model = copies.make(copies.stored_weights())
+    stored = copies.stored_weights()
+    model = copies.make(stored)
     check_vocabularies(model, Path(settings.path), target)
     pool = KvPool(model.kv_spec, settings.kv, truncatable=True)
     own = ModelExpander(model, pool, settings.candidates)
     own.warm_up()
-    return LearningTreeDrafter(LearnedModels(own, copies, settings, settings.candidates), settings, draft)
+    return LearningTreeDrafter(LearnedModels(own, stored, copies, settings, settings.candidates), settings, draft)

@@ -33,10 +33,20 @@ _TEXT_BYTES = 64 << 20
 class LearnedModels(LearnedPasses[ModelExpander, Mapping[str, Tensor]]):
     """The weights of a draft model's layers. Its embedding and its head stay as they are."""
 
-    def __init__(self, own: ModelExpander, copies: DecoderCopies, section: ModelSection, count: int) -> None:
-        """`own` computes with the weights of the draft's files; `count` candidates are drafted below each node."""
+    def __init__(
+        self,
+        own: ModelExpander,
+        stored: Mapping[str, Tensor],
+        copies: DecoderCopies,
+        section: ModelSection,
+        count: int,
+    ) -> None:
+        """`own` computes with the weights of the draft's files, `stored`.
+
+        `count` candidates are drafted below each node.
+        """
         make = partial(_expander, copies, own.memory, count)
-        super().__init__(own, copies.stored_weights(), Path(section.path), make)
+        super().__init__(own, stored, Path(section.path), make)
         self._copies = copies
 
     @property

@@ -49,6 +49,8 @@ from workers.model.tensor_file import write_tensors
 
 _BESIDE_WEIGHTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 """Further files of a draft that is a language model of its own."""
+_ENTRY_BYTES = 256
+"""Most bytes that the header of a file of weights takes for one tensor."""
 _LEAST_INT8 = 65536
 """Elements from which a matrix of an int8 file is stored as int8."""
 
@@ -243,16 +245,32 @@ def save_with_parameters(source: Path, directory: Path, parameters: Mapping[str,
     They are stored in bfloat16. Its card, configurations and tokenizer, and its vocabulary or own ends, are copied.
     Raises `OSError` and `ModelLoadError`.
     """
+    stored, others = _what_stays(source, parameters)
+    for file in _copied_files(source):
+        shutil.copyfile(file, directory / file.name)
+    own = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in parameters.items()}
+    with (directory / WEIGHTS).open("wb") as weights:
+        write_tensors(weights, stored.tensors(others) | own, {"format": "pt"})
+
+
+def saved_bytes(source: Path, parameters: Mapping[str, Tensor]) -> int:
+    """Most bytes that `save_with_parameters` writes. Raises `OSError` and `ModelLoadError`."""
+    stored, others = _what_stays(source, parameters)
+    own = sum(value.numel() for value in parameters.values()) * torch.bfloat16.itemsize
+    header = (len(parameters) + len(others) + 1) * _ENTRY_BYTES
+    return sum(file.stat().st_size for file in _copied_files(source)) + stored.stored_bytes(others) + own + header
+
+
+def _what_stays(source: Path, parameters: Mapping[str, Tensor]) -> tuple[Checkpoint, list[str]]:
+    """The draft in `source`, and the names of its tensors beside these parameters. Raises `ModelLoadError`."""
     stored = Checkpoint(source, {})
     if not stored.files:
         stored.fail("it has no weights")
-    for name in (CARD, CONFIG, *_BESIDE_WEIGHTS):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
-    others = [name for name in stored.sizes if name.removesuffix(SCALE) not in parameters]
-    own = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in parameters.items()}
-    with (directory / WEIGHTS).open("wb") as file:
-        write_tensors(file, stored.tensors(others) | own, {"format": "pt"})
+    return stored, [name for name in stored.sizes if name.removesuffix(SCALE) not in parameters]
+
+
+def _copied_files(source: Path) -> list[Path]:
+    return [source / name for name in (CARD, CONFIG, *_BESIDE_WEIGHTS) if (source / name).is_file()]
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], where: str) -> None:

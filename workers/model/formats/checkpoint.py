@@ -37,6 +37,25 @@ _NEUTRAL = frozenset(
 
 def safetensors_header(file: Path) -> dict[str, Any]:
     """What a safetensors file says of each of its tensors, by name. Raises `OSError`, `ValueError`."""
+    return _read_header(file)[0]
+
+
+def read_tensors(file: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file with these names, in memory of their own. A name without one is left out.
+
+    They stay as they are when somebody changes the file in place. Raises `OSError`, and `ValueError` for a broken file.
+    """
+    from workers.model import tensor_file
+
+    header, first = _read_header(file)
+    try:
+        return tensor_file.read_tensors(file, header, first, names)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its header is wrong: {error!r}") from error
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each of its tensors, and the number of bytes before the first one's."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > _LONGEST_HEADER:
@@ -44,7 +63,7 @@ def safetensors_header(file: Path) -> dict[str, Any]:
         header = json.loads(stream.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header holds no object")  # noqa: TRY004 - the file is wrong, not a caller
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
 
 
 @dataclass(frozen=True)
@@ -98,20 +117,41 @@ class Checkpoint:
         """The family that the configuration names; `llama` if it names none."""
         return str(self.config.get("model_type") or "llama")
 
-    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Tensors by name, memory-mapped. Raises `ModelLoadError`. A name that no file has is left out."""
+    def tensors(self, names: Collection[str], *, mapped: bool = False) -> dict[str, Tensor]:
+        """Tensors by name, in memory of their own: a draft's files may be changed in place while it is served.
+
+        With `mapped`, those of safetensors are memory-mapped. A name that no file has is left out. Raises
+        `ModelLoadError`.
+        """
         from safetensors import SafetensorError, safe_open
 
         found: dict[str, Tensor] = {}
         for file in self.files:
             if file.suffix != ".safetensors":
-                found |= {name: value for name, value in self._pickled(file).items() if name in names}
+                found |= {name: value.clone() for name, value in self._pickled(file).items() if name in names}
                 continue
             try:
+                if not mapped:
+                    found |= read_tensors(file, names)
+                    continue
                 with safe_open(file, framework="pt") as stored:
                     found |= {name: stored.get_tensor(name) for name in stored.keys() if name in names}  # noqa: SIM118
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 self.fail(f"{file.name} cannot be read: {error}")
+        return found
+
+    def stored_bytes(self, names: Collection[str]) -> int:
+        """Bytes that the tensors with these names take in the files together. Raises `ModelLoadError`."""
+        found = 0
+        for file in self.files:
+            if file.suffix != ".safetensors":
+                found += sum(value.nbytes for name, value in self._pickled(file).items() if name in names)
+                continue
+            try:
+                entries = [one for name, one in safetensors_header(file).items() if name in names]
+                found += sum(int(end) - int(begin) for begin, end in (one["data_offsets"] for one in entries))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                self.fail(f"{file.name} is no safetensors file: {error}")
         return found
 
     def nested(self, key: str) -> Checkpoint:

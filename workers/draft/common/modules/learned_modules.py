@@ -15,7 +15,13 @@ from workers.draft.common.learning import LearnedWeights, Reservoir, salt_key
 from workers.draft.common.modules.pass_of_salt import PassOfSalt, PassType_co
 from workers.draft.common.modules.served_module import ServedModule
 from workers.draft.common.modules.text_collector import TextCollector
-from workers.model.drafting.files import ModuleType, parameters_of, save_with_parameters, with_parameters
+from workers.model.drafting.files import (
+    ModuleType,
+    parameters_of,
+    save_with_parameters,
+    saved_bytes,
+    with_parameters,
+)
 from workers.model.formats.registry import read_draft, read_weights
 
 StoredType = TypeVar("StoredType")
@@ -51,6 +57,14 @@ class LearnedPasses(PassOfSalt[PassType_co], ABC, Generic[PassType_co, StoredTyp
     @abstractmethod
     def bytes_each(self) -> int:
         """Most memory that the learned weights of one salt take, in bytes."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Most bytes of the files that `save` writes; see `LearnedWeights`."""
+        try:
+            return saved_bytes(self._source, self._parameters(self._stored))
+        except ModelLoadError as error:
+            raise ValueError(str(error)) from None
 
     @abstractmethod
     def _parameters(self, stored: StoredType) -> Mapping[str, Tensor]:

@@ -110,6 +110,14 @@ def test_a_running_sequence_is_drafted_for_with_the_new_weights_on_its_old_keys(
     assert len(draft(drafter, row(28, 24, [shown(23, 27)])).tree)
 
 
+def test_the_files_of_a_draft_may_become_shorter_while_it_drafts(make: Make) -> None:
+    """A process ends that reads what was mapped of such a file (SIGBUS)."""
+    weights = weights_of(make(True))
+    assert isinstance(weights, LearnedModules)
+    maps = Path("/proc/self/maps").read_text()
+    assert str(weights._source) not in maps
+
+
 def test_all_weights_share_what_is_the_targets(make: Make) -> None:
     weights = weights_of(make(True))
     assert isinstance(weights, LearnedModules)
