@@ -82,7 +82,7 @@ class BlockSession(ContextSession):
     def forget_draft(self) -> None:
         """Drop the last draft, and the hidden states of tokens that were removed."""
         self.history.last = None
-        self.collected.pieces.clear()
+        self.collected.forget()
 
 
 class ContextReader:

@@ -8,11 +8,12 @@ that an earlier training has learned from a text would seem better on it than an
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -65,6 +66,8 @@ class TextsOfSalt:
 
     key: str
     """`salt_key` of the salt."""
+    client: str
+    """The name of the API key of the salt; empty without keys, and where keys share."""
     seen: int
     """Texts collected since the start, those included that are kept no longer."""
     training: tuple[CollectedText, ...]
@@ -84,6 +87,7 @@ class Reservoir:
         self._lock = threading.Lock()
         self._texts: dict[str, _Texts] = {}
         self._seen = 0
+        self._stored = 0
         self._collecting = 0
 
     @property
@@ -99,7 +103,7 @@ class Reservoir:
     @property
     def stored_bytes(self) -> int:
         """Bytes that all finished texts take together."""
-        return sum(texts.size for texts in self._texts.values())
+        return self._stored
 
     def reserve(self, size: int) -> bool:
         """Count bytes of a text that is still collected. Returns `False` if there is no room."""
@@ -121,15 +125,16 @@ class Reservoir:
         salt = text.start.cache_salt
         key = salt_key(salt)
         with self._lock:
-            texts = self._texts.pop(key, None) or _Texts(salt.partition("/")[0])
+            texts = self._texts.pop(key, None) or _Texts(client_of(salt))
             self._texts[key] = texts  # the last one of these is the latest
-            texts.add(text, _share(key, texts.seen))
+            self._stored += texts.add(text, _share(key, texts.seen))
             self._seen += 1
-            while self.stored_bytes > self._most_bytes:
-                self._of_largest_client(lambda one: one.size).drop_oldest()
+            while self._stored > self._most_bytes:
+                self._stored -= self._of_largest_client(lambda one: one.size).drop_oldest()
             if len(self._texts) > _MOST_SALTS:
                 oldest = self._oldest()
                 self._texts = {one: kept for one, kept in self._texts.items() if kept is not oldest}
+                self._stored -= oldest.size
 
     def salts(self) -> tuple[TextsOfSalt, ...]:
         """The texts of all salts."""
@@ -158,24 +163,32 @@ class _Texts:
         """The name of the API key."""
         self.seen = 0
         self.size = 0
-        self._texts: deque[tuple[float, CollectedText]] = deque()
+        self._parts: tuple[deque[CollectedText], ...] = (deque(), deque(), deque())
+        """Held back, left out, and to train on. They are kept apart, because `of` is called where requests may wait."""
+        self._order: deque[deque[CollectedText]] = deque()
+        """The part of each text."""
 
-    def add(self, text: CollectedText, share: float) -> None:
+    def add(self, text: CollectedText, share: float) -> int:
+        """Add a text. Returns the bytes that the texts have grown by."""
+        before = self.size
+        part = self._parts[bisect_right((_HELD_BACK, _HELD_BACK + _LEFT_OUT), share)]
+        part.append(text)
+        self._order.append(part)
         self.seen += 1
         self.size += text.size
-        self._texts.append((share, text))
-        if len(self._texts) > _MOST_TEXTS:
+        if len(self._order) > _MOST_TEXTS:
             self.drop_oldest()
+        return self.size - before
 
-    def drop_oldest(self) -> None:
-        self.size -= self._texts.popleft()[1].size
+    def drop_oldest(self) -> int:
+        """Drop the oldest text. Returns its bytes."""
+        dropped = self._order.popleft().popleft().size
+        self.size -= dropped
+        return dropped
 
     def of(self, key: str) -> TextsOfSalt:
-        ends = (0.0, _HELD_BACK, _HELD_BACK + _LEFT_OUT, 1.0)
-        held_back, left_out, training = (
-            tuple(text for share, text in self._texts if begin <= share < end) for begin, end in pairwise(ends)
-        )
-        return TextsOfSalt(key, self.seen, training, left_out, held_back)
+        held_back, left_out, training = map(tuple, self._parts)
+        return TextsOfSalt(key, self.client, self.seen, training, left_out, held_back)
 
 
 class LearnedWeights(Protocol):
@@ -187,6 +200,14 @@ class LearnedWeights(Protocol):
     @property
     def bytes_each(self) -> int:
         """Most memory that the learned weights of one salt take, in bytes."""
+        ...
+
+    @property
+    def saved_bytes(self) -> int:
+        """Most bytes of the files that `save` writes.
+
+        Raises `OSError`, and `ValueError` where the draft's files cannot be read.
+        """
         ...
 
     def of(self, key: str) -> Mapping[str, Tensor]:
@@ -239,9 +260,15 @@ class LearnsOnline(DraftMethod, Protocol):
         ...
 
 
+@lru_cache(1024)
 def salt_key(salt: str) -> str:
-    """A name for a salt, 32 hexadecimal digits, that does not tell the salt."""
+    """A name for a salt, 32 hexadecimal digits, that does not tell the salt. Each draft asks for it several times."""
     return blake2b(salt.encode(), digest_size=16, person=b"pilotfish learn").hexdigest()
+
+
+def client_of(salt: str) -> str:
+    """The name of the API key that a salt belongs to; empty without keys, and where keys share."""
+    return salt.partition("/")[0]
 
 
 def _share(key: str, number: int) -> float:
@@ -256,11 +283,16 @@ def consecutive(pieces: Sequence[tuple[int, Tensor]]) -> tuple[int, Tensor] | No
     """
     import torch
 
-    rows = {first + index: row for first, piece in pieces for index, row in enumerate(piece)}
-    if not rows:
+    latest = sorted(((first + len(piece), first) for first, piece in pieces if len(piece)), reverse=True)
+    if not latest:
         return None
-    end = max(rows)
-    first = end
-    while first - 1 in rows:
-        first -= 1
-    return first, torch.stack([rows[position] for position in range(first, end + 1)])
+    end, begin = latest[0]
+    for piece_end, first in latest:
+        if piece_end < begin:
+            break
+        begin = min(begin, first)
+    rows = torch.empty((end - begin, *pieces[0][1].shape[1:]), dtype=pieces[0][1].dtype)
+    for first, piece in pieces:
+        if first >= begin:
+            rows[first - begin : first - begin + len(piece)] = piece
+    return begin, rows

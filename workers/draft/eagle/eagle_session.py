@@ -64,7 +64,7 @@ class EagleSession(ContextSession):
         """Drop the last draft, and the hidden states of tokens that were removed."""
         length = len(self.tokens)
         self.grown = None
-        self.collected.pieces.clear()
+        self.collected.forget()
         if self._held is not None and self._held[0] >= length:
             self._held = None
         if self.output is not None and self.output[0] + 1 >= length:

@@ -66,7 +66,7 @@ class HeadsSession(DraftingSession):
     def forget_draft(self) -> None:
         """Drop the last draft, and the hidden states of tokens that were removed."""
         self.history.last = None
-        self.collected.pieces.clear()
+        self.collected.forget()
         if self.hidden_position >= len(self.tokens):
             self.hidden = None
 

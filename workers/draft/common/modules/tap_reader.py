@@ -45,10 +45,11 @@ class TapReader:
         """Bytes of what `read` returns of one position."""
         return 2 * len(self._columns) * self._hidden_size
 
-    def read(self, evidence: Evidence) -> tuple[int, Tensor] | None:
-        """Position of the first row, and bfloat16 `[tokens, taps, hidden size]`; `None` without hidden states.
+    def read(self, evidence: Evidence, oldest: int = 0, most: int | None = None) -> tuple[int, Tensor] | None:
+        """Position of the first row, and bfloat16 `[tokens, taps, hidden size]`, a copy; `None` without hidden states.
 
-        Raises `ValueError` for hidden states of another width than the target's taps have.
+        Only positions from `oldest` on are read, and at most `most`. Raises `ValueError` for hidden states of another
+        width than the target's taps have.
         """
         import torch
 
@@ -59,6 +60,11 @@ class TapReader:
             raise ValueError(
                 f"hidden states: {hidden.width} values per position must be {self._taken} taps of {self._hidden_size}"
             )
-        data = bytearray(hidden.data) if isinstance(hidden.data, bytes) else hidden.data
-        values = torch.frombuffer(data, dtype=torch.bfloat16).view(len(hidden), self._taken, self._hidden_size)
-        return hidden.first, values[:, self._columns]
+        first = max(0, oldest - hidden.first)
+        count = len(hidden) - first if most is None else min(most, len(hidden) - first)
+        if count < 1:
+            return None
+        part = hidden.data[2 * hidden.width * first : 2 * hidden.width * (first + count)]
+        data = bytearray(part) if isinstance(part, bytes) else part
+        values = torch.frombuffer(data, dtype=torch.bfloat16).view(count, self._taken, self._hidden_size)
+        return hidden.first + first, values[:, self._columns]

@@ -25,13 +25,20 @@ _LEAST_BYTES, _MOST_BYTES = 64 << 20, 2 << 30
 class CollectedStates:
     """What is collected of one running sequence."""
 
-    __slots__ = ("pieces", "reserved")
+    __slots__ = ("pieces", "positions", "reserved")
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, Tensor]] = []
         """First position and rows [positions, width]."""
+        self.positions = 0
+        """Positions of all pieces."""
         self.reserved = 0
         """Bytes that the reservoir counts for what was collected."""
+
+    def forget(self) -> None:
+        """Drop what was collected, because a token has changed."""
+        self.pieces.clear()
+        self.positions = 0
 
 
 class CollectedSession(Protocol):
@@ -67,16 +74,16 @@ class TextCollector:
             return
         oldest = session.start.prompt_len - 1 - self._before
         for one in evidence:
-            found = self.reader.read(one)
+            room = _MOST_COLLECTED - collected.positions
+            found = self.reader.read(one, oldest, room) if room else None
             if found is None:
                 continue
             first, taps = found
-            skipped = max(0, oldest - first)
-            stored = sum(len(rows) for _, rows in collected.pieces)
-            rows = taps[skipped : skipped + _MOST_COLLECTED - stored].flatten(1)
+            rows = taps.flatten(1)  # `read` has copied it
             size = rows.numel() * rows.element_size()
-            if size and reservoir.reserve(size):
-                collected.pieces.append((first + skipped, rows.clone()))
+            if reservoir.reserve(size):
+                collected.pieces.append((first, rows))
+                collected.positions += len(rows)
                 collected.reserved += size
 
     def finish(self, session: CollectedSession) -> None:
@@ -85,5 +92,9 @@ class TextCollector:
             return
         found = consecutive(session.collected.pieces)
         if found is not None:
-            self._reservoir.add(CollectedText(session.start, tuple(session.tokens), *found))
+            first, rows = found
+            # Nothing is learned of tokens beyond those that follow the last known states.
+            text = CollectedText(session.start, tuple(session.tokens[: first + len(rows) + 2]), first, rows)
+            if text.base_len < len(text.tokens):
+                self._reservoir.add(text)
         self._reservoir.free(session.collected.reserved)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 import torch
 
 from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import Evidence
 from cluster.core.request import SequenceStart
 from tests.unit.draft.rows import GREEDY, SIZE, STATES, TAPS, TOKENS, shown
-from workers.draft.common.learning import CollectedText, Reservoir
+from workers.draft.common.learning import CollectedText, Reservoir, consecutive
+from workers.draft.common.modules import text_collector
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.modules.text_collector import CollectedStates, TextCollector
 
@@ -53,3 +56,79 @@ def test_nothing_is_collected_without_consent() -> None:
 
 def test_what_does_not_fit_into_the_reservoir_is_left_out() -> None:
     assert collected(1000, most_bytes=4 * SIZE) == ()
+
+
+def test_a_long_answer_is_collected_as_far_as_its_states_are_known_and_read_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The serving loop pays nothing for what is not collected, and measures take no steps that know no states."""
+    monkeypatch.setattr(text_collector, "_MOST_COLLECTED", 10)
+    read: list[tuple[int, int]] = []
+    plain = TapReader.read
+
+    def recorded(
+        self: TapReader, evidence: Evidence, oldest: int = 0, most: int | None = None
+    ) -> tuple[int, torch.Tensor] | None:
+        found = plain(self, evidence, oldest, most)
+        if found is not None:
+            read.append((found[0], len(found[1])))
+        return found
+
+    monkeypatch.setattr(TapReader, "read", recorded)
+    reader = TapReader(TAPS, TargetSection.model_validate({"evidence": {"taps": TAPS}}), SIZE)
+    collector, reservoir = TextCollector(reader, 5), Reservoir(1 << 20)
+    collector.collect_into(reservoir)
+    sequence = Sequence(SequenceStart(PROMPT, GREEDY, allows_learning=True))
+    for first, end in ((0, 100), (100, PROMPT), *((number, number + 1) for number in range(PROMPT, LENGTH - 1))):
+        collector.take(sequence, [shown(first, end)])
+    collector.finish(sequence)
+    assert read == [(PROMPT - 6, 6), *((number, 1) for number in range(PROMPT, PROMPT + 4))]
+    ((text,),) = ([*one.training, *one.left_out, *one.held_back] for one in reservoir.salts())
+    assert (text.first, text.tokens) == (PROMPT - 6, tuple(TOKENS[: PROMPT + 6]))
+    assert torch.equal(text.hidden, STATES[PROMPT - 6 : PROMPT + 4])
+
+
+def test_what_is_collected_of_changed_tokens_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_collector, "_MOST_COLLECTED", 10)
+    reader = TapReader(TAPS, TargetSection.model_validate({"evidence": {"taps": TAPS}}), SIZE)
+    collector, reservoir = TextCollector(reader), Reservoir(1 << 20)
+    collector.collect_into(reservoir)
+    sequence = Sequence(SequenceStart(PROMPT, GREEDY, allows_learning=True))
+    collector.take(sequence, [shown(PROMPT, PROMPT + 8)])
+    sequence.collected.forget()
+    collector.take(sequence, [shown(PROMPT, PROMPT + 8)])
+    assert [(first, len(rows)) for first, rows in sequence.collected.pieces] == [(PROMPT, 8)]
+
+
+def test_an_answer_of_one_token_teaches_nothing() -> None:
+    """Else a client with such answers alone would start trainings that cannot end well."""
+    reader = TapReader(TAPS, TargetSection.model_validate({"evidence": {"taps": TAPS}}), SIZE)
+    collector, reservoir = TextCollector(reader, 64), Reservoir(1 << 20)
+    collector.collect_into(reservoir)
+    for length, seen in ((PROMPT + 1, 0), (PROMPT + 2, 1)):
+        sequence = Sequence(SequenceStart(PROMPT, GREEDY, allows_learning=True), TOKENS[:length])
+        collector.take(sequence, [shown(0, length - 1)])
+        assert sequence.collected.positions
+        collector.finish(sequence)
+        assert reservoir.seen == seen
+    assert reservoir.reserve((1 << 20) // 2)
+
+
+def test_the_last_run_of_positions_is_kept_with_the_latest_rows() -> None:
+    """Pieces in any order, with gaps and repetitions."""
+    random = Random(5)
+    for _ in range(300):
+        pieces = []
+        for number in range(random.randrange(6)):
+            first, length = random.randrange(20), random.randrange(6)
+            pieces.append((first, torch.full((length, 2), float(number)).bfloat16()))
+        rows = {first + index: row for first, piece in pieces for index, row in enumerate(piece)}
+        found = consecutive(pieces)
+        if not rows:
+            assert found is None
+            continue
+        first = end = max(rows)
+        while first - 1 in rows:
+            first -= 1
+        assert found is not None and found[0] == first
+        assert torch.equal(found[1], torch.stack([rows[position] for position in range(first, end + 1)]))
