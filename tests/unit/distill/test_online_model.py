@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models import distilled_draft, tiny
+from workers.distill import online_model
 from workers.distill.agreement import agreement, share
 from workers.distill.answers import Answer
 from workers.distill.online import OnlinePlan, ServedText
@@ -82,3 +84,20 @@ def test_long_texts_are_cut_to_the_end_of_the_prompt_and_to_the_size_of_a_batch(
     train_model_online(student, parameters(student), [long], (), OnlinePlan(steps=1, batch_tokens=150))
     module.remove()
     assert lengths == [(1, 150)]
+
+
+def test_a_pause_during_a_measure_leaves_out_no_later_one(
+    student: ServedStudent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process stands still while requests run, perhaps for hours."""
+    calls: list[None] = []
+
+    def shared(_: object) -> float:
+        calls.append(None)
+        if len(calls) == 2:
+            time.sleep(3)
+        return float(len(calls))
+
+    monkeypatch.setattr(online_model, "share", shared)
+    train_model_online(student, parameters(student), [text(FIRST)] * 12, [text(FIRST)] * 4, PLAN)
+    assert len(calls) == 4  # before the first step, after each third part

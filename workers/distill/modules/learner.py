@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
-from workers.distill.loop import EarlyStopping, Report, TrainingLoop, TrainingPlan
+from workers.distill.loop import Clock, EarlyStopping, Report, TrainingLoop, TrainingPlan
 from workers.distill.modules.batches import TapBatch, TapSource, tap_batch
 from workers.distill.modules.path_loss import accepted, path_loss
 from workers.distill.modules.paths import Paths, predict
@@ -79,10 +80,10 @@ class ModuleTraining:
         learner = ModuleLearner(tapped, held_out, plan)
         self._loop = TrainingLoop(learner, answers, plan.training, checkpoint, early_stopping=early_stopping)
 
-    def run(self, report: Report) -> Progress:
+    def run(self, report: Report, clock: Clock = time.monotonic) -> Progress:
         """Train until the plan is finished or nothing improves; see `TrainingLoop.run`."""
         self._module.train()
-        return self._loop.run(report)
+        return self._loop.run(report, clock)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cluster.core.errors import ConfigurationError
 from tests.support.models import drafting_modules, public_drafts
+from workers.distill import online
 from workers.distill.online import OnlinePlan, ServedText, train_online
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, load_drafter, load_ends, make_module, parameters_of
@@ -66,6 +69,25 @@ def test_the_state_that_predicts_texts_best_that_were_left_out_is_kept(
     kept = train_online(module, learned, ends, [text(OTHER, kind)] * 12, [text(FIRST, kind)] * 4, plan)
     for name, value in kept.items():
         torch.testing.assert_close(value, learned[name], rtol=1e-6, atol=0)
+
+
+def test_a_pause_during_a_measure_leaves_out_no_later_one(
+    ends: TargetEnds, module_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process stands still while requests run, perhaps for hours."""
+    calls: list[None] = []
+
+    def measured(*_: object, **__: object) -> SimpleNamespace:
+        calls.append(None)
+        if len(calls) == 2:
+            time.sleep(3)
+        return SimpleNamespace(tokens_per_step=float(len(calls)))
+
+    monkeypatch.setattr(online, "measure", measured)
+    module = module_of("heads")
+    texts = [text(FIRST, "heads")] * 12
+    train_online(module, parameters_of(module), ends, texts, texts[:4], OnlinePlan(steps=20, measures=5))
+    assert len(calls) == 6  # before the first step, after each fifth part
 
 
 @pytest.mark.parametrize("kind", ["heads", *SLOW])
