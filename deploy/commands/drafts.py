@@ -27,14 +27,15 @@ class Action(StrEnum):
 
 
 def drafts(
-    action: Annotated[Action, typer.Argument(help="`rollback` serves the version before the served one.")],
+    action: Annotated[Action, typer.Argument(help="`rollback` serves the version that was served before.")],
     config: ConfigOption = None,
     assignments: SetOption = None,
     client: Annotated[
-        str | None, typer.Option(help="Name of the API key whose draft is meant; empty: that without keys.")
+        str | None,
+        typer.Option(help="Name of the API key whose drafts are meant, of any cache_salt; empty: without keys."),
     ] = None,
 ) -> None:
-    """List the versions in draft.learn_directory, or go back to the ones before.
+    """List the versions in draft.learn_directory, or go back to the ones that were served before.
 
     Running servers follow within a second, and no answer changes.
     """
@@ -45,7 +46,7 @@ def drafts(
     key = None if client is None else salt_key(scoped_salt(client, "", shares_between_keys=False))
     if action is Action.ROLLBACK:
         roll_back(directory, key)
-    output.print(_table([one for one in versions_of(directory) if key in (None, one.key)]))
+    output.print(_table([one for one in versions_of(directory) if key in (None, one.key, one.client)]))
 
 
 def _table(found: list[SaltVersions]) -> Table:

@@ -88,6 +88,9 @@ class DraftSection(PluginHost):
     learn_directory: str | None = None
     """Directory for the learned weights, from which a restart goes on; unset: they end with the process. It has no
     texts in it."""
+    learn_directory_bytes: Annotated[int, Field(ge=MIB, le=1 << 50)] | None = None
+    """Most bytes of all versions in `draft.learn_directory`; unset: 16 GiB, or three versions of one client if they
+    take more. A new version removes older ones first that no rollback would serve, then other clients' versions."""
     learn_text_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
     """Most memory for texts and their hidden states to learn from, in bytes, in the target's process; unset: room for
     96 texts of 1,024 tokens, by the width that the draft reads, within 64 MiB and 2 GiB. A training copies a client's

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -16,7 +18,7 @@ from cluster.core.ids import CacheSalt, SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, StepResult
-from deploy.distillation.learner_process import learn
+from deploy.distillation.learner_task import learn
 from tests.support.engines.colocated_decoding import Decoded, decode_together
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.models import distilled_draft, drafting_modules, public_drafts, tiny
@@ -24,7 +26,9 @@ from workers.draft.common.learning import LearnsOnline, Reservoir
 from workers.draft.registry import create
 from workers.model.draft_shapes import BlockShape, EagleShape, HeadsShape, LayerShape, Shape
 from workers.serve.configuration import load_configuration
+from workers.serve.learning.learner import Learner, LearnerOptions
 from workers.serve.learning.messages import Candidate, Task
+from workers.serve.learning.versions import Versions
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
@@ -47,6 +51,8 @@ DRAFTS: dict[str, tuple[tuple[int, ...], Shape | None, dict[str, Any]]] = {
     "distilled": ((), None, MODEL | {"compile_directory": str(KEPT)}),
 }
 """By kind: the taps, the shape of the module, and settings with which drafts are chains."""
+COMMAND = (sys.executable, "-m", "deploy.distillation.learner_process", "normal")
+"""The learner's process with the usual priority, so that a loaded machine does not delay the test."""
 METHODS = {"dspark": "block", "distilled": "model"}
 """The methods of kinds with other names."""
 Message = TypeVar("Message", Task, Candidate)
@@ -150,6 +156,11 @@ def passed(message: Message) -> Message:
         return type(message).read(Path(file.name))
 
 
+def task_in(file: IO[bytes]) -> Task:
+    """The task that the learner's process is given in an open file."""
+    return Task.read(Path(f"/proc/self/fd/{file.fileno()}"))
+
+
 def answers(found: Sequence[Decoded]) -> list[list[int]]:
     """The answers, cut to the same length."""
     return [one.answer[:TOKENS] for one in found]
@@ -163,3 +174,28 @@ def accepted(found: Sequence[Decoded]) -> int:
 def trees(found: Sequence[Decoded]) -> list[list[TokenTree]]:
     """The drafts of each sequence."""
     return [[proposal.tree for proposal in one.proposals] for one in found]
+
+
+def learner_of(
+    served: Served,
+    versions: Versions | None = None,
+    command: tuple[str, ...] = COMMAND,
+    is_idle: Callable[[], bool] = lambda: True,
+    **bounds: Any,
+) -> Learner:
+    """A learner that has not begun."""
+    return Learner(
+        served.weights,
+        served.reservoir,
+        served.values,
+        versions or Versions(None, served.weights),
+        is_idle,
+        LearnerOptions(command, fresh_texts=8, least_held_back=2, idle_seconds=0.05, **bounds),
+    )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +16,38 @@ from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ConfigurationError
 from cluster.core.verification import StepBatch, StepResult
-from deploy.distillation import learner_process
+from deploy.distillation import learner_task
 from tests.support.engines.colocated_decoding import decode_together
 from tests.support.models import public_drafts, tiny
 from tests.support.models.drafting_evidence import drafter_of
-from tests.unit.serve.learning.served import BUDGET, PROMPTS, TIMES, TOKENS, Served, accepted, answers, passed, trees
+from tests.unit.serve.learning.served import (
+    BUDGET,
+    PROMPTS,
+    TIMES,
+    TOKENS,
+    Served,
+    accepted,
+    answers,
+    learner_of,
+    passed,
+    task_in,
+    trees,
+    wait_until,
+)
 from workers.draft.common.learning import salt_key
 from workers.draft.common.modules.learned_modules import LearnedModules
 from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS
 from workers.model.formats.registry import read_draft
 from workers.serve.configuration import load_configuration
-from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
+from workers.serve.learning.learner import Learner, start_learner
 from workers.serve.learning.messages import Candidate, Task
 from workers.serve.learning.versions import Versions, roll_back, stored_versions
-
-COMMAND = (sys.executable, "-m", "deploy.distillation.learner_process", "normal")
-"""The learner's process with the usual priority, so that a loaded machine does not delay the test."""
-
-
-def learner_of(
-    served: Served,
-    versions: Versions | None = None,
-    command: tuple[str, ...] = COMMAND,
-    is_idle: Callable[[], bool] = lambda: True,
-    **bounds: int,
-) -> Learner:
-    """A learner that has not begun."""
-    return Learner(
-        served.weights,
-        served.reservoir,
-        served.values,
-        versions or Versions(None, served.weights),
-        is_idle,
-        LearnerOptions(command, fresh_texts=8, least_held_back=2, idle_seconds=0.05, **bounds),
-    )
 
 
 @pytest.fixture
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Served:
     torch.set_num_threads(1)
     return Served(tmp_path, getattr(request, "param", "heads"))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -104,7 +88,7 @@ def test_weights_of_the_files_are_served_again_without_a_training_where_they_are
     key = salt_key("a/")
     files = served.weights.of(key)
     served.weights.replace(key, {name: torch.randn_like(value) * 10 for name, value in files.items()})
-    monkeypatch.setattr(learner_process, "train_online", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(learner_task, "train_online", lambda *_: pytest.fail("trained"))
     learned = served.learned(key)
     assert all(torch.equal(learned[name], value.bfloat16().float()) for name, value in files.items())
 
@@ -122,7 +106,7 @@ def test_the_latest_texts_alone_are_learned_from(served: Served, monkeypatch: py
     for _ in range(TIMES):
         served.serve()
     tasks: list[Task] = []
-    monkeypatch.setattr(Learner, "_candidate", lambda _, task: tasks.append(task))
+    monkeypatch.setattr(Learner, "_candidate", lambda _, file: tasks.append(task_in(file)))
     learner = learner_of(served, most_texts=5, most_left_out=2, most_held_back=3)
     assert not learner.learn_once()
     (texts,) = served.reservoir.salts()
@@ -170,7 +154,7 @@ def test_a_candidate_is_mapped_from_the_file_that_its_process_wrote(
         Candidate(weights, (9, 9, 9), (5, 5, 5), (9, 9, 9)).write(file)
     learner = learner_of(served, command=("cat", str(tmp_path / "candidate")))
     found = []
-    monkeypatch.setattr(Learner, "_take", lambda _, __, ___, candidate: found.append(candidate.weights))
+    monkeypatch.setattr(Learner, "_take", lambda _, __, candidate: found.append(candidate.weights))
     assert not learner.learn_once()
     for name, value in weights.items():
         assert torch.equal(found[0][name], value) and "memfd:candidate" in mapped_file(found[0][name])
@@ -242,8 +226,8 @@ def test_weights_that_diverge_are_dropped_and_the_served_ones_stay(served: Serve
     program = """
 import sys
 from functools import partial
-from deploy.distillation import learner_process
-learner_process.OnlinePlan = partial(learner_process.OnlinePlan, learning_rate=float(sys.argv.pop(2)))
+from deploy.distillation import learner_process, learner_task
+learner_task.OnlinePlan = partial(learner_task.OnlinePlan, learning_rate=float(sys.argv.pop(2)))
 learner_process.main()
 """
     for rate in ("1e30", "nan"):
@@ -322,6 +306,7 @@ import time
 from pathlib import Path
 from workers.serve.learning.versions import Versions
 class Slow:
+    saved_bytes = 5
     def save(self, directory, weights):
         (directory / "model.safetensors").write_bytes(b"begun")
         Path({str(begun)!r}).touch()
@@ -404,6 +389,8 @@ def test_a_stored_version_has_the_format_of_the_draft_and_is_read_again(tmp_path
     found = served.weights.read(version)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
+    written = sum(file.stat().st_size for file in version.iterdir())
+    assert written <= served.weights.saved_bytes <= written + 256 * (len(load_file(version / WEIGHTS)) + 1)
     assert read_draft(version) == read_draft(draft)
     others = load_file(draft / WEIGHTS).keys() - weights.keys()
     assert others == {"lm_head.weight" if kind == "dspark" else VOCABULARY}
