@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
+from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.sections import Configuration
 from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
@@ -67,7 +68,8 @@ class CoordinatorServer:
         self._server = WireServer(
             server.grpc_host if internal_host is None else internal_host,
             server.grpc_port if internal_host is None else 0,
-            max_message_bytes=configuration.limits.max_body_bytes,
+            # An ingress has bounded what clients send, and its own messages are longer.
+            max_message_bytes=configuration.limits.max_body_bytes if internal_host is None else MAX_MESSAGE_BYTES,
             access=OPEN if internal_host is None else access,
             interceptors=() if keys is None else (AccessInterceptor(keys),),
             public=PublicOptions(server.tls if internal_host is None else None),

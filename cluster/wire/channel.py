@@ -15,10 +15,13 @@ _KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def message_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Return the gRPC options that bound the size of sent and received messages."""
+    """Return the gRPC options that bound the size of received messages, and that of sent ones by the largest bound.
+
+    What answers a message may be longer than a message may be.
+    """
     return (
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max(max_message_bytes, MAX_MESSAGE_BYTES)),
     )
 
 

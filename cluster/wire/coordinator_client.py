@@ -9,12 +9,15 @@ from typing import Any
 
 import grpc
 
-from cluster.core.errors import DeadlineExceeded, NotReady, PilotfishError
+from cluster.core.bounds import MAX_MESSAGE_BYTES
+from cluster.core.errors import DeadlineExceeded, NotReady, PilotfishError, TooLarge
 from cluster.wire.coordinator_service import WINDOW, Outbox
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.status import DETAIL_KEY, from_rpc_error
 from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 
+MOST_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
+"""Longest request of a call. What surrounds it in its message is far shorter than the rest of that message's bound."""
 _ACKNOWLEDGED = WINDOW // 2
 """Consumed responses after which the coordinator is told."""
 _LATE_SECONDS = 2.0
@@ -107,9 +110,13 @@ class _Stream:
         self._reading = asyncio.create_task(self._read(), name="calls")
 
     def begin(self, request: generation_pb2.GenerateRequest, timeout_seconds: float) -> _Call:
+        """Begin a call. Raises `TooLarge` for a request that the stream cannot carry, which would break all calls."""
+        data = request.SerializeToString()
+        if len(data) > MOST_REQUEST_BYTES:
+            raise TooLarge("body", f"{len(data)} bytes", f"at most {MOST_REQUEST_BYTES} bytes")
         self._last += 1
         call = self._calls[self._last] = _Call(self._last, self._outbox)
-        begin = coordinator_pb2.CallBegin(request=request.SerializeToString(), timeout_seconds=timeout_seconds)
+        begin = coordinator_pb2.CallBegin(request=data, timeout_seconds=timeout_seconds)
         self._outbox.put(coordinator_pb2.CoordinatorServiceGenerateRequest(call=call.number, begin=begin))
         late = DeadlineExceeded(f"no answer within {timeout_seconds:g} s")
         call.timer = asyncio.get_running_loop().call_later(timeout_seconds + _LATE_SECONDS, call.finish, late)
@@ -140,7 +147,9 @@ class _Stream:
                     self._apply(event)
             self._lose(NotReady("the coordinator is stopping"))
         except grpc.aio.AioRpcError as error:
-            self._lose(self._connection.failed(error, self._channel))
+            lost = self._connection.failed(error, self._channel)
+            # Whatever broke the stream, it is no mistake of these calls, and they may go on elsewhere.
+            self._lose(lost if isinstance(lost, NotReady) else NotReady(f"the stream of calls broke: {lost}"))
         except PilotfishError as error:
             self._lose(error)
         finally:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,8 @@ WINDOW = 64
 """Responses of one call that the client has not consumed. The call waits at this number."""
 _MOST_EVENTS = 512
 """Events in one message."""
+_MOST_STARTED_BYTES = 16 * 1024 * 1024
+"""Bytes of the starts in one message, unless one start alone has more. A start may have all of a prompt."""
 
 Generate = Callable[[generation_pb2.GenerateRequest, float], AsyncGenerator[generation_pb2.GenerateResponse, None]]
 """Yields the responses of one request with a timeout in seconds. Raises Pilotfish errors."""
@@ -71,13 +73,26 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         reading = asyncio.create_task(calls.read(request_iterator), name="calls")
         try:
             while events := await calls.outbox.take():
-                for first in range(0, len(events), _MOST_EVENTS):
-                    part = events[first : first + _MOST_EVENTS]
+                for part in _parts(events):
                     yield coordinator_pb2.CoordinatorServiceGenerateResponse(events=part)
             await reading  # raises the error that has ended the stream
         finally:
             reading.cancel()
             await calls.cancel()
+
+
+def _parts(events: Sequence[coordinator_pb2.CallEvent]) -> Iterator[list[coordinator_pb2.CallEvent]]:
+    """Yield the events of each message. Those that are not the starts of calls are short."""
+    part: list[coordinator_pb2.CallEvent] = []
+    started_bytes = 0
+    for event in events:
+        size = event.ByteSize() if event.response.HasField("started") else 0
+        if part and (len(part) >= _MOST_EVENTS or (size and started_bytes + size > _MOST_STARTED_BYTES)):
+            yield part
+            part, started_bytes = [], 0
+        part.append(event)
+        started_bytes += size
+    yield part
 
 
 class _Call:

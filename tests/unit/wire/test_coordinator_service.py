@@ -11,16 +11,19 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable
-from cluster.wire import coordinator_client
+from cluster.core.bounds import MAX_MESSAGE_BYTES
+from cluster.core.errors import DeadlineExceeded, InvalidRequest, NotReady, Overloaded, TargetUnavailable, TooLarge
+from cluster.wire import connection, coordinator_client, coordinator_service
 from cluster.wire.connection import fixed_address
-from cluster.wire.coordinator_client import CoordinatorClient
+from cluster.wire.coordinator_client import MOST_REQUEST_BYTES, CoordinatorClient
 from cluster.wire.coordinator_service import WINDOW, CoordinatorServicer
 from cluster.wire.server import COORDINATOR_SERVICE, WireServer
 from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 from tests.support.deadline import deadline
 
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
+LONG_START = 100_000
+"""Bytes of the first response of calls named "starts"."""
 
 
 def request(kind: str, count: int = 0) -> generation_pb2.GenerateRequest:
@@ -41,7 +44,7 @@ class Service:
     timeouts: list[float] = field(default_factory=list)
     waiting: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    """Lets the calls named "together" begin to count."""
+    """Lets the calls named "together" and "starts" begin to count."""
 
     async def generate(self, message: generation_pb2.GenerateRequest, seconds: float) -> Responses:
         self.begun += 1
@@ -51,9 +54,12 @@ class Service:
                 raise InvalidRequest("temperature", 9, "between 0 and 2")
             if message.request_id == "full":
                 raise Overloaded("full", 3.0)
-            if message.request_id == "together":
+            if message.request_id in ("together", "starts"):
                 self.waiting += 1
                 await self.gate.wait()
+            if message.request_id == "starts":
+                started = generation_pb2.GenerationStarted(prompt_token_bytes=[bytes(LONG_START)])
+                yield generation_pb2.GenerateResponse(started=started)
             for index in range(message.max_draft_tokens):
                 self.produced[message.request_id] = index + 1
                 yield response(index)
@@ -92,10 +98,10 @@ class CountingServicer(CoordinatorServicer):
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[Served]:
+async def served(most_bytes: int = MAX_MESSAGE_BYTES) -> AsyncIterator[Served]:
     service = Service()
     servicer = CountingServicer(service)
-    async with deadline(60.0), WireServer("127.0.0.1", 0) as server:
+    async with deadline(60.0), WireServer("127.0.0.1", 0, max_message_bytes=most_bytes) as server:
         add_to_server = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
         server.add(COORDINATOR_SERVICE, add_to_server, servicer)
         client = CoordinatorClient(fixed_address(f"127.0.0.1:{await server.start()}"))
@@ -242,6 +248,52 @@ async def test_what_is_wrong_with_one_request_ends_its_own_call_only() -> None:
         assert (await stream.read()).events[0].response == response(0)
         stream.cancel()
         assert await running == list(range(500))
+
+
+async def test_a_request_that_no_message_can_hold_ends_its_own_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 10_000
+    monkeypatch.setattr(coordinator_client, "MOST_REQUEST_BYTES", most, raising=False)
+    async with served(most + 1024) as it:
+        running = asyncio.create_task(read_all(it.client, request("long", 500)))
+        while not it.service.begun:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0)
+        with pytest.raises(TooLarge, match=f"at most {most} bytes"):
+            await read_all(it.client, generation_pb2.GenerateRequest(text="x" * 2 * most))
+        longest = request("longest", 3)
+        longest.text = "x" * (most - longest.ByteSize() - 3)
+        assert longest.ByteSize() == most
+        assert await read_all(it.client, longest) == [0, 1, 2]
+        assert await running == list(range(500))
+
+
+async def test_whatever_breaks_the_stream_is_no_mistake_of_its_calls() -> None:
+    async with served(10_000) as it:
+        running = asyncio.create_task(read_all(it.client, request("hangs", 1)))
+        while not it.service.begun:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+        too_long = generation_pb2.GenerateRequest(text="x" * 20_000)
+        for reading in (asyncio.create_task(read_all(it.client, too_long)), running):
+            with pytest.raises(NotReady, match="the stream of calls broke: "):
+                await reading
+        assert await read_all(it.client, request("again", 3)) == [0, 1, 2]
+
+
+def test_what_surrounds_a_request_in_its_message_is_short() -> None:
+    begin = coordinator_pb2.CallBegin(request=bytes(MOST_REQUEST_BYTES), timeout_seconds=3600.0)
+    message = coordinator_pb2.CoordinatorServiceGenerateRequest(call=2**64 - 1, begin=begin)
+    assert MOST_REQUEST_BYTES < message.ByteSize() <= MAX_MESSAGE_BYTES
+
+
+async def test_starts_with_long_prompts_share_no_message_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 5 * LONG_START)
+    monkeypatch.setattr(coordinator_service, "_MOST_STARTED_BYTES", 3 * LONG_START, raising=False)
+    async with served() as it:
+        calls = [asyncio.create_task(read_all(it.client, request("starts", 3))) for _ in range(7)]
+        while it.service.waiting < 7:  # noqa: ASYNC110 - the service has no event for it
+            await asyncio.sleep(0.01)
+        it.service.gate.set()
+        assert await asyncio.gather(*calls) == [[0, 0, 1, 2]] * 7  # together, they are longer than a message may be
+    assert len(it.messages) >= 3
 
 
 async def test_a_malformed_message_ends_the_stream_with_its_reason() -> None:
