@@ -20,6 +20,9 @@ from pilotfish.v1 import common_pb2, generation_pb2
 
 HEADER = "Last-Event-ID"
 MAX_ID_CHARS = 16_384
+MOST_CHOICES = 192
+"""Most choices of a response whose events have ids. Each event names the state of all of them, and the longest id that
+a client may send back holds so many."""
 _ID = re.compile(r"([^/]+)/([0-9a-f]{1,16})/([0-9a-f]{1,10})/([0-9a-f]{12})/([^/]*)/([^/]*)/([cud])")
 _ORIGINS = r"(\d{1,8})-(\d{1,8})-(\d{1,8})-(\d{1,8})"
 _CHOICE = re.compile(
@@ -55,7 +58,10 @@ class EventId:
 
 
 class EventIds:
-    """The ids of the events of one response. The client sends one of them back to get what follows its event."""
+    """The ids of the events of one response. The client sends one of them back to get what follows its event.
+
+    The events of a response with more than `MOST_CHOICES` choices have none.
+    """
 
     def __init__(self, last: EventId, choices: Sequence[Choice]) -> None:
         """`last` says what was sent before, and `choices` what is sent at any time."""
@@ -64,7 +70,9 @@ class EventIds:
         self._choices = choices
 
     def next(self, stage: Stage) -> str:
-        """Return the id of an event that is sent now."""
+        """Return the id of an event that is sent now; an empty text for none."""
+        if len(self._choices) > MOST_CHOICES:
+            return ""
         return f"{self._beginning}{','.join(map(_state, self._choices))}/{stage}"
 
 

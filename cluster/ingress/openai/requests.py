@@ -78,7 +78,8 @@ class Parameters(GrammarParameters, VllmParameters):
     model: Text | None = None
     """A served name of the model; unset: the model that is served."""
     stream: bool = False
-    """Send server-sent events while the answer is generated. Each has an id with which the stream can be resumed."""
+    """Send server-sent events while the answer is generated. Each has an id with which the stream can be resumed,
+    unless the response has more than 192 choices."""
     stream_options: StreamOptions | None = None
     """`include_usage` and `continuous_usage_stats`, with `stream`."""
     max_tokens: UInt32 | None = None

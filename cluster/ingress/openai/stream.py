@@ -51,7 +51,7 @@ async def chunks(
     options: ResponseOptions,
     on_error: Callable[[Exception], ErrorResponse],
 ) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events: one per commit, the usage if requested, `[DONE]`. Each has an id.
+    """Yield server-sent events: one per commit, the usage if requested, `[DONE]`. Each has an id, see `EventIds`.
 
     `beginning` is what the first event says, and what was sent before. An error becomes an event too, because the
     status line is already sent.
@@ -160,7 +160,8 @@ def _server_sent(payload: Json, event_id: str) -> bytes:
 
 
 def _with_id(data: bytes, event_id: str) -> bytes:
-    return b"id: " + event_id.encode() + b"\ndata: " + data + b"\n\n"
+    begin = b"id: " + event_id.encode() + b"\n" if event_id else b""
+    return begin + b"data: " + data + b"\n\n"
 
 
 def _note_acceptance(choice: Choice, delta: generation_pb2.GenerationDelta) -> None:

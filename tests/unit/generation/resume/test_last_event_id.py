@@ -17,8 +17,12 @@ import pytest
 
 from cluster.core.config.sections import LimitsSection
 from cluster.ingress.http import create_app
+from cluster.ingress.openai.event_ids import MAX_ID_CHARS, MOST_CHOICES, EventId, EventIds, Stage, parse_event_id
+from cluster.ingress.openai.formats import Choice
+from pilotfish.v1 import common_pb2
 from tests.support.clusters.fake_coordinators import CuttableConnections, FakeReplicas, fake_replicas
 from tests.support.fakes.fake_engine import listening
+from tests.support.fakes.http_app import HttpApi
 from tests.support.slow import slow_but
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello the world"}]}
@@ -206,6 +210,68 @@ async def test_a_resumed_stream_goes_to_the_coordinator_that_still_holds_its_tok
             later = sum(len(replica.target.batches) for replica in both.cluster.replicas) - steps
             assert later < 60  # the end of the first call and of the resumed one; again from the start it is 100
         assert all(replica.target.batches for replica in both.cluster.replicas)
+
+
+async def test_a_body_of_the_longest_length_breaks_no_stream_of_others(tmp_path: Path) -> None:
+    """The request that an ingress sends to a coordinator is longer than what the client has sent."""
+    limits = LimitsSection(max_body_bytes=1 << 16)
+    overrides: dict[str, object] = {"limits__max_body_bytes": limits.max_body_bytes, "step_delay": 0.02}
+    path, values = BODIES["chat"]
+    body = body_of(values | {"max_tokens": 100})
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        cluster = await enter(fake_replicas(tmp_path, 1, **overrides))  # type: ignore[arg-type]
+        router = cluster.router()
+        stack.push_async_callback(router.close)
+        url = await enter(listening(create_app(router, limits)))
+        both = Ingresses([url], await enter(httpx.AsyncClient(timeout=60.0)), cluster)
+        running = asyncio.create_task(both.events(0, path, body))
+        while not cluster.replicas[0].target.batches:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.001)
+        longest = json.dumps({"prompt": ""})
+        longest = json.dumps({"prompt": "x" * (limits.max_body_bytes - len(longest))})
+        assert len(longest) == limits.max_body_bytes
+        headers = {"content-type": "application/json"}
+        answer = await both.http.post(f"{url}/v1/completions", content=longest, headers=headers)
+        assert not running.done()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded"), answer.text
+        found = read(await running)
+        assert cluster.resumed == []
+    assert found.choices[0][4][0] == "length"
+
+
+def test_the_longest_id_of_the_most_choices_can_be_sent_back() -> None:
+    most = 99_999_999
+    origins = common_pb2.OriginCounts(request=most, earlier=most, trained=most, forced=most)
+    choices = []
+    for index in range(MOST_CHOICES):
+        counts = {"received": most, "drafted": 9_999_999_999, "accepted": most, "text_length": 999_999_999}
+        choice = Choice(index, is_started=True, origins=origins, **counts)  # type: ignore[arg-type]
+        assert choice.utf8.decode("🐟".encode()[:3]) == ""
+        choices.append(choice)
+    last = EventId("r" * 64, 2**64 - 1, 2**40 - 1, "0" * 12, "c" * 64)
+    text = EventIds(last, choices).next(Stage.CHOICES)
+    assert 0.9 * MAX_ID_CHARS < len(text) <= MAX_ID_CHARS
+    assert len(parse_event_id(text).choices) == MOST_CHOICES
+    assert EventIds(last, [*choices, Choice(MOST_CHOICES)]).next(Stage.CHOICES) == ""
+
+
+async def test_events_of_very_many_choices_have_no_ids(tmp_path: Path) -> None:
+    """Each id would name the state of all choices, and be longer than the rest of its event."""
+    api = HttpApi(tmp_path, limits=LimitsSection())
+    sizes = {}
+    for n in (3, 4):
+        body = {"prompt": ["hi"] * 64, "n": n, "stream": True}
+        assert MOST_CHOICES == 64 * 3
+        response = await api.http.post("/v1/completions", json=body)
+        assert response.status_code == 200
+        events = response.text.removesuffix("\n\n").split("\n\n")
+        assert {event.startswith("id: ") for event in events} == {n == 3}
+        found = [json.loads(event.rpartition("data: ")[2]) for event in events[:-1]]
+        ended = [one for event in found for one in event["choices"] if one["finish_reason"] == "stop"]
+        assert sorted(one["index"] for one in ended) == list(range(64 * n))
+        sizes[n] = len(response.text) / len(events)
+    assert sizes[4] < 1500 < sizes[3]
 
 
 async def test_nothing_follows_the_last_event_and_only_the_end_follows_the_usage(tmp_path: Path) -> None:
