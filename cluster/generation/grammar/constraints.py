@@ -34,7 +34,10 @@ _LINE_ENDS = r"/\n{0,2}/"
 
 
 class Constraints:
-    """Gives requests the grammars that they need, and refuses those that cannot be compiled."""
+    """Gives requests the grammars that they need, and refuses those that cannot be compiled.
+
+    Grammars of calls are made in the threads for texts: tools may be as long as a body, and the event loop serves all.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -70,8 +73,11 @@ class Constraints:
 
     async def _calls(self, prompt: ChatPrompt, required: str, form: CallFormat, valid: ValidatedRequest) -> Grammar:
         tools, specials = prompt.options.tools, self._tokenizer.special_tokens_in(tuple(form.markers))
+        chars, single = sum(map(len, tools)), prompt.single_call
         try:
-            calls = tool_call_grammar(tools, required, form, specials, single=prompt.single_call)
+            calls = await self._tokenizer.texts.run(
+                chars, tool_call_grammar, tools, required, form, specials, single=single
+            )
             return await self._checked(calls, valid)
         except InvalidRequest as error:
             if error.field != "grammar":
@@ -82,11 +88,9 @@ class Constraints:
         self, tools: Sequence[str], required: str, valid: ValidatedRequest, error: InvalidRequest
     ) -> InvalidRequest:
         """Return the error of the first tool that may be called and does not compile alone, or that of all together."""
-        for position, function in enumerate(functions_of(tools)):
-            if required not in (ANY_TOOL, function["name"]):
-                continue
+        for position, grammar in await self._tokenizer.texts.run(sum(map(len, tools)), _alone, tools, required):
             try:
-                await self._checked(Grammar.of_schema(without_annotations(function["parameters"])), valid)
+                await self._checked(grammar, valid)
             except InvalidRequest as own:
                 return own.renamed(f"tools[{position}].function.parameters")
         return error.renamed("tools")
@@ -96,6 +100,15 @@ class Constraints:
             bound = "left out: this model has no tokenizer.json, so its tokens have no text that a grammar could match"
             raise InvalidRequest("grammar", grammar.kind.value, bound)
         return await self._checker.check(grammar, flow_of(valid.client, valid.request_id))
+
+
+def _alone(tools: Sequence[str], required: str) -> list[tuple[int, Grammar]]:
+    """Return place and grammar of the parameters of each tool that may be called."""
+    return [
+        (position, Grammar.of_schema(without_annotations(function["parameters"])))
+        for position, function in enumerate(functions_of(tools))
+        if required in (ANY_TOOL, function["name"])
+    ]
 
 
 def after_reasoning(grammar: Grammar, form: AnswerFormat, specials: Specials, *, is_call: bool) -> Grammar:

@@ -26,9 +26,13 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _FIRST_COUNT = re.compile(r"^[{~]\s*(\d*)")
+_INDEX = re.compile(r"\d{1,9}", re.ASCII)
+"""A place in a list, as references name it. Python converts no number of thousands of digits."""
 _JSON = json.JSONDecoder()
 _LEAF, _NEVER = "a leaf", "no rule"
 """Two symbols that are no names of rules: one that always ends, and one that never does."""
+_ROOT = "the root"
+"""The rule of a whole schema."""
 
 
 class _NotUnderstood(Exception):
@@ -45,10 +49,7 @@ def endless_rule(source: str) -> str:
 
 def endless_schema(schema: object) -> str:
     """Return why no finite value matches a JSON schema; empty if one does, or if that is unknown."""
-    try:
-        return _reason(_schema_rules(schema), "#", "the schema")
-    except RecursionError:
-        return ""
+    return _reason(_schema_rules(schema), _ROOT, "the schema")
 
 
 def _reason(rules: Rules, start: str, name: str) -> str:
@@ -106,7 +107,7 @@ def _lark_rules(source: str) -> Rules:
         elif text == "]":
             groups.pop()
             groups[-1][-1].append(_LEAF)
-        elif text in ("?", "*") or (kind == "count" and not int(_FIRST_COUNT.findall(text)[0] or 0)):
+        elif text in ("?", "*") or (kind == "count" and not _FIRST_COUNT.findall(text)[0].strip("0")):
             sequence[-1] = _LEAF
         elif kind != "count" and text not in ("+", "..", "&"):
             raise _NotUnderstood
@@ -141,91 +142,89 @@ def _tokens(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _schema_rules(root: object) -> Rules:
-    """Return the rules of a schema and those inside of it. They are named as references name them."""
-    rules: Rules = {_NEVER: []}
-    pending = [("#", root)]
+    """Return the rules of a schema and those inside of it.
 
-    def rule(name: str, schema: object) -> str:
-        if name not in rules:
-            rules[name] = []
+    Schemas are numbered. A path to each would take the memory of its keys as often as schemas are below them.
+    """
+    rules: Rules = {_NEVER: []}
+    names: dict[int, str] = {}
+    pending: list[tuple[str, dict[str, Any]]] = []
+
+    def rule(schema: object) -> str:
+        if not isinstance(schema, dict):
+            return _NEVER if schema is False else _LEAF
+        name = names.get(id(schema))  # `root` keeps all of them, so no two have one id
+        if name is None:
+            name = names[id(schema)] = f"schema {len(names)}"
             pending.append((name, schema))
         return name
 
+    rules[_ROOT] = [[rule(root)]]
     while pending:
         name, schema = pending.pop()
         required: list[str] = []
-        rules[name] = [] if schema is False else [required]
-        if not isinstance(schema, dict):
-            continue
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and (found := _referenced(root, reference)) is not None:
-            required.append(rule(*found))
-        for position, part in enumerate(_list(schema.get("allOf"))):
-            required.append(rule(f"{name}/allOf/{position}", part))
+        rules[name] = [required]
+        if isinstance(reference := schema.get("$ref"), str):
+            required.append(rule(_referenced(root, reference)))
+        required += map(rule, _list(schema.get("allOf")))
         for key in ("anyOf", "oneOf"):
             if parts := _list(schema.get(key)):
-                rules[f"{name} {key}"] = [[rule(f"{name}/{key}/{at}", part)] for at, part in enumerate(parts)]
+                rules[f"{name} {key}"] = [[rule(part)] for part in parts]
                 required.append(f"{name} {key}")
         types = schema.get("type")
         types = [types] if isinstance(types, str) else _list(types)
         if types and set(map(str, types)) <= {"object", "array"} and not {"const", "enum"} & schema.keys():
             contents = {"object": _entries, "array": _items}
-            rules[f"{name} type"] = [[rule(*part) for part in contents[kind](name, schema)] for kind in types]
+            rules[f"{name} type"] = [[rule(part) for part in contents[kind](schema)] for kind in types]
             required.append(f"{name} type")
-            if "object" in types and (some := list(_choices(name, schema))):
-                rules[f"{name} some"] = [[rule(*part)] for part in some]
+            if "object" in types and (some := list(_choices(schema))):
+                rules[f"{name} some"] = [[rule(part)] for part in some]
                 rules[f"{name} type"][types.index("object")].append(f"{name} some")
     return rules
 
 
-def _entries(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield the name and the schema of each value that an object must have."""
+def _entries(schema: dict[str, Any]) -> Iterator[object]:
+    """Yield the schema of each value that an object must have."""
     known = schema.get("properties")
     for key in _list(schema.get("required")):
         if isinstance(known, dict) and isinstance(key, str) and key in known:
-            yield f"{name}/properties/{_escaped(key)}", known[key]
+            yield known[key]
         elif "patternProperties" not in schema:
-            yield f"{name}/additionalProperties", schema.get("additionalProperties", True)
+            yield schema.get("additionalProperties", True)
 
 
-def _choices(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield the name and the schema of each value of an object that must have one and may choose which."""
+def _choices(schema: dict[str, Any]) -> Iterator[object]:
+    """Yield the schema of each value of an object that must have one and may choose which."""
     if not isinstance(schema.get("minProperties"), int) or schema["minProperties"] < 1 or schema.get("required"):
         return
     for key in ("properties", "patternProperties"):
-        for one, part in schema[key].items() if isinstance(schema.get(key), dict) else ():
-            yield f"{name}/{key}/{_escaped(one)}", part
-    yield f"{name}/additionalProperties", schema.get("additionalProperties", True)
+        yield from schema[key].values() if isinstance(schema.get(key), dict) else ()
+    yield schema.get("additionalProperties", True)
 
 
-def _items(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield the name and the schema of each value that an array must have."""
+def _items(schema: dict[str, Any]) -> Iterator[object]:
+    """Yield the schema of each value that an array must have."""
     least, first = schema.get("minItems"), _list(schema.get("prefixItems"))
     count = least if isinstance(least, int) else 0
-    yield from ((f"{name}/prefixItems/{at}", part) for at, part in enumerate(first[:count]))
+    yield from first[:count]
     if count > len(first):
-        yield f"{name}/items", schema.get("items", True)
+        yield schema.get("items", True)
 
 
-def _referenced(root: object, reference: str) -> tuple[str, object] | None:
-    """Return the name and the schema of a reference inside of the schema; `None` for any other."""
-    name, found = "#", root
+def _referenced(root: object, reference: str) -> object:
+    """Return the schema that a reference inside of the schema names; for any other, one that all values match."""
+    found = root
     if reference != "#" and not reference.startswith("#/"):
-        return None
+        return True
     for part in unquote(reference).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        name += f"/{_escaped(key)}"
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+        if isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
             found = found[int(key)]
         elif isinstance(found, dict) and key in found:
             found = found[key]
         else:
-            return None
-    return name, found
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
+            return True
+    return found
 
 
 def _list(value: object) -> list[Any]:

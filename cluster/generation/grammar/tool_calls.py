@@ -283,7 +283,7 @@ class _CallRules:
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, object, bool]]:
     """Return name, schema and necessity of each property."""
     properties, required = schema.get("properties"), schema.get("required")
-    names = required if isinstance(required, list) else []
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     return [(key, part, key in names) for key, part in properties.items()] if isinstance(properties, dict) else []
 
 

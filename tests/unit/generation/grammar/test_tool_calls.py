@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from cluster.core.bounds import MAX_GRAMMAR_BYTES
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind
+from cluster.generation.grammar import constraints
 from cluster.generation.grammar.constraints import after_reasoning
+from cluster.generation.grammar.endless import endless_rule, endless_schema
 from cluster.generation.grammar.tool_calls import ANY_TOOL, tool_call_grammar
 from cluster.generation.text.tokenizer import Parsers
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser
@@ -231,6 +236,70 @@ def test_a_short_schema_has_no_endless_grammar(name: str) -> None:
     else:
         assert len(tool_call_grammar([tool], ANY_TOOL, form, {}, single=True).text) < 1 << 16
     assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+def test_a_long_key_is_not_kept_once_for_each_schema_below_it(is_required: bool) -> None:
+    below = [f"k{count}" for count in range(2000)]
+    inner: dict[str, Any] = {"type": "object", "properties": {key: {"type": "object"} for key in below}}
+    inner |= {"required": below} if is_required else {"minProperties": 1}
+    key = "x" * (1 << 16)
+    schema = {"type": "object", "properties": {key: inner}, "required": [key]}
+    tracemalloc.start()
+    try:
+        assert endless_schema(schema) == ""
+        inner["properties"]["k7"] |= {"properties": {"a": False}, "required": ["a"]}
+        assert bool(endless_schema(schema)) == is_required
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_coder", "pythonic"])
+def test_many_properties_and_many_required_ones_take_little_time(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    properties = {f"p{count}": {} for count in range(30_000)}
+    schema = {"type": "object", "properties": properties, "required": [f"r{count}" for count in range(30_000)]}
+    begun = time.process_time()
+    with pytest.raises(InvalidRequest, match=r"^grammar: .* at most \d+ characters"):
+        tool_call_grammar([json.dumps(wrong_tool(schema))], ANY_TOOL, form, {}, single=True)
+    assert time.process_time() - begun < 3
+
+
+def test_numbers_of_thousands_of_digits_are_no_error_of_the_server() -> None:
+    assert endless_schema({"allOf": [{}], "$ref": f"#/allOf/{'9' * 5000}"}) == ""
+    assert endless_schema({"type": "array", "prefixItems": [False], "minItems": 10**400}) != ""
+    assert endless_rule(f'start: "a" start{{{"0" * 5000},3}}') == ""
+    assert endless_rule(f'start: "a" start{{{"0" * 5000}1,3}}') != ""
+
+
+async def test_grammars_of_calls_are_made_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, list[str]] = {}
+
+    def noted(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*values: Any, **named: Any) -> Any:
+            threads.setdefault(name, []).append(threading.current_thread().name)
+            return made(*values, **named)
+
+        return make
+
+    for name in ("tool_call_grammar", "functions_of"):
+        monkeypatch.setattr(constraints, name, noted(name, getattr(constraints, name)))
+    api = HttpApi(tmp_path, limits=LimitsSection())
+    api.engine.context = 4096
+    long_reference = wrong_tool({"allOf": [{}], "$ref": f"#/allOf/{'9' * 5000}"})
+    async with api.http:
+        assert (await api.chat(tools=[SWIM], tool_choice="required")).status_code == 200
+        for wrong in (wrong_tool({"type": "fish"}), long_reference):
+            api.engine.context = 1 << 20
+            refused = await api.chat(tools=[SWIM, wrong], tool_choice="required")
+            assert error_of(refused)["param"] == "tools[1].function.parameters"
+    assert {name: len(found) for name, found in threads.items()} == {"tool_call_grammar": 3, "functions_of": 2}
+    assert all(thread.startswith("texts") for found in threads.values() for thread in found)
 
 
 async def test_tools_whose_grammar_is_too_long_are_refused_by_name(tmp_path: Path) -> None:
