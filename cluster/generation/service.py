@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from cluster.core import bounds
 from cluster.core.config.draft_section import LearnsFrom
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, NotReady
 from cluster.core.ids import RequestId, check_request_id, scoped_request_id
-from cluster.core.request import GenerationRequest
+from cluster.core.request import Commit, FinishReason, GenerationRequest, Usage
 from cluster.core.verification import TargetInfo
 from cluster.generation import validate
 from cluster.generation.engine import Engine
@@ -43,6 +43,25 @@ _ABORT_AGAIN_SECONDS = 0.05
 _NamesModel = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest | generation_pb2.DetokenizeRequest
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A call that answers a request."""
+
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    has_begun: bool = False
+    """Whether the engine was asked."""
+    is_aborted: bool = False
+    """Whether it was aborted before."""
+
+
+async def _aborted(request: GenerationRequest) -> AsyncGenerator[Commit, None]:
+    """Yield the ends of the answers of a request that was aborted before it reached the engine."""
+    for index in request.open_answers:
+        known = len(request.resumed[index].tokens) if request.resumed else 0
+        usage = Usage(len(request.input), known, resumed_tokens=known)
+        yield Commit((), 0, finish=FinishReason.ABORT, usage=usage, index=index)
+
+
 class GenerationService:
     """Answers requests with one engine and one tokenizer."""
 
@@ -68,7 +87,7 @@ class GenerationService:
         self._learns_from = learns_from
         self._clock = clock
         self._created = int(time.time() if created is None else created)
-        self._running: dict[RequestId, asyncio.Event] = {}
+        self._running: dict[RequestId, _Running] = {}
         self._claims: dict[RequestId, object] = {}
         """The newest call that waits to resume each request."""
         self._recent = RecentAnswers()
@@ -96,12 +115,14 @@ class GenerationService:
             shares_between_keys=self._shares_between_keys,
             learns_from=self._learns_from,
         )
-        async with self._reserved(valid.scoped_id, take_over=bool(valid.received)):
+        async with self._reserved(valid.scoped_id, take_over=bool(valid.received)) as running:
             request, started = await self._tokenized(valid, info)
             request = replace(request, deadline=deadline)
             events = RequestEvents(valid, request, started, self._tokenizer, self._engine, self._recent)
             if not events.have_ended():
-                async with aclosing(self._engine.generate(events.request)) as commits:
+                running.has_begun = True
+                generate = _aborted if running.is_aborted else self._engine.generate
+                async with aclosing(generate(events.request)) as commits:
                     async for commit in commits:
                         for event in events.take(commit):
                             yield event
@@ -142,7 +163,15 @@ class GenerationService:
 
     def abort(self, request_id: str, client: str = "") -> bool:
         """End the answers of a running request of `client` with `ABORT`. Raises `InvalidRequest` (`request_id`)."""
-        return self._engine.abort(scoped_request_id(client, check_request_id(request_id)))
+        return self._abort(scoped_request_id(client, check_request_id(request_id)))
+
+    def _abort(self, request_id: RequestId) -> bool:
+        """Abort a request. One that has not reached the engine never does."""
+        running = self._running.get(request_id)
+        if running is None or running.has_begun:
+            return self._engine.abort(request_id)
+        running.is_aborted = True
+        return True
 
     async def tokenize(self, message: generation_pb2.TokenizeRequest) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""
@@ -220,33 +249,33 @@ class GenerationService:
         return self._engine.info
 
     @asynccontextmanager
-    async def _reserved(self, request_id: RequestId, *, take_over: bool) -> AsyncIterator[None]:
+    async def _reserved(self, request_id: RequestId, *, take_over: bool) -> AsyncIterator[_Running]:
         """Reserve the id of a request while it runs. `take_over` ends the request that runs with it."""
         if take_over:
             await self._end_earlier(request_id)
         if request_id in self._running:
             raise InvalidRequest("request_id", request_id, "unlike those of running requests")
-        ended = self._running[request_id] = asyncio.Event()
+        running = self._running[request_id] = _Running()
         try:
-            yield
+            yield running
         finally:
             del self._running[request_id]
-            ended.set()
+            running.ended.set()
 
     async def _end_earlier(self, request_id: RequestId) -> None:
         """End the earlier calls of a resumed request that still run. Raises `NotReady` if they do not end.
 
         Of calls that wait here, only the newest goes on: the others raise `InvalidRequest`, so that nobody retries
-        them. A call that has not reached the engine cannot be ended yet.
+        them.
         """
         claim = self._claims[request_id] = object()
         try:
             async with asyncio.timeout(_TAKE_OVER_SECONDS):
-                while self._claims.get(request_id) is claim and (ended := self._running.get(request_id)) is not None:
-                    self._engine.abort(request_id)
+                while self._claims.get(request_id) is claim and (running := self._running.get(request_id)) is not None:
+                    self._abort(request_id)
                     with suppress(TimeoutError):
                         async with asyncio.timeout(_ABORT_AGAIN_SECONDS):
-                            await ended.wait()
+                            await running.ended.wait()
             if self._claims.get(request_id) is not claim:
                 raise InvalidRequest("request_id", request_id, "resumed by one call at a time; a later one goes on")
         except TimeoutError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,6 +238,35 @@ async def test_the_id_of_a_running_request_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="unlike those of running requests"):
             await events_of(generation, request)
     assert text_of(await events_of(generation, request)) == "hello the world"
+
+
+@pytest.mark.parametrize("best_of", [2, 3])
+async def test_a_request_that_has_not_reached_the_engine_is_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best_of: int
+) -> None:
+    generation, engine, tokenizer = fake_service(tmp_path)
+    run, entered, gate = tokenizer.texts.run, asyncio.Event(), asyncio.Event()
+
+    async def held(chars: int, work: Callable[..., Any], *values: Any) -> Any:
+        entered.set()
+        await gate.wait()
+        return await run(chars, work, *values)
+
+    monkeypatch.setattr(tokenizer.texts, "run", held)
+    reading = asyncio.create_task(events_of(generation, Request(text="hi", request_id="r", n=2, best_of=best_of)))
+    await entered.wait()
+    assert generation.abort("r")
+    assert not generation.abort("r", "another client") and not generation.abort("other")
+    gate.set()
+    started, *ends = await reading
+    assert isinstance(started, Started)
+    assert [(end.index, end.reason) for end in ends if isinstance(end, Finished)] == [
+        (0, FinishReason.ABORT),
+        (1, FinishReason.ABORT),
+    ]
+    assert len(ends) == 2 and engine.requests == []
+    assert not generation.abort("r")
+    assert text_of(await events_of(generation, Request(text="hi", request_id="r"))) == "hello the world"
 
 
 async def test_an_aborted_answer_ends_with_abort(tmp_path: Path) -> None:
