@@ -1,9 +1,13 @@
-"""JSON values of clients and models. JSON can hold half of a surrogate pair, which UTF-8 and protobuf cannot."""
+"""JSON values of clients and models.
+
+JSON can hold half of a surrogate pair, which UTF-8 and protobuf cannot. Python reads numbers that JSON cannot hold.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _HALF = re.compile("[\ud800-\udfff]")
 WHOLE = "valid Unicode, without half of a surrogate pair"
@@ -22,13 +26,21 @@ def find_half(value: object, field: str = "") -> tuple[str, object] | None:
 
     The name of an entry belongs to its object. The value may be nested to any depth. A long field is cut.
     """
+    return _first(value, field, lambda entry: isinstance(entry, str) and has_half(entry))
+
+
+def find_infinite(value: object) -> tuple[str, object] | None:
+    """Return the first number inside of a JSON value that is not finite, with its field, as `find_half` does."""
+    return _first(value, "", lambda entry: isinstance(entry, float) and not math.isfinite(entry))
+
+
+def _first(value: object, field: str, is_found: Callable[[object], bool]) -> tuple[str, object] | None:
     pending: list[Iterator[tuple[str, object]]] = [iter([(field, value)])]
     while pending:
         for name, entry in pending[-1]:
-            if isinstance(entry, str):
-                if has_half(entry):
-                    return name, entry
-            elif isinstance(entry, dict | list):
+            if is_found(entry):
+                return name, entry
+            if isinstance(entry, dict | list):
                 pending.append(_entries(name[:_MOST_FIELD_CHARS], entry))
                 break
         else:

@@ -74,8 +74,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise InvalidRequest("content-encoding", encoding, "left out: bodies are read as they are, not compressed")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
+    declared = request.headers.get("content-length", "").lstrip("0")
+    if declared.isdecimal() and (len(declared) > len(str(limit)) or int(declared) > limit):
         await _drain(request, limit)
         raise TooLarge("body", f"{declared} bytes", f"at most {limit} bytes")
     body = bytearray()

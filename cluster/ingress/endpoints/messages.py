@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -19,7 +19,7 @@ from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond
 from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.errors import ErrorResponse, anthropics_error
-from cluster.ingress.openai.fields.types import FirstErrorOnly, StrictModel, Text, UInt32, Untyped
+from cluster.ingress.openai.fields.types import StrictModel, Text, Texts, UInt32, Untyped, Untypeds
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.parsing.parts import Json, Part, PartKind
 from cluster.ingress.openai.requests import ChatRequest
@@ -55,11 +55,11 @@ class ConversationBody(StrictModel):
 
     model: Text | None = None
     """A served name of the model."""
-    messages: Annotated[list[Untyped], FirstErrorOnly()]
+    messages: Untypeds
     """The conversation: texts, or lists of blocks, of the roles `user`, `assistant` and `system`."""
-    system: str | list[Untyped] | None = None
+    system: Text | Untypeds | None = None
     """What the system says first."""
-    tools: list[Untyped] = Field(default_factory=list)
+    tools: Untypeds = Field(default_factory=list)
     """Functions that the model may call."""
     tool_choice: Untyped | None = None
     """`auto`, `none`, `any` (a call of any tool) or `tool` (a call of the named one)."""
@@ -86,7 +86,7 @@ class MessagesBody(ConversationBody):
 
     max_tokens: UInt32
     """Most tokens of the answer."""
-    stop_sequences: list[Text] = Field(default_factory=list)
+    stop_sequences: Texts = Field(default_factory=list)
     """Strings that end the answer."""
     stream: bool = False
     """Send server-sent events while the answer is generated."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.ingress.openai.fields.types import Seed, StrictModel, Text, UInt32, Untyped
+from cluster.ingress.openai.fields.types import Seed, StrictModel, Text, Texts, UInt32, Untyped, Untypeds
 from cluster.ingress.openai.fields.unsupported import Unsupported, UnsupportedParameters
 
 _HOSTED = "it belongs to OpenAI's hosted service"
@@ -30,7 +30,7 @@ class ResponsesBody(StrictModel):
 
     model: Text | None = None
     """A served name of the model."""
-    input: str | list[Untyped]
+    input: Text | Untypeds
     """A text of the user, or items of a conversation."""
     instructions: Text | None = None
     """What the system says first. It is not kept for later responses."""
@@ -48,7 +48,7 @@ class ResponsesBody(StrictModel):
     """Keep the smallest set of most probable tokens whose probability reaches it."""
     seed: Seed | None = None
     """The seed, as in chat completions."""
-    tools: list[Untyped] = Field(default_factory=list)
+    tools: Untypeds = Field(default_factory=list)
     """Functions that the model may call. Tools of other types, which OpenAI runs, are left out."""
     tool_choice: Any = None
     """`auto`, `none`, `required` (a call of any tool) or the name of a function."""
@@ -56,7 +56,7 @@ class ResponsesBody(StrictModel):
     """Whether an answer may have several calls."""
     reasoning: Untyped | None = None
     """Settings of reasoning models. `effort` becomes `reasoning_effort` in the model's chat template."""
-    include: list[Text] = Field(default_factory=list)
+    include: Texts = Field(default_factory=list)
     """`message.output_text.logprobs` reports the log-probability of each token of the text. The other parts that OpenAI
     has are left out: reasoning is never encrypted, and no hosted tools run."""
     top_logprobs: UInt32 | None = None

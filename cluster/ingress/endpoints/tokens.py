@@ -31,7 +31,7 @@ class TokenizeBody(ChatExtensions):
     """A served name of the model."""
     prompt: Text | None = None
     """The text."""
-    messages: Annotated[list[ChatTurn] | None, FirstErrorOnly()] = None
+    messages: Annotated[list[ChatTurn], FirstErrorOnly()] | None = None
     """The conversation, which the model's template renders."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a text."""

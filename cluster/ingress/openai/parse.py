@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.core.json_text import WHOLE, find_half, is_deeper_than
+from cluster.core.json_text import WHOLE, find_half, find_infinite, is_deeper_than
 from cluster.core.nearest import nearest
 from cluster.ingress.openai.fields.types import StrictModel, UnknownFields
 from cluster.ingress.openai.fields.unsupported import Unsupported
@@ -49,8 +50,16 @@ def parse(model: type[_Request], body: bytes, unknown: UnknownFields | None = No
 
 def _read_object(body: bytes) -> dict[str, Any]:
     too_deep = InvalidRequest("body", f"{len(body)} bytes", f"JSON that is nested at most {MAX_JSON_DEPTH} levels deep")
+    has_infinite = False
+
+    def number(text: str) -> float:
+        nonlocal has_infinite
+        value = float(text)
+        has_infinite = has_infinite or not math.isfinite(value)
+        return value
+
     try:
-        value = json.loads(body.decode("utf-8"))
+        value = json.loads(body.decode("utf-8"), parse_float=number, parse_constant=number)
     except UnicodeDecodeError as error:
         raise InvalidRequest("body", body[error.start : error.start + 1], f"UTF-8; byte {error.start} is not") from None
     except RecursionError:
@@ -62,6 +71,8 @@ def _read_object(body: bytes) -> dict[str, Any]:
         raise too_deep
     if not isinstance(value, dict):
         raise InvalidRequest("body", value, "a JSON object")
+    if has_infinite and (found := find_infinite(value)) is not None:
+        raise InvalidRequest(found[0][:_MAX_NAME_CHARS], found[1], "a finite number, as all numbers of JSON are")
     return value
 
 

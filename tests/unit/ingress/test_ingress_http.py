@@ -230,6 +230,13 @@ async def test_a_body_over_the_bound_is_refused_declared_or_not(api: HttpApi) ->
     assert (await api.complete()).status_code == 200
 
 
+async def test_a_length_of_thousands_of_digits_is_a_length(api: HttpApi) -> None:
+    body = b'{"prompt": "hi"}'
+    for length, status in ((f"{'0' * 5000}{len(body)}", 200), ("9" * 5000, 413)):
+        response = await api.http.post("/v1/completions", content=body, headers={**JSON, "content-length": length})
+        assert response.status_code == status, response.text
+
+
 async def test_a_form_is_refused_because_it_is_not_json(api: HttpApi) -> None:
     response = await api.http.post("/v1/completions", data={"prompt": "hi"})
     assert response.status_code == 400

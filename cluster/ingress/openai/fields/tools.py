@@ -74,7 +74,7 @@ class ChatExtensions(StrictModel):
     """Continue the last message instead of beginning a new one."""
     chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict)
     """Further variables of the model's template."""
-    documents: list[dict[Text, Any]] = Field(default_factory=list)
+    documents: Annotated[list[dict[Text, Any]], FirstErrorOnly()] = Field(default_factory=list)
     """Documents for the model's template. Templates that know none ignore them."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the model's template; `enable_thinking` and `thinking` follow from it unless they are given."""

@@ -53,6 +53,7 @@ class FirstErrorOnly(FailFast):
 Text = Annotated[str, AfterValidator(_encodable)]
 Untyped = Annotated[dict[str, Any], AfterValidator(without_nulls)]
 """An object whose entries are read later."""
+Untypeds = Annotated[list[Untyped], FirstErrorOnly()]
 UInt32 = Annotated[int, Field(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, Field(ge=-(2**63), le=_MAX_UINT64)]
 """Any 64-bit integer. A negative one is the unsigned one with the same bits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,13 +13,29 @@ from pydantic import ValidationError
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.ingress import http
+from cluster.ingress.endpoints.messages import ConversationBody, MessagesBody
+from cluster.ingress.endpoints.responses_body import ResponsesBody
+from cluster.ingress.endpoints.tokens import DetokenizeBody, TokenizeBody
+from cluster.ingress.endpoints.verification import VerifyBody
 from cluster.ingress.openai import parse as parsing
 from cluster.ingress.openai import requests
+from cluster.ingress.openai.fields.types import StrictModel
 from cluster.ingress.openai.parse import parse
-from cluster.ingress.openai.requests import CompletionRequest
-from tests.support.fakes.http_app import HI, HttpApi, error_of
+from cluster.ingress.openai.requests import ChatRequest, CompletionRequest
+from tests.support.fakes.http_app import HI, JSON, HttpApi, error_of
 
 MANY = 300_000
+BODIES: dict[type[StrictModel], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "a"},
+    ChatRequest: {"messages": HI},
+    ResponsesBody: {"input": "a"},
+    ConversationBody: {"messages": HI},
+    MessagesBody: {"messages": HI, "max_tokens": 1},
+    TokenizeBody: {},
+    DetokenizeBody: {},
+    VerifyBody: {"request": {}, "receipt": {"seed": 1}},
+}
+"""The bodies of all routes, with the fields that each of them needs."""
 
 
 def refusal(values: dict[str, object] | bytes) -> InvalidRequest:
@@ -78,6 +95,58 @@ def test_of_many_errors_only_the_first_is_collected(
     monkeypatch.setattr(parsing, "_first_error", recorded)
     assert refusal(values).field == field
     assert collected == [1]
+
+
+@pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
+def test_no_field_of_any_body_has_an_error_for_each_entry(model: type[StrictModel]) -> None:
+    """Four million bytes can hold two million wrong entries."""
+    wrong_lists: list[list[Any]] = [[wrong] * 500 for wrong in (0.5, "x", {}, [], {"role": 1}, {"type": 1})]
+    most: dict[str, int] = {}
+    for name in model.model_fields:
+        for entries in (*wrong_lists, *([entries] for entries in wrong_lists), {f"k{at}": 0.5 for at in range(500)}):
+            try:
+                model.model_validate({**BODIES[model], name: entries})
+            except ValidationError as error:
+                most[name] = max(most.get(name, 0), error.error_count())
+            except InvalidRequest:
+                most.setdefault(name, 1)
+    assert len(most) > 2
+    assert {name: count for name, count in most.items() if count > 4} == {}  # one for each type that is allowed
+
+
+@pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
+def test_a_wrong_type_is_refused_with_the_name_of_its_field_alone(model: type[StrictModel]) -> None:
+    named: dict[str, str] = {}
+    for name in model.model_fields:
+        try:
+            parse(model, json.dumps({**BODIES[model], name: 1.5}).encode())
+        except InvalidRequest as error:
+            named[name] = error.field
+    assert len(named) > 2
+    assert named == {name: name for name in named}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", f"-{'9' * 400}.5"])
+async def test_numbers_that_json_lacks_are_refused_by_name(tmp_path: Path, number: str) -> None:
+    """A response that repeats one is no JSON."""
+    api = HttpApi(tmp_path)
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "hi", "metadata": {"a": [1, "@"]}},
+        "/v1/completions": {"prompt": "hi", "temperature": "@"},
+        "/v1/chat/completions": {"messages": HI, "nobody_knows_it": ["@"]},
+        "/tokenize": {"messages": HI, "chat_template_kwargs": {"a": "@"}},
+    }
+    fields = ("metadata.a[1]", "temperature", "nobody_knows_it[0]", "chat_template_kwargs.a")
+    for (path, body), field in zip(bodies.items(), fields, strict=True):
+        for stream in (False, True):
+            values = {**body, "stream": stream} if path.startswith("/v1/") else body
+            content = json.dumps(values).replace('"@"', number)
+            refused = await api.http.post(path, content=content, headers=JSON)
+            assert refused.status_code == 400, (path, refused.text)
+            assert error_of(refused)["param"] == field
+            assert "a finite number" in error_of(refused)["message"]
+    body = {"input": "hi", "metadata": {"a": [1, 1e300, -0.0, 5e-324]}}
+    assert (await api.post("/v1/responses", **body)).json()["metadata"] == body["metadata"]
 
 
 @pytest.mark.parametrize("levels", [MAX_JSON_DEPTH, 500, *range(940, 1000, 10), 965, 5000, 100_000])
