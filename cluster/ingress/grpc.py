@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-from cluster.core.ids import check_request_id
+from cluster.core.ids import check_request_id, is_request_id
 from cluster.ingress.client import AbortClient, GenerateClient, ModelClient, TextClient
 from cluster.ingress.observability.request_record import Fields, RequestRecord, log_request
 from cluster.wire.request_values import traceparent_of
@@ -95,5 +95,6 @@ def _logged(request: generation_pb2.GenerateRequest) -> Iterator[RequestRecord]:
         record.error = type(error).__name__
         raise
     finally:
-        begin: Fields = {"request_id": record.answer_id or request.request_id, "api": "grpc", "method": "Generate"}
+        own = request.request_id if is_request_id(request.request_id) else None  # what is refused may be any text
+        begin: Fields = {"request_id": record.answer_id or own, "api": "grpc", "method": "Generate"}
         log_request(begin | record.fields())

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import PilotfishError
+from cluster.core.ids import check_request_id
 from cluster.ingress.access.key_limits import ClientUses
 from cluster.ingress.client import FullClient
 from pilotfish.v1 import generation_pb2
@@ -49,10 +50,16 @@ class PublicClient:
     async def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Yield the responses of one request. Raises `RateLimited`, and the errors of the client."""
+        """Yield the responses of one request. Raises `RateLimited`, and the errors of the client.
+
+        Raises `InvalidRequest` (`request_id`) for an id that is none before anything names the request by it.
+        """
+        if request.HasField("request_id"):
+            check_request_id(request.request_id)
         name = request.client
         use = self._uses.of(name, self._limits_of(name), self._clock()) if name else None
-        answers = max(1, request.n, request.best_of)
+        returned = max(1, request.n)
+        answers = max(returned, request.best_of)
         if use is not None:
             use.enter(name, answers, self._clock())
         try:
@@ -60,7 +67,7 @@ class PublicClient:
                 async with aclosing(self._client.generate(request, timeout_seconds)) as responses:
                     async for response in responses:
                         if use is not None:
-                            use.count(_tokens(response), self._clock())
+                            use.count(_tokens(response, returned, answers), self._clock())
                         yield response
         finally:
             if use is not None:
@@ -93,8 +100,11 @@ def _public_errors(request_id: str = "") -> Iterator[None]:
         raise public from error
 
 
-def _tokens(response: generation_pb2.GenerateResponse) -> int:
-    """Return the number of tokens that a response reports for the first time."""
+def _tokens(response: generation_pb2.GenerateResponse, returned: int, generated: int) -> int:
+    """Return the number of tokens that a response reports for the first time.
+
+    Answers that are generated and not returned count as many tokens as the returned ones have on average.
+    """
     if response.HasField("started"):
         return int(response.started.prompt_tokens)
-    return len(response.delta.token_ids)
+    return -(-len(response.delta.token_ids) * generated // returned)

@@ -100,6 +100,21 @@ async def test_tokens_and_answers_are_limited_by_the_settings(tmp_path: Path) ->
             assert (await http.post("/v1/chat/completions", json=body | {"n": 2}, headers=bob)).status_code == 200
 
 
+async def test_answers_that_are_generated_and_not_returned_count_too(tmp_path: Path) -> None:
+    bob = {"authorization": f"Bearer {BOB}"}
+    body = {"prompt": "hi", "temperature": 0}
+    async with limited(tmp_path / "free", ClientLimitsSection()) as (http, _):
+        usage = (await http.post("/v1/completions", json=body, headers=bob)).json()["usage"]
+    most = ClientLimitsSection(tokens_per_minute=2 * usage["total_tokens"] + usage["completion_tokens"])
+    for best_of, statuses in ((1, [200, 200, 200, 429]), (2, [200, 200, 429]), (8, [200, 429])):
+        async with limited(tmp_path / str(best_of), most) as (http, _):
+            found = [
+                (await http.post("/v1/completions", json=body | {"best_of": best_of}, headers=bob)).status_code
+                for _ in statuses
+            ]
+        assert found == statuses, best_of
+
+
 async def test_only_pages_of_named_origins_may_call(tmp_path: Path) -> None:
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     async with limited(tmp_path, ClientLimitsSection()) as (http, _):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from cluster.core.errors import NotReady
+from cluster.core.config.server import ClientLimitsSection
+from cluster.core.errors import InvalidRequest, NotReady
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.http import create_app
 from pilotfish.v1 import generation_pb2
@@ -96,6 +99,38 @@ async def test_a_grpc_call_is_a_line_too(api: HttpApi, log: pytest.LogCaptureFix
     answered, refused = lines(log)
     assert (answered["api"], answered["request_id"], answered["finish"]) == ("grpc", "mine", ["stop"])
     assert (refused["error"], refused["request_id"]) == ("NotReady", "mine")
+
+
+FORGED = "x\nrequest request_id=forged api=grpc client=alice"
+
+
+@pytest.mark.parametrize("request_id", [FORGED, "forged" * 50_000, ""], ids=["lines", "long", "empty"])
+async def test_a_line_has_no_id_that_is_none(api: HttpApi, log: pytest.LogCaptureFixture, request_id: str) -> None:
+    servicer = RoutedGenerationServicer(_Full(api), 60.0)
+    request = generation_pb2.GenerateRequest(text="hi", request_id=request_id)
+    with pytest.raises(InvalidRequest, match=r"^request_id: "):
+        async for _ in servicer.Generate(request, Remaining(9)):  # type: ignore[arg-type]
+            pass
+    (line,) = lines(log)
+    assert (line["api"], line["error"]) == ("grpc", "InvalidRequest")
+    assert "request_id" not in line and "forged" not in log.text
+
+
+async def test_an_internal_error_is_logged_with_an_id_or_not_reached(
+    api: HttpApi, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(*_: object) -> AsyncIterator[Any]:
+        raise NotReady("10.0.0.7:9000 is gone")
+        yield
+
+    inner = _Full(api)
+    monkeypatch.setattr(inner, "generate", gone)
+    client = PublicClient(inner, lambda _: ClientLimitsSection())
+    for request_id, error in (("fine", NotReady), (FORGED, InvalidRequest)):
+        with pytest.raises(error):
+            await anext(client.generate(generation_pb2.GenerateRequest(text="hi", request_id=request_id), 9.0))
+    assert "request fine: NotReady: 10.0.0.7:9000 is gone" in log.text
+    assert "forged" not in log.text
 
 
 class _Full(InProcessClient):
