@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Protocol
 
@@ -29,7 +30,7 @@ from cluster.ingress.openai.translate import chat_request, parameter_names, seed
 from pilotfish.v1 import generation_pb2
 
 SILENT_SECONDS = 10.0
-"""Longest time without an event; then a comment is sent."""
+"""Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
 Event = tuple[str, Json]
 """Name and data of a server-sent event."""
 
@@ -99,9 +100,12 @@ async def respond(
     message, names = chat_request(chat, request.state.request_id, seed_of(chat)), parameter_names(chat)
     responses = answers(client, [message], timeout_of(request, limits.max_timeout_seconds))
     answer = _Answer(ChatFormat.of(chat), adapter)
+    first = asyncio.ensure_future(answer.first(responses))
     try:
-        # A refused request fails here, before the status line is sent.
-        first = await while_connected(request, answer.first(responses))
+        # A refused request fails here, before the status line is sent, unless it waits for long.
+        await while_connected(request, asyncio.wait({first}, timeout=SILENT_SECONDS if chat.stream else None))
+        if first.done():
+            first.result()
         if not chat.stream:
             await while_connected(request, answer.read(responses))
             return JSONResponse(adapter.whole(), headers=dict(headers))
@@ -109,6 +113,8 @@ async def respond(
         await responses.aclose()
         raise error.renamed(names.get(error.field, error.field)) from None
     except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
         await responses.aclose()
         raise
 
@@ -161,12 +167,12 @@ class _Answer:
 
 
 async def _sent(
-    first: list[Event], responses: Events, answer: _Answer, on_error: Callable[[Exception], ErrorResponse]
+    first: Awaitable[list[Event]], responses: Events, answer: _Answer, on_error: Callable[[Exception], ErrorResponse]
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(responses):
-        for event in first:
-            yield _encoded(event)
         try:
+            for event in await first:
+                yield _encoded(event)
             async for _, response in responses:
                 for event in answer.add(response):
                     yield _encoded(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections import Counter, OrderedDict
@@ -281,7 +282,8 @@ class _ResponseObject:
     def _open(self, item: Json) -> Iterable[Event]:
         yield from self._close("completed")
         self._items.append({**item, "status": "in_progress"})
-        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(self._items[-1]))
+        begun = copy.deepcopy(self._items[-1])  # its text grows before the event is sent
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=begun)
 
     def _close(self, status: str) -> Iterable[Event]:
         if not self._items:

@@ -13,6 +13,8 @@ import pytest
 
 from cluster.core.config.sections import LimitsSection
 from cluster.generation.servicer import GenerationServicer
+from cluster.ingress import http as http_module
+from cluster.ingress.endpoints import chat_adapter
 from cluster.ingress.http import create_app
 from tests.support.deadline import deadline
 from tests.support.fakes.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening
@@ -95,23 +97,53 @@ async def test_the_first_chunk_is_sent_before_the_answer_is_complete(served: tup
         assert engine.freed.empty()
 
 
+BODIES: dict[str, dict[str, object]] = {
+    "completions": {"prompt": "hi"},
+    "responses": {"input": "hi"},
+    "messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+}
+
+
+def request_for(path: str, *, stream: bool) -> bytes:
+    """An HTTP request, as the bytes that its client sends."""
+    body = json.dumps({**BODIES[path], "stream": stream}).encode()
+    head = b"POST /v1/%s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path.encode()
+    return head + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+
+
 @pytest.mark.parametrize("commits", [0, 1], ids=["before_the_first_word", "after_it"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", BODIES)
 async def test_a_client_that_disconnects_frees_its_answer(
-    served: tuple[str, ScriptedEngine], stream: bool, commits: int
+    served: tuple[str, ScriptedEngine], path: str, stream: bool, commits: int
 ) -> None:
     address, engine = served
     engine.hold_after = commits
     host, port = address.removeprefix("http://").split(":")
-    body = b'{"prompt": "hi", "request_id": "gone", "stream": %s}' % (b"true" if stream else b"false")
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    head += b"content-length: %d\r\n\r\n" % len(body)
     async with deadline(TIMEOUT_SECONDS):
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(head + body)
-        assert await engine.arrived.get() == "gone"
+        writer.write(request_for(path, stream=stream))
+        arrived = await engine.arrived.get()
         writer.close()
-        assert await engine.freed.get() == "gone"
+        assert await engine.freed.get() == arrived
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_client_that_leaves_a_stream_of_comments_frees_its_answer(
+    served: tuple[str, ScriptedEngine], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 0.01)
+    address, engine = served
+    engine.hold_after = 0
+    host, port = address.removeprefix("http://").split(":")
+    async with deadline(TIMEOUT_SECONDS):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request_for(path, stream=True))
+        arrived = await engine.arrived.get()
+        await reader.readuntil(b": keep-alive")
+        writer.close()
+        assert await engine.freed.get() == arrived
 
 
 async def test_a_client_that_disconnects_frees_all_its_prompts(served: tuple[str, ScriptedEngine]) -> None:

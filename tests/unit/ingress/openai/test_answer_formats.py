@@ -53,6 +53,29 @@ class MarkingModel:
 TEXT = '[THINK]hm[/THINK]<|other|>ok[TOOL_CALLS]swim[ARGS]{"to": "x"}'
 
 
+async def test_an_item_of_a_response_begins_without_the_text_that_follows(tmp_path: Path) -> None:
+    """A client that adds what follows to what an item began with has what the item ends with."""
+    model = MarkingModel(tmp_path, TEXT)
+    tool = {"type": "function", **TOOL["function"]}
+    response = await model.http.post("/v1/responses", json={"input": "hi", "stream": True, "tools": [tool]})
+    events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: ")]
+    begun: dict[int, Any] = {}
+    kinds = set()
+    for event in events:
+        at = event.get("output_index")
+        if event["type"] == "response.output_item.added":
+            item = event["item"]
+            kinds.add(item["type"])
+            begun[at] = "".join(part["text"] for part in item.get("content", [])) + item.get("arguments", "")
+        elif event["type"].endswith(".delta"):
+            begun[at] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            item = event["item"]
+            whole = "".join(part["text"] for part in item.get("content", [])) + item.get("arguments", "")
+            assert begun[at] == whole != ""
+    assert kinds == {"reasoning", "message", "function_call"}
+
+
 async def test_special_tokens_that_mark_calls_and_reasoning_are_found_and_others_are_left_out(tmp_path: Path) -> None:
     model = MarkingModel(tmp_path, TEXT)
     choice = await model.chat(tools=[TOOL])

@@ -11,11 +11,12 @@ import pytest
 from openai._streaming import SSEDecoder
 from starlette.types import Message
 
-from cluster.core.errors import Overloaded
+from cluster.core.errors import InvalidRequest, Overloaded
 from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress import http
 from cluster.ingress.asgi import EventStream
+from cluster.ingress.endpoints import chat_adapter
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import CONTEXT, MODEL, InProcessClient
 from tests.support.fakes.http_app import HI, LIMITS, HttpApi, chunks, error_of
@@ -86,8 +87,19 @@ async def test_usage_has_the_cached_tokens_of_the_prompt(api: HttpApi) -> None:
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-async def test_a_stream_that_waits_for_long_begins_with_comments(api: HttpApi, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, "data: [DONE]\n\n"),
+        ("/v1/responses", {"input": "hi"}, "event: error\n"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}, "event: error\n"),
+    ],
+)
+async def test_a_stream_that_waits_for_long_begins_with_comments(
+    api: HttpApi, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], end: str
+) -> None:
     monkeypatch.setattr(http, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 0.01)
     opened = asyncio.Event()
     generate = api.client.generate
 
@@ -98,16 +110,21 @@ async def test_a_stream_that_waits_for_long_begins_with_comments(api: HttpApi, m
 
     monkeypatch.setattr(api.client, "generate", late)
     asyncio.get_running_loop().call_later(0.1, opened.set)
-    response = await api.chat(stream=True)
-    comments, _, events = response.text.rpartition(": keep-alive\n")
-    assert set(comments.split("\n")) <= {": keep-alive", ""}
-    assert "hello" in events and events.endswith("[DONE]\n\n")
+    response = await api.post(path, **body, stream=True)
+    comments, comment, events = response.text.rpartition(": keep-alive\n")
+    assert comment and set(comments.split("\n")) <= {": keep-alive", ""}
+    assert "hello" in events and '"error":{' not in events.replace(" ", "")
     api.engine.refusal = Overloaded("full", 1.0)
     opened.clear()
     asyncio.get_running_loop().call_later(0.1, opened.set)
-    refused = await api.chat(stream=True)
+    refused = await api.post(path, **body, stream=True)
     assert refused.status_code == 200
-    assert '"code": "rate_limit_exceeded"' in refused.text and refused.text.endswith("data: [DONE]\n\n")
+    assert "rate_limit" in refused.text and end in refused.text
+    monkeypatch.setattr(http, "_SILENT_SECONDS", 10.0)
+    monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 10.0)
+    api.engine.refusal = InvalidRequest("max_tokens", 9, "less")
+    for stream in (False, True):  # what is refused at once has its status
+        assert (await api.post(path, **body, stream=stream)).status_code == 400
 
 
 async def test_no_comment_is_sent_while_events_come(api: HttpApi) -> None:
