@@ -83,7 +83,7 @@ MAX_DECODER_START = 64
 """Most tokens with which the decoder of an encoder-decoder model starts."""
 
 MAX_TOOLS = 128
-"""Most tools that a request offers, and most calls in one message."""
+"""Most tools that a request offers."""
 
 MAX_KV_GROUPS = 256
 MAX_KV_TABLES = 4096
