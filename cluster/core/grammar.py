@@ -57,7 +57,7 @@ class Grammar:
 
 _LIMITS: Mapping[str, Any] = MappingProxyType(
     {
-        "max_items_in_row": 2000,
+        "max_items_in_row": 2000 + MAX_CHOICES,  # all texts of a choice are in one row, also where it follows reasoning
         "initial_lexer_fuel": 1_000_000,
         "step_lexer_fuel": 200_000,
         "step_max_items": 50_000,
@@ -73,13 +73,11 @@ _CONTROL = re.compile(r"[\x7f-\x9f]")
 _SPECIAL_IN_REGEX = re.compile(r"(\\.)|/|\n", re.DOTALL)
 
 
-def parser_limits(grammar: Grammar) -> dict[str, Any]:
+def parser_limits() -> dict[str, Any]:
     """Return arguments of `llguidance.LLParserLimits`.
 
-    They bound work and memory and do not depend on the machine's speed. The parser holds all texts of a choice at once.
+    They bound work and memory and do not depend on the machine's speed.
     """
-    if grammar.kind is GrammarKind.CHOICE:
-        return {**_LIMITS, "max_items_in_row": MAX_CHOICES + _LIMITS["max_items_in_row"]}
     return dict(_LIMITS)
 
 

@@ -262,7 +262,7 @@ class GrammarCompiler:
             source = source_of(grammar)
         except (ValueError, RecursionError) as error:
             raise GrammarError(str(error)) from None
-        matcher = LLMatcher(self._vocabulary, source, limits=LLParserLimits(**parser_limits(grammar)), log_level=0)
+        matcher = LLMatcher(self._vocabulary, source, limits=LLParserLimits(**parser_limits()), log_level=0)
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         return matcher

@@ -208,7 +208,7 @@ def _compile(process: CompilerProcess, grammar: Grammar, seconds: float) -> Comp
     except (ValueError, RecursionError) as problem:
         return Compiled("", str(problem))
     is_ebnf = grammar.kind is GrammarKind.GRAMMAR
-    found = process.compile(source, parser_limits(grammar), is_ebnf=is_ebnf, seconds=seconds)
+    found = process.compile(source, parser_limits(), is_ebnf=is_ebnf, seconds=seconds)
     error = found.error or _endless(grammar, found.source)
     return Compiled(found.source, " ".join(error.split())[:_MOST_ERROR_CHARS], found.was_too_slow)
 

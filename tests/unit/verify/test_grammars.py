@@ -191,7 +191,7 @@ def test_neither_other_answers_nor_drafts_use_up_the_limits_of_an_answer(
     requests = [replace(SAMPLINGS["sampled"], seed=seed, grammar=grammar) for seed in range(4)]
     expected = [answer(engine, one) for one in requests]
     monkeypatch.setattr(compiler, "_compiled", type(compiler._compiled)())
-    monkeypatch.setattr(compiler_module, "parser_limits", lambda one: {**parser_limits(one), "max_lexer_states": 80})
+    monkeypatch.setattr(compiler_module, "parser_limits", lambda: {**parser_limits(), "max_lexer_states": 80})
     monkeypatch.setattr(compiler, "matcher", noted)
     assert [answer(engine, one) for one in requests] == expected
     assert Attempt.SHARED_AGAIN in attempts
@@ -337,8 +337,8 @@ def test_a_limit_that_is_reached_in_a_tree_excludes_no_node_in_silence(
     expected = masks()
     assert None not in expected
     for states in range(3, 420, 3):
-        limits = {**parser_limits(grammar), "max_lexer_states": states}
-        monkeypatch.setattr(compiler_module, "parser_limits", lambda _, limits=limits: limits)
+        limits = {**parser_limits(), "max_lexer_states": states}
+        monkeypatch.setattr(compiler_module, "parser_limits", lambda limits=limits: limits)
         try:
             known = masks()
         except GrammarLimitError:

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from cluster.core.answer_format import AnswerFormat, ReasoningFormat
 from cluster.core.bounds import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from cluster.core.errors import InvalidRequest, NotReady, Overloaded
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.generation.grammar import constraints as checker_module
 from cluster.generation.grammar.compiler_process import Compiled
 from cluster.generation.grammar.compiler_queue import MOST_OF_ONE_FLOW, CompilerQueue
-from cluster.generation.grammar.constraints import GrammarChecker
+from cluster.generation.grammar.constraints import GrammarChecker, after_reasoning
 from tests.support.deadline import deadline
 from tests.support.models import tiny_tokenizer
 
@@ -90,7 +91,9 @@ HOSTILE = {
         {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}
     ),
     "a schema that requires itself inside of a grammar": lark(f"start: %json {json.dumps(ITSELF)}"),
-    "more rules at once than the parser holds": lark("start: " + " | ".join(f'"a{i}"' for i in range(2500))),
+    "more rules at once than the parser holds": lark(
+        "start: " + " | ".join(f'"a{i}"' for i in range(MAX_CHOICES + 2500))
+    ),
     "properties": Grammar.of_schema({"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}),
 }
 
@@ -126,6 +129,12 @@ GOOD = {
     ),
     "a tree": Grammar.of_schema({"type": "array", "items": {"$ref": "#"}}),
     "as many choices as are allowed": Grammar.of_choices([f"the {i}th of the choices" for i in range(MAX_CHOICES)]),
+    "as many choices after reasoning": after_reasoning(
+        Grammar.of_choices([f"the {i}th fish" for i in range(MAX_CHOICES)]),
+        AnswerFormat(reasoning=ReasoningFormat("qwen3", "<think>", "</think>")),
+        {},
+        is_call=False,
+    ),
     "other choices": Grammar.of_choices([chr(0x4E00 + i) for i in range(MAX_CHOICES)]),
     "every control character": Grammar.of_choices([f"a{chr(i)}b" for i in (*range(1, 32), *range(0x7F, 0xA0))]),
     "control characters in a regex": regex("a\x7f[\x01-\x09]\r\x80"),
