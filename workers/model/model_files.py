@@ -213,7 +213,9 @@ def end_of_sequence_ids(directory: Path) -> tuple[int, ...]:
     end, added = settings.get("eos_token"), settings.get("added_tokens_decoder") or {}
     end = end.get("content") if isinstance(end, dict) else end
     own = [int(token) for token, one in added.items() if isinstance(end, str) and one.get("content") == end]
-    return tuple(dict.fromkeys([*(stated if isinstance(stated, list) else [int(stated)]), *own]))
+    ends = tuple(dict.fromkeys([*(stated if isinstance(stated, list) else [int(stated)]), *own]))
+    known = () if ends else _read_object(directory / "tokenizer.json").get("added_tokens", ())
+    return ends or tuple(int(one["id"]) for one in known if one.get("content") == end)
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from cluster.generation.text.tokenizer import Tokenizer
-from tests.support.engines.engine_rows import first_row, verify
+from tests.support.engines.engine_rows import first_row, open_engine, verify
 from tests.support.engines.engine_sequence import Propose, no_draft
 from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
@@ -134,6 +134,18 @@ def check(grammar: Grammar, text: str) -> None:
             assert text in grammar.choices
         case _:
             assert text.strip("()") in ("fish", "swim", "he") and text.count("(") == text.count(")")
+
+
+def test_the_end_of_an_answer_is_the_end_that_the_tokenizer_names_where_the_model_names_none(tmp_path: Path) -> None:
+    """The library would guess another special token, which ends no answer."""
+    directory = tiny.save(tmp_path, tiny.llama(vocab_size=VOCABULARY, eos_token_id=None))
+    tiny_tokenizer.byte_level(directory)
+    (directory / "generation_config.json").unlink()
+    engine = open_engine(directory, directory=directory)
+    tokens, _ = answer(engine, replace(SAMPLINGS["greedy"], grammar=GRAMMARS["choice"]))
+    assert tokens[-1] == END
+    assert engine.info().eos_token_ids == Tokenizer.load(directory).eos_token_ids == (END,)
+    check(GRAMMARS["choice"], text_of(directory, tokens))
 
 
 def test_a_grammar_that_is_compiled_for_long_delays_no_other_row(
