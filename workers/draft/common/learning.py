@@ -291,8 +291,10 @@ def consecutive(pieces: Sequence[tuple[int, Tensor]]) -> tuple[int, Tensor] | No
         if piece_end < begin:
             break
         begin = min(begin, first)
-    rows = torch.empty((end - begin, *pieces[0][1].shape[1:]), dtype=pieces[0][1].dtype)
-    for first, piece in pieces:
-        if first >= begin:
-            rows[first - begin : first - begin + len(piece)] = piece
+    kept = [(first, piece) for first, piece in pieces if first >= begin and len(piece)]
+    if sum(len(piece) for _, piece in kept) == end - begin:  # as almost always, no position is in two pieces
+        return begin, torch.cat([piece for _, piece in sorted(kept, key=lambda one: one[0])])
+    rows = torch.empty((end - begin, *kept[0][1].shape[1:]), dtype=kept[0][1].dtype)
+    for first, piece in kept:
+        rows[first - begin : first - begin + len(piece)] = piece
     return begin, rows
