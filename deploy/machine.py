@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import psutil
 
 from deploy.placement import Resources
 
+logger = logging.getLogger(__name__)
+
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "memory.stat", ""),
@@ -20,6 +23,13 @@ _MEMORY_FILES = (
 )
 """Limit, use, statistics and prefix of its names, in versions 2 and 1 of the kernel's control groups."""
 _QUERY_SECONDS = 10.0
+_TORCH_SECONDS = 120.0
+"""Longest wait for a process that imports torch and asks the driver of the GPUs."""
+_ASK_TORCH = """
+import torch
+for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    print(torch.cuda.mem_get_info(index)[0])
+"""
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Devices of the drivers of NVIDIA and AMD, and of both under WSL."""
 
@@ -40,13 +50,21 @@ def _may_have_gpus() -> bool:
     return sys.platform != "linux" or any(Path(device).exists() for device in _GPU_DEVICES)
 
 
-def _memory_of_gpus() -> list[int]:
-    """Free memory of each visible GPU, in bytes."""
-    # Importing torch takes seconds, and most commands do not need it.
-    import torch
+def _memory_of_gpus(program: str = _ASK_TORCH) -> list[int]:
+    """Free memory of each visible GPU, in bytes, as `program` prints it. Empty if it fails, which is logged.
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [int(torch.cuda.mem_get_info(index)[0]) for index in range(gpus)]
+    It runs in a process of its own: who asks a GPU holds some of its memory until its end, and on a GPU for one process
+    at a time nobody else could compute.
+    """
+    try:
+        printed = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=_TORCH_SECONDS
+        ).stdout
+        return [int(line) for line in printed.split()]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip()
+        logger.warning("the GPUs of this machine cannot be counted, so none is used: %s", said.splitlines()[-1])
+        return []
 
 
 def free_memory() -> int:
@@ -54,20 +72,20 @@ def free_memory() -> int:
     return min(int(psutil.virtual_memory().available), free_memory_limit(_CONTROL_GROUP))
 
 
-def free_gpu_memory() -> int:
-    """Free memory of the GPU with the least free memory, in bytes; 0 without a GPU or its driver's `nvidia-smi`.
+def free_gpu_memory() -> list[int]:
+    """Free memory of each GPU, in bytes; empty without a GPU or its driver's `nvidia-smi`.
 
     Unlike torch, it also sees GPUs that are hidden from this process.
     """
     command = shutil.which("nvidia-smi")
     if command is None:
-        return 0
+        return []
     try:
         query = [command, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
         printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_QUERY_SECONDS).stdout  # noqa: S603
-        return min((int(line) << 20 for line in printed.split()), default=0)
+        return [int(line) << 20 for line in printed.split()]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return 0
+        return []
 
 
 def usable_cores(control_group: Path) -> int:

@@ -35,7 +35,8 @@ class Resources:
     memory_bytes: int
     """Free main memory, in bytes."""
     gpu_memory_bytes: int = 0
-    """Free memory of the GPU with the least free memory, in bytes; 0 if it is unknown."""
+    """Free memory of the GPU with the least free memory among those that nobody claims, in bytes; 0 if it is unknown,
+    and where all are claimed."""
     node: str = "this machine"
     """Name of the node, unlike that of any other node."""
     id: str = ""

@@ -37,13 +37,16 @@ def cluster_nodes() -> tuple[Resources, ...]:
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     shared = {address for address, count in Counter(map(_address, alive)).items() if count > 1}
     measured = _measured([str(node["NodeID"]) for node in alive])
+    unclaimed = _unclaimed()
     nodes = []
     for node in alive:
         name = f"{_address(node)} ({node['NodeID'][:8]})" if _address(node) in shared else _address(node)
-        memory, gpu_memory = measured.get(str(node["NodeID"]), (int(node["Resources"].get("memory", 0)), 0))
+        memory, of_gpus = measured.get(str(node["NodeID"]), (int(node["Resources"].get("memory", 0)), []))
         cpus, gpus = (float(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
         custom = tuple(sorted(set(node["Resources"]) - {"CPU", "GPU", "memory", "object_store_memory"}))
-        nodes.append(Resources(cpus, int(gpus), memory, gpu_memory if gpus else 0, name, node["NodeID"], custom))
+        # Others fill the GPUs that they claim, as does an application's former version: they have the least memory.
+        free = sorted(of_gpus, reverse=True)[: int(unclaimed.get(str(node["NodeID"]), {}).get("GPU", 0))]
+        nodes.append(Resources(cpus, int(gpus), memory, min(free, default=0), name, node["NodeID"], custom))
     return tuple(sorted(nodes, key=lambda node: node.node))
 
 
@@ -51,19 +54,25 @@ def without_claims(nodes: tuple[Resources, ...]) -> tuple[Resources, ...]:
     """The nodes with the cores and GPUs that no other application of the Ray cluster claims."""
     if not ray.is_initialized():
         return nodes
-    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
+    free = _unclaimed()
     return tuple(
         replace(node, cpus=free.get(node.id, {}).get("CPU", 0.0), gpus=int(free.get(node.id, {}).get("GPU", 0)))
         for node in nodes
     )
 
 
+def _unclaimed() -> Mapping[str, Mapping[str, float]]:
+    """By node, the resources that nobody in the Ray cluster claims."""
+    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
+    return free
+
+
 def _address(node: Mapping[str, Any]) -> str:
     return str(node["NodeManagerAddress"])
 
 
-def _measured(node_ids: list[str]) -> dict[str, tuple[int, int]]:
-    """The free memory of each node and of its fullest GPU, in bytes. Nodes that do not answer in time are left out."""
+def _measured(node_ids: list[str]) -> dict[str, tuple[int, list[int]]]:
+    """The free memory of each node and of its GPUs, in bytes. Nodes that do not answer in time are left out."""
     calls = {}
     for node_id in node_ids:
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -80,5 +89,5 @@ def _measured(node_ids: list[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _measure() -> tuple[int, int]:
+def _measure() -> tuple[int, list[int]]:
     return free_memory(), free_gpu_memory()

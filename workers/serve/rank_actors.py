@@ -212,7 +212,7 @@ class WorkerRank:
         """
         from workers.ranks import failing_together
         from workers.verify.build import build_engine
-        from workers.verify.group import join_group, leave_group, run_worker_rank
+        from workers.verify.group import join_group, leave_group_at_last, run_worker_rank
 
         configuration = load_configuration(group.values)
         target = configuration.target
@@ -229,7 +229,7 @@ class WorkerRank:
                 pass  # the first rank may start a training
             run_worker_rank(engine, target.step_timeout_seconds)
         finally:
-            leave_group()
+            leave_group_at_last()
 
 
 class RankActors:

@@ -82,6 +82,16 @@ def leave_group() -> None:
         distributed.destroy_process_group()
 
 
+def leave_group_at_last() -> None:
+    """Leave the process group in a process that computes no more: its connections close, and the other ranks notice.
+
+    A group with NCCL ends with the process, which its owner kills. Leaving it would wait for sums with a rank that is
+    lost, and for CUDA graphs that hold sums, so that nobody would hear of an error.
+    """
+    if distributed.is_initialized() and "nccl" not in distributed.get_backend_config():
+        leave_group()
+
+
 class _Command(IntEnum):
     STEP = 1
     RELEASE = 2
