@@ -15,7 +15,7 @@ from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.gpu_proof.device import DEVICE, needs_kernels
-from workers.forward.backends import choice
+from workers.forward.backends import choice, triton
 from workers.forward.backends.base import AttentionSetting, StepKind, all_backends
 from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.backends.triton import TritonBackend
@@ -214,7 +214,10 @@ def test_a_row_has_the_same_bits_in_a_cuda_graph_of_any_size(size: GraphSize) ->
         (queries, torch.full((size.tokens - len(queries), *queries.shape[1:]), torch.nan, device=DEVICE))
     )
     for layer, right in enumerate(expected):
-        assert torch.equal(backend.attend(layer, padded, plan, None)[: len(queries)], right)
+        found = backend.attend(layer, padded, plan, None)
+        assert torch.equal(found[: len(queries)], right)
+        if layer == 0:
+            assert found[len(queries) :].isnan().all()
     before = [one.clone() for one in (*setting.store.keys, *setting.store.values)]
     backend.write(0, padded[:, :2], padded[:, :2], plan)
     held = {block for row in rows for block in row.blocks[0]} | {setting.scratch}
@@ -288,6 +291,21 @@ def test_neighbours_change_no_bit(kv: torch.dtype | None) -> None:
             assert torch.equal(alone, beside[own])
             torch.testing.assert_close(alone, right[own], atol=CLOSE, rtol=CLOSE)
         first += row.width
+
+
+def test_launches_of_their_own_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with many splits are computed apart from others, so that the sums of splits take a bounded memory."""
+    shape = Shape(4, 2, 32, 64)
+    setting = setting_of(shape, torch.float32)
+    shapes = [(37, 1, TREE), (1200, 1, TokenTree.chain(range(5))), (0, 66, EMPTY_TREE), (700, 1, EMPTY_TREE)]
+    rows = rows_of(shapes, 64)
+    queries = queries_of(rows, shape, torch.float32)
+    backend = TritonBackend(setting)
+    together = attended(backend, rows, queries)
+    monkeypatch.setattr(triton, "_MOST_SUMS", 1)
+    for alone, beside in zip(attended(backend, rows, queries), together, strict=True):
+        assert torch.equal(alone, beside)
+    assert [len(parts) for parts in backend.plan(rows).queries.values()] == [4] * len(WINDOWS)
 
 
 @st.composite

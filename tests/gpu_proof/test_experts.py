@@ -127,6 +127,24 @@ def test_a_number_that_is_no_experts_adds_nothing() -> None:
     torch.testing.assert_close(mixed((x, chosen, weights)), fewer, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("experts", [6, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_expert_is_read_for_padding_which_is_nan(dtype: torch.dtype, experts: int) -> None:
+    from workers.forward.triton.experts import choose, route
+
+    logits = drawn(5, experts, seed=11).to(DEVICE, dtype)
+    logits[2:] = math.nan
+    weights, chosen = choose(logits, ExpertChoice(EACH, is_of_all=False, is_wide=False))
+    assert (chosen[2:] >= experts).all()
+    assert weights[:2].isfinite().all()
+    routing = route(chosen, experts)
+    rows = sorted(routing.rows[:2].flatten().tolist())
+    assert rows == list(range(2 * EACH))
+    assert (routing.rows[2:] == -1).all()
+    assert int(routing.count) == len(set(chosen[:2].flatten().tolist()))
+
+
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("is_of_all", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

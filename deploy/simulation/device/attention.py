@@ -46,7 +46,7 @@ class CountedAttention(TritonBackend):
         self.kv_bytes += read + sum(row.width for row in self.rows) * token
         for index, plan in enumerate(metadata.queries[placement.window]):
             first = index == 0
-            splits = sum(_split_queries(row, size) for row in self.rows) if not plan.is_wide else 0
+            splits = sum(_split_queries(row, size) for row in self.rows) if first and not plan.is_wide else 0
             parts = splits * heads * (of_value + 2) * FLOAT_BYTES
             flops = 2 * heads * (dim + of_value) * seen * first
             self._counter.add(Kernel("attend_tiles", (own + read) * first + 2 * parts, flops))

@@ -87,7 +87,7 @@ class FlashBackend(TritonBackend):
                 for part, (key, count) in enumerate(zip(read, own, strict=True))
             }
             chunks.append(Chunk(tokens, blocks))
-        return FlashStep(step.slots, step.queries, step.blocks, tuple(chunks))
+        return FlashStep(step.slots, step.queries, step.blocks, step.is_padded, tuple(chunks))
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: TritonStep, scaling: float | None) -> torch.Tensor:
         """Attend to the blocks of each row: one launch more for each long chunk."""

@@ -7,7 +7,9 @@ outside of one, and beside any others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,7 @@ from workers.forward.backends.base import (
 from workers.forward.graph_sizes import WORD, GraphSize
 from workers.forward.layout import RowShape, blocks_read, slots_of
 from workers.forward.projections import Projections
-from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, wide_tile
+from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, padded_width, wide_tile
 from workers.kv.eight_bits import STORED_TYPES
 from workers.kv.groups import AttentionWindow
 from workers.transfer import StepArray, to_device_together
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
 
 _NARROW_TILE = 4
 """Queries of a tile of rows of up to 64 tokens."""
+_MOST_SUMS = 256 << 20
+"""Most bytes of the sums of splits of a launch outside of CUDA graphs, unless those of one row take more. There are as
+many splits as the row with the most has, for each query: beside one long row, short ones would take gigabytes."""
+_FLOAT_BYTES = 4
 
 CAPABILITIES = Capabilities(
     steps=frozenset({StepKind.RAGGED}),
@@ -71,9 +77,11 @@ class TritonStep:
     slots: torch.Tensor
     """int64 `[tables, tokens]`: where each token's key and value are stored."""
     queries: dict[AttentionWindow, list[Queries]]
-    """By window, the queries of narrow rows and those of wide rows, where there are any."""
+    """By window, the queries of narrow rows, in one part or several, and those of wide rows, where there are any."""
     blocks: dict[tuple[int, AttentionWindow], Blocks]
     """By block table and window."""
+    is_padded: bool
+    """Whether some tokens may be padding, as in a CUDA graph."""
 
 
 @register_backend("triton", CAPABILITIES, preference=15)
@@ -101,6 +109,10 @@ class TritonBackend(AttentionBackend[TritonStep]):
             for one, groups in zip(layers, self._groups, strict=True)
         )
         self._narrow_tile = _NARROW_TILE if not any(self._groups) else 1
+        self._split_bytes = _FLOAT_BYTES * max(
+            one.kv_heads * one.heads_per_kv * (padded_width(one.value_dim) + 2) for one in layers
+        )
+        """Bytes of the sums of a query's split."""
 
     def _computes(self, row: RowShape) -> bool:  # noqa: ARG002 - for backends that derive from this one
         """Whether these kernels compute the row. They store the keys and values of every row."""
@@ -117,9 +129,11 @@ class TritonBackend(AttentionBackend[TritonStep]):
         block_size = groups.layout.block_size
         read = dict.fromkeys((placement.table, placement.window) for placement in groups.placements)
         windows = dict.fromkeys(window for _, window in read)
-        narrow = _Part(rows, self._narrow_tile, size, self._computes, is_wide=False)
-        wide = _Part(rows, self._wide_tile, size, self._computes)
-        parts = [part for part in (narrow, wide) if part.is_needed]
+        own = [index for index, row in enumerate(rows) if self._computes(row)]
+        narrow, wide = ([index for index in own if (rows[index].width > WORD) is is_wide] for is_wide in (False, True))
+        batches = [narrow] if size is not None else self._batches(rows, narrow, windows)
+        parts = [_Part(rows, batch, self._narrow_tile, size, is_wide=False) for batch in batches]
+        parts = [part for part in (*parts, _Part(rows, wide, self._wide_tile, size, is_wide=True)) if part.is_needed]
         slots = [
             [slot for row in rows for slot in slots_of(row.blocks[table], row.stored_len, row.end, block_size)]
             for table in range(groups.layout.tables)
@@ -148,9 +162,25 @@ class TritonBackend(AttentionBackend[TritonStep]):
                             items, tokens, last, positions, words, starts, part.tile, part.is_wide, arrivals, splits
                         )
                     )
-            return TritonStep(slots, queries, {key: _received(found, key[1]) for key in read})
+            return TritonStep(slots, queries, {key: _received(found, key[1]) for key in read}, size is not None)
 
         return PackedPlan(arrays, metadata)
+
+    def _batches(
+        self, rows: Sequence[RowShape], narrow: Sequence[int], windows: Iterable[AttentionWindow]
+    ) -> list[list[int]]:
+        """The rows `narrow`, divided into launches whose sums of splits take at most `_MOST_SUMS`."""
+        block_size = self._store.kv_groups.layout.block_size
+        counts = {index: max(_splits([rows[index]], one, block_size) for one in windows) for index in narrow}
+        batches: list[list[int]] = []
+        queries = splits = 0
+        for index in sorted(narrow, key=counts.__getitem__, reverse=True):
+            queries += rows[index].width
+            if not batches or queries * splits * self._split_bytes > _MOST_SUMS:
+                batches.append([])
+                queries, splits = rows[index].width, counts[index]
+            batches[-1].append(index)
+        return [sorted(batch) for batch in batches]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: TritonStep) -> None:
         """Store keys and values at the step's slots, in one launch."""
@@ -170,7 +200,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         return self._layer_of(self._store.of(layer), scales)
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: TritonStep, scaling: float | None) -> torch.Tensor:
-        """Attend to the blocks of each row: one launch for narrow rows, one for wide ones."""
+        """Attend to the blocks of each row: one launch for narrow rows, unless some are long, and one for wide ones."""
         return self._attend(layer, queries, metadata, scaling, None)
 
     def attend_with_sinks(
@@ -189,7 +219,10 @@ class TritonBackend(AttentionBackend[TritonStep]):
     ) -> torch.Tensor:
         placement = self._store.kv_groups.placements[layer]
         queries = _with_whole_heads(queries)
-        output = queries.new_empty((*queries.shape[:2], self._layers[layer].value_dim))
+        shape = (*queries.shape[:2], self._layers[layer].value_dim)
+        # From the first layer on, padding is NaN: no router chooses experts for it, whose weights would be read.
+        is_first = metadata.is_padded and layer == 0
+        output = queries.new_full(shape, math.nan) if is_first else queries.new_empty(shape)
         stored = self._stored(layer)
         for plan in metadata.queries[placement.window]:
             self._attention.paged_attention(
@@ -226,23 +259,16 @@ class _Part:
     """The rows of a step that are computed alike, as arrays of integers: the wide ones or the others."""
 
     def __init__(
-        self,
-        rows: Sequence[RowShape],
-        tile: int,
-        size: GraphSize | None,
-        computes: Callable[[RowShape], bool],
-        *,
-        is_wide: bool = True,
+        self, rows: Sequence[RowShape], members: Sequence[int], tile: int, size: GraphSize | None, *, is_wide: bool
     ) -> None:
-        """`tile` is the number of queries of a program. With a graph's `size`, there is room for any of its steps.
-        Rows for which `computes` is false are left out.
+        """`members` are the rows of this part, by index. `tile` is the number of queries of a program. With a graph's
+        `size`, there is room for any of its steps.
 
         `is_needed` says whether there are such rows, or may be some in the graph.
         """
         self.is_wide, self.tile = is_wide, tile
         self._size, self._all = size, rows
         firsts = np.cumsum([0, *(row.width for row in rows)])
-        members = [index for index, row in enumerate(rows) if (row.width > WORD) is is_wide and computes(row)]
         self._rows = [rows[index] for index in members]
         self._tokens = [token for index in members for token in range(firsts[index], firsts[index + 1])]
         self._items: list[tuple[int, int, int]] = []
@@ -264,7 +290,7 @@ class _Part:
             return 1
         if self._size is not None:
             return most_splits(self._size.blocks_of(window, block_size), block_size, window)
-        return most_splits(max(-(-row.end // block_size) for row in self._rows), block_size, window)
+        return _splits(self._rows, window, block_size)
 
     def arrays(self) -> list[StepArray]:
         """Tiles `[tiles, 3]`; the token of each query; the position of the first tree node of each row of the step; the
@@ -290,6 +316,12 @@ class _Part:
             [[_signed(word >> (WORD * part)) for part in range(count)] for word in words], dtype=np.int64
         ).reshape(len(words), count)
         return _filled(found, self.queries)
+
+
+def _splits(rows: Sequence[RowShape], window: AttentionWindow, block_size: int) -> int:
+    """The most splits of one of the rows."""
+    read = (blocks_read(row, window, block_size) for row in rows)
+    return most_splits(max(sinks + end - first for sinks, first, end in read), block_size, window)
 
 
 def _filled(found: StepArray, length: int, padding: int = 0) -> StepArray:
@@ -328,10 +360,13 @@ def _blocks(
     read = [blocks_read(row, window, block_size) for row in rows]
     counts = [sinks + end - first for sinks, first, end in read]
     most = max(counts) if size is None else size.blocks_of(window, block_size)
-    blocks, order = np.zeros((2, len(rows) if size is None else size.rows, most), dtype=np.int32)
+    blocks = np.zeros((len(rows) if size is None else size.rows, most), dtype=np.int32)
+    order = blocks if window.size is None else np.zeros_like(blocks)
     for index, (row, (sinks, first, end)) in enumerate(zip(rows, read, strict=True)):
-        held = row.blocks[table]
-        blocks[index, : counts[index]] = [*held[:sinks], *held[first:end]]
-        order[index, : counts[index]] = [*range(sinks), *range(first, end)]
+        held, own = row.blocks[table], slice(sinks, counts[index])
+        # A list of thousands of blocks would be copied several times as slowly as an array of C's integers.
+        blocks[index, :sinks], blocks[index, own] = array("i", held[:sinks]), array("i", held[first:end])
+        if order is not blocks:
+            order[index, :sinks], order[index, own] = np.arange(sinks), np.arange(first, end)
     found = [blocks, _filled(np.array(counts, dtype=np.int32), len(blocks))]
     return found if window.size is None else [*found, order]
