@@ -18,10 +18,22 @@ StepArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 _ALIGNMENT = 16
 
 
+def onto(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor of the host, or of `device`, on `device`. One of the CPU is not copied on the way to the CPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
 def to_device(values: Sequence[int] | IntegerArray, device: torch.device) -> Tensor:
     """Integers on `device`, int64. An array is not copied on the way to the CPU."""
-    tensor = torch.as_tensor(values, dtype=torch.int64)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return onto(device, torch.as_tensor(values, dtype=torch.int64))
+
+
+def launch_on(device: torch.device) -> None:
+    """Let this thread launch on a GPU. Triton launches on a thread's current one, whichever GPU its tensors are on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def tensor_on(device: torch.device, values: Sequence[object], dtype: torch.dtype) -> Tensor:
@@ -32,6 +44,11 @@ def tensor_on(device: torch.device, values: Sequence[object], dtype: torch.dtype
 def row_indices(rows: Sequence[int], like: Tensor) -> Tensor:
     """Row numbers as an index on the device of `like`: int64 [n]."""
     return tensor_on(like.device, rows, torch.int64)
+
+
+def rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows of a tensor `[n, …]`, in ascending order and each once; the tensor itself if they are all of them."""
+    return tensor if len(rows) == len(tensor) else tensor[row_indices(rows, tensor)]
 
 
 def to_device_together(arrays: Sequence[StepArray], device: torch.device) -> list[torch.Tensor]:

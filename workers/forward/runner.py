@@ -25,7 +25,7 @@ from workers.forward.taps import TapRecorder, check_taps
 from workers.kv.block_table import BlockTable
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore, StoredSource
-from workers.transfer import to_device
+from workers.transfer import launch_on, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ class ModelRunner:
         positions overwrites them, so such a pass is not committed. It records no hidden states. Raises
         `ConfigurationError` if the model has no such parts, `ValueError` for inputs of another shape.
         """
+        launch_on(self._model.device)
         self._check(rows, options)
         recurrence = self._claim_states(rows)
         output = self._run(rows, options, recurrence)
@@ -314,14 +315,13 @@ class ModelRunner:
     def commit(self, row: ForwardRow, nodes: Sequence[int] = ()) -> None:
         """Commit the row's tokens and the accepted path `nodes`, and free the blocks of the rest of the tree.
 
-        The keys and values of the path move to the positions after the committed tokens. Raises `ValueError` for a row
-        with uncommitted positions before its tokens.
+        The keys and values of the path move to the positions after the committed tokens (`KvPool.move`). Raises
+        `ValueError` for a row with uncommitted positions before its tokens.
         """
         if row.uncommitted:
             raise ValueError(f"a row after {row.uncommitted} uncommitted positions cannot be committed")
         if any(node != depth for depth, node in enumerate(nodes)):
-            with torch.inference_mode():
-                self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
+            self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
         tokens = (*row.tokens, *(row.tree.tokens[node] for node in nodes))
         if self._pool.states is None:
             self._pool.commit(row.table, tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from math import prod
@@ -184,6 +185,8 @@ class KvPool:
         )
         self._device = spec.device
         self._ranks = spec.tensor_parallel
+        self._moves: tuple[list[int], list[int]] | None = None
+        """Slots to read and to write, inside `moving_together`."""
 
         stored = stored_type(section)
         self.keys, self.values, self._stacks = _allocate_tensors(
@@ -415,23 +418,39 @@ class KvPool:
     def move(self, table: BlockTable, start: int, nodes: Sequence[int]) -> None:
         """Copy positions `start + nodes[0], start + nodes[1], …` to `start, start + 1, …` in every layer.
 
-        All sources are read before any destination is written.
+        All sources are read before any destination is written. Inside `moving_together` this is done at its end.
         """
         size = self.block_size
-        sources, destinations = (
-            to_device(
-                [
-                    blocks[position // size] * size + position % size
-                    for blocks in table.blocks
-                    for position in positions
-                ],
-                self._device,
-            )
+        slots = [
+            [blocks[position // size] * size + position % size for blocks in table.blocks for position in positions]
             for positions in ([start + node for node in nodes], range(start, start + len(nodes)))
-        )
+        ]
+        if self._moves is None:
+            self._copy_slots(*slots)
+        else:
+            for noted, own in zip(self._moves, slots, strict=True):
+                noted += own
+
+    @contextmanager
+    def moving_together(self) -> Iterator[None]:
+        """Inside, what is moved is noted alone, and copied at the end: for all tables at once.
+
+        Nothing else may read or write keys and values inside.
+        """
+        self._moves = [], []
+        try:
+            yield
+        finally:
+            (sources, destinations), self._moves = self._moves, None
+            if sources:
+                self._copy_slots(sources, destinations)
+
+    @torch.inference_mode()
+    def _copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        read, written = (to_device(slots, self._device) for slots in (sources, destinations))
         for stack in self._stacks:
             flat = stack.flatten(1, 2)
-            flat[:, destinations] = flat[:, sources]
+            flat[:, written] = flat[:, read]
 
     def _open_with_tiers(self, tiers: Tiers, search: _Search, max_tokens: int, kept: Prefix) -> BlockTable | None:
         """Load offloaded blocks. Returns `None` if that gains nothing over `kept`, or if loading fails."""

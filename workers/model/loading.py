@@ -67,6 +67,7 @@ from workers.model.stored.source import stored_file
 from workers.model.target_ends import decoder_vocabulary_size
 from workers.model.trial import Trial, verdict_file
 from workers.ranks import AnotherRankFailed, found_by_all, least_of_all_ranks, try_together
+from workers.transfer import launch_on
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ def load_model(
     dense pass. Raises `ModelLoadError`, `ConfigurationError`.
     """
     device = choose_device(section.device, rank)
+    launch_on(device)
     request = _Request(
         section=section,
         config=_load_config(Path(section.path)),
@@ -435,8 +437,6 @@ def _ranks_on(device: torch.device) -> Iterator[None]:
     """
 
     def on_device(config: DistributedConfig) -> tuple[torch.device, TransformersDeviceMesh]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         shape = (1, 1, 1, config.tp_size or 1)
         dense = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
         # Experts are not sharded (ep_size 1), so all ranks lie on the remaining axis.

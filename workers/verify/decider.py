@@ -15,6 +15,7 @@ from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide, largest
 from workers.sampling.warp import log_distribution
+from workers.transfer import row_indices, rows_of
 from workers.verify.sequence_state import ReadyRow
 
 
@@ -90,7 +91,7 @@ class LocalDecider:
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
     ) -> Decisions:
         def choose(rows: list[int]) -> list[int]:
-            return decide(logits if len(rows) == len(contexts) else logits[rows], [contexts[row] for row in rows])
+            return decide(rows_of(logits, rows), [contexts[row] for row in rows])
 
         tokens = decide_where_possible(len(contexts), choose)
         requested = {
@@ -140,7 +141,7 @@ def _without(logits: torch.Tensor, excluded: Sequence[int]) -> torch.Tensor:
     if not excluded:
         return logits
     masked = logits.clone()
-    masked[list(excluded)] = -math.inf
+    masked[row_indices(excluded, masked)] = -math.inf
     return masked
 
 

@@ -314,14 +314,16 @@ class TargetEngine:
         logits, prompts = without_prompts(ready, logits, self._decider)
         decisions = decide_rows(self._decider, ready, logits, leaders, with_distribution)
         verdicts: list[Verdict] = []
-        for index, (entry, walked) in enumerate(zip(ready, self._walk(ready, decisions), strict=True)):
-            verdict = self._accept(index, entry, walked, decisions, logits)
-            if verdict.fault is None:
-                verdict = replace(verdict, prompt_logprobs=prompts[index].logprobs)
-                entry.sequence.prompt_end = prompts[index].end
-                entry.sequence.last_row = entry.sent or entry.row
-                entry.sequence.last_verdict = verdict
-            verdicts.append(verdict)
+        walks = self._walk(ready, decisions)
+        with self._pool.moving_together():  # a GPU takes as long to move one row's tokens as those of all
+            for index, (entry, walked) in enumerate(zip(ready, walks, strict=True)):
+                verdict = self._accept(index, entry, walked, decisions, logits)
+                if verdict.fault is None:
+                    verdict = replace(verdict, prompt_logprobs=prompts[index].logprobs)
+                    entry.sequence.prompt_end = prompts[index].end
+                    entry.sequence.last_row = entry.sent or entry.row
+                    entry.sequence.last_verdict = verdict
+                verdicts.append(verdict)
         return verdicts
 
     def _walk(self, ready: Sequence[ReadyRow], decisions: Decisions) -> list[_Walked]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from cluster.core.ports import ReadsHiddenStates
 from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
+from workers.transfer import rows_of
 from workers.verify.decider import Decider
 
 Fuse = Callable[[torch.Tensor], torch.Tensor]
@@ -65,9 +67,11 @@ class EvidenceCollector:
         self._decider = decider
         self._fuse = fuse
         self._fused: torch.Tensor | None = None
-        """What `fuse` returned for all tokens of the last pass, on the CPU, until `complete`."""
+        """What `fuse` returned for all tokens of the last pass, bfloat16 `[tokens, width]`, until `complete`."""
         self._paths: dict[SequenceId, torch.Tensor] = {}
         """This rank's logits `[tokens, vocabulary]` along the accepted paths of the last pass, until `complete`."""
+        self._states: dict[SequenceId, tuple[int, torch.Tensor]] = {}
+        """First position, and hidden states or what `fuse` returned, bfloat16 `[tokens, width]`, until `complete`."""
         # Several ranks record hidden states together, and only the batch is the same on all of them.
         self._reader = method if is_alone and isinstance(method, ReadsHiddenStates) else None
 
@@ -91,26 +95,34 @@ class EvidenceCollector:
         """Take the evidence of row `index` of the pass; `None` if nothing is asked for.
 
         `decisions` and this rank's `logits` `[nodes + 1, vocabulary]` are those at the root and at every node, or empty
-        for a row that decides nothing. Call this before the next pass. The most probable tokens follow in `complete`.
+        for a row that decides nothing. Call this before the next pass. Hidden states and the most probable tokens
+        follow in `complete`.
         """
         if not self._section.any or not self._needs(row):
             return None
         is_drafted = self._is_drafted(row)
         if self._section.top and row.decide and is_drafted:
-            self._paths[row.sequence_id] = logits[[0, *(node + 1 for node in accepted.nodes)]]
+            self._paths[row.sequence_id] = rows_of(logits, [0, *(node + 1 for node in accepted.nodes)])
+        if self._runner.hidden is not None:
+            self._states[row.sequence_id] = row.start_len, self._recorded(index, accepted)
         return Evidence(
             base_len=row.base_len,
             tree=row.tree,
             decisions=tuple(decisions) if self._section.decisions and is_drafted else (),
-            hidden=None if self._runner.hidden is None else self._hidden(index, row, accepted),
         )
 
     def complete(self, verdicts: dict[SequenceId, Verdict]) -> None:
-        """Add the most probable tokens to the evidence in the verdicts of the last pass, found for all rows at once.
+        """Add hidden states and the most probable tokens to the evidence in the verdicts of the last pass.
 
-        Of several ranks, all must call this; only the first one adds them.
+        Both are copied from a GPU for all rows at once. Of several ranks, all must call this; only the first one adds
+        the tokens.
         """
-        paths, self._paths, self._fused = self._paths, {}, None
+        states, paths = self._states, self._paths
+        self.discard()
+        copied = _on_host([values for _, values in states.values()])
+        for (sequence_id, (first, _)), values in zip(states.items(), copied, strict=True):
+            data = values.contiguous().view(torch.uint8).numpy().data.cast("B")
+            _add(verdicts, sequence_id, hidden=HiddenStates(first, values.shape[1], data))
         if not paths:
             return
         found = self._decider.most_probable(torch.cat(list(paths.values())), self._section.top)
@@ -118,14 +130,11 @@ class EvidenceCollector:
             return
         best = iter(found.tolist())
         for sequence_id, path in paths.items():
-            top = tuple(tuple(tokens) for tokens in islice(best, len(path)))
-            verdict = verdicts[sequence_id]
-            if verdict.evidence is not None:
-                verdicts[sequence_id] = replace(verdict, evidence=replace(verdict.evidence, top=top))
+            _add(verdicts, sequence_id, top=tuple(tuple(tokens) for tokens in islice(best, len(path))))
 
     def discard(self) -> None:
         """Drop the data of a pass that failed."""
-        self._paths, self._fused = {}, None
+        self._paths, self._states, self._fused = {}, {}, None
 
     def _needs(self, row: VerifyRow) -> bool:
         """Whether the row needs evidence; before its first draft, only hidden states, which are a drafter's context."""
@@ -135,11 +144,23 @@ class EvidenceCollector:
         """Whether all evidence of the row is used: it is drafted for, perhaps by a drafter in another process."""
         return self._section.is_sent or row.next_budget.max_nodes > 0
 
-    def _hidden(self, index: int, row: VerifyRow, accepted: Accepted) -> HiddenStates:
+    def _recorded(self, index: int, accepted: Accepted) -> torch.Tensor:  # [pending + accepted, width] bfloat16
         if self._fuse is not None and self._fused is None and (hidden := self._runner.hidden) is not None:
             taps = hidden.view(len(hidden), len(self._section.taps), -1)
             parts = (taps[first : first + _MOST_FUSED] for first in range(0, len(taps), _MOST_FUSED))
-            self._fused = torch.cat([self._fuse(part).bfloat16() for part in parts]).cpu()
-        states = self._runner.hidden_of(index, accepted.nodes, self._fused)  # [pending + accepted, width] bfloat16
-        data = states.cpu().contiguous().view(torch.uint8).numpy()
-        return HiddenStates(row.start_len, states.shape[1], data.data.cast("B"))
+            self._fused = torch.cat([self._fuse(part).bfloat16() for part in parts])
+        return self._runner.hidden_of(index, accepted.nodes, self._fused)
+
+
+def _add(verdicts: dict[SequenceId, Verdict], sequence_id: SequenceId, **found: Any) -> None:
+    """Add to the evidence in a verdict, if it has some."""
+    verdict = verdicts[sequence_id]
+    if verdict.evidence is not None:
+        verdicts[sequence_id] = replace(verdict, evidence=replace(verdict.evidence, **found))
+
+
+def _on_host(states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Copies `[tokens, width]` on the host; from a GPU all in one piece. On a CPU they are the tensors themselves."""
+    if not any(one.is_cuda for one in states):
+        return states
+    return torch.split(torch.cat(list(states)).cpu(), [len(one) for one in states])

@@ -17,6 +17,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
+from workers.transfer import rows_of
 from workers.verify.decider import Decisions, LocalDecider, decide_where_possible, most_probable
 
 
@@ -43,11 +44,11 @@ class GroupDecider:
         tokens = [-1] * len(contexts)
         requested: dict[int, torch.Tensor] = {}
         if part:
-            chosen = self._by_winners(logits[part], [contexts[index] for index in part])
+            chosen = self._by_winners(rows_of(logits, part), [contexts[index] for index in part])
             for index, token in zip(part, chosen, strict=True):
                 tokens[index] = token
         if whole:
-            decided = self._on_first_rank(logits[whole], [contexts[index] for index in whole])
+            decided = self._on_first_rank(rows_of(logits, whole), [contexts[index] for index in whole])
             for position, index in enumerate(whole):
                 tokens[index] = decided.tokens[position]
                 if position in decided.logits:
@@ -84,9 +85,11 @@ class GroupDecider:
         found = torch.stack([values.double(), ids.double()])  # exact: a float32, and an integer below 2**53
         gathered = [torch.empty_like(found) for _ in range(self._ranks)]
         distributed.all_gather(gathered, found)
-        best, tokens = (torch.stack(parts) for parts in zip(*gathered, strict=True))
+        best, tokens = (torch.stack(parts, dim=1) for parts in zip(*gathered, strict=True))  # [decisions, ranks]
         tokens = tokens.long()
-        return decide_where_possible(len(contexts), lambda rows: merge_winners(best[:, rows], tokens[:, rows]))
+        return decide_where_possible(
+            len(contexts), lambda rows: merge_winners(rows_of(best, rows).T, rows_of(tokens, rows).T)
+        )
 
     def accept(self, walk: Callable[[], list[Accepted]], trees: Sequence[TokenTree]) -> list[Accepted]:
         """Walk the trees on rank 0, and send every rank what is accepted."""
@@ -111,7 +114,7 @@ class GroupDecider:
         decided = Decisions([-1] * len(contexts), {})
         if full is not None:
             decided = self._local.decide(full, contexts, with_distribution)
-        agreed = torch.tensor(decided.tokens, device=self._model.device)
+        agreed = torch.tensor(decided.tokens)  # on the host, which knows them
         distributed.broadcast(agreed, src=0)
         return Decisions(agreed.tolist(), decided.logits, decided.log_probabilities)
 

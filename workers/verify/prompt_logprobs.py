@@ -15,6 +15,7 @@ import torch
 from cluster.core.request import SequenceStart, TokenLogprobs
 from cluster.core.verification import VerifyRow
 from workers.sampling.logprobs import token_logprobs
+from workers.transfer import rows_of
 from workers.verify.decider import Decider
 from workers.verify.sequence_state import ReadyRow
 
@@ -56,12 +57,12 @@ def without_prompts(
         scored.extend(range(first, first + entry.scored))
         decided.extend(range(first + entry.scored, last))
         first = last
-    whole = decider.whole(logits[scored])
+    whole = decider.whole(rows_of(logits, scored))
     found = [ScoredPrompt()] * len(ready)
     if whole is not None:
         starts = accumulate(scores, initial=0)
         found = [_score(entry, whole[at : at + entry.scored]) for entry, at in zip(ready, starts, strict=False)]
-    return logits[decided], found
+    return rows_of(logits, decided), found
 
 
 def _score(entry: ReadyRow, logits: torch.Tensor) -> ScoredPrompt:

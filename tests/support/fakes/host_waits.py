@@ -15,9 +15,11 @@ SYNCHRONIZING_CALLS = ("tolist", "item", "cpu", "nonzero", "masked_select", "__b
 class OnGpu(TorchFunctionMode):
     """A torch function mode: CPU tensors report a CUDA device, and operations that would synchronize are recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, notices_copies: bool = False) -> None:
+        """With `notices_copies`, `to` with a device is recorded, as if all tensors were in the host's usual memory."""
         super().__init__()
         self.waits: list[str] = []
+        self._notices_copies = notices_copies
 
     def __torch_function__(
         self,
@@ -38,6 +40,8 @@ class OnGpu(TorchFunctionMode):
             return any(_is_host_index(index) for index in (args[1] if isinstance(args[1], tuple) else (args[1],)))
         if function in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             return function is Tensor.new_tensor or kwargs.get("device") is not None
+        if function == Tensor.to and self._notices_copies:  # modules of `transformers` name their device by keyword
+            return any(isinstance(one, torch.device) for one in args) and "non_blocking" not in kwargs
         return getattr(function, "__name__", "") in SYNCHRONIZING_CALLS
 
 

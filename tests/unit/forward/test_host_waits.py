@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
+from tests.support.engines.one_rank import group_of_one
 from tests.support.fakes.host_waits import OnGpu
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide
 from workers.sampling.logprobs import token_logprobs
+from workers.verify.group_decider import GroupDecider
 
 VOCABULARY = 5000
 
@@ -80,6 +86,36 @@ def test_equal_logits_at_the_edge_are_kept_as_on_cpu() -> None:
     expected = decide(logits, contexts(*samplings))
     with OnGpu():
         assert decide(logits, contexts(*samplings)) == expected
+
+
+@pytest.fixture
+def group() -> Iterator[GroupDecider]:
+    """Decides with the other ranks, of which there is none."""
+    model = SimpleNamespace(vocabulary_size=VOCABULARY, vocabulary_offset=0, tensor_parallel=1)
+    with group_of_one("cpu"):
+        yield GroupDecider(cast("Any", model), 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_that_share_the_vocabulary_synchronize_once(group: GroupDecider, name: str) -> None:
+    """They wait again for rows that need the whole vocabulary, and not before kernels are launched for the others."""
+    asked = contexts(*CASES[name])
+    logits = some_logits(len(asked))
+    expected = decide(logits, asked)
+    group.decide(logits, asked)  # creates the cached tensors
+    with OnGpu() as gpu:
+        assert group.decide(logits, asked).tokens == expected
+    rows_of_the_first_rank = ["tolist"] * 2  # what it decides, and what it sends, which is on the host
+    assert gpu.waits == ["tolist"] + rows_of_the_first_rank * (name in ("top-k", "min-p"))
+
+
+def test_ranks_find_rows_that_nobody_can_decide_with_one_more_wait(group: GroupDecider) -> None:
+    logits = some_logits(3)
+    expected = decide(logits, contexts(GREEDY, DRAWN, DRAWN))
+    logits[1] = torch.nan
+    with OnGpu() as gpu:
+        assert group.decide(logits, contexts(GREEDY, DRAWN, DRAWN)).tokens == [expected[0], -1, expected[2]]
+    assert gpu.waits == ["tolist"] * 2
 
 
 def test_the_log_probabilities_of_all_rows_synchronize_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,3 +54,30 @@ def test_ranks_keep_the_length_that_they_agreed_on_though_a_disk_drops_a_block_m
     assert opened.open([*text, 16]).stored_len == 0
     assert (said, opened.blocks_free) == ([16, 0], 4)
     opened.close()
+
+
+def test_what_is_moved_together_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of three trees, two of them within one block, move as they do one after another."""
+    sent: list[list[int]] = []
+    send = pool.to_device
+    monkeypatch.setattr(pool, "to_device", lambda slots, device: sent.append(slots) or send(slots, device))
+    paths = ((3, (1, 4, 6)), (9, (0, 2)), (5, (2, 3, 7)))
+    results = []
+    for together in (False, True):
+        moved, draw = KvPool(SPEC, KvSection(block_size=4), 20), torch.Generator().manual_seed(0)
+        for stored in (*moved.keys, *moved.values):
+            stored.copy_(torch.randn(stored.shape, generator=draw))
+        before = [stored.clone() for stored in (*moved.keys, *moved.values)]
+        tables = [moved.new_table() for _ in paths]
+        sent.clear()
+        with moved.moving_together() if together else nullcontext():
+            for table, (start, nodes) in zip(tables, paths, strict=True):
+                moved.reserve(table, 20)
+                moved.move(table, start, nodes)
+            unchanged = zip(before, (*moved.keys, *moved.values), strict=True)
+            assert all(torch.equal(one, other) for one, other in unchanged) == together
+        assert len(sent) == (2 if together else 2 * len(paths))
+        results.append([stored.clone() for stored in (*moved.keys, *moved.values)])
+    for one, other, old in zip(*results, before, strict=True):
+        assert torch.equal(one, other)
+        assert not torch.equal(one, old)

@@ -14,7 +14,8 @@ from cluster.core.drafting import EVIDENCE_ONLY, NO_DRAFT, DraftBudget, DraftRow
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.tree import TokenTree
-from cluster.core.verification import VerifyRow
+from cluster.core.verification import Verdict, VerifyRow
+from tests.support.fakes.host_waits import OnGpu
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel, PassOptions
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -95,16 +96,52 @@ def test_features_are_sent_in_place_of_the_hidden_states_that_they_are_made_of(
         pool.reserve(forward.table, forward.end)
     for _ in range(2):
         logits = runner.forward(forwards, PassOptions(with_taps=True))
-        for index, verified in enumerate(rows):
-            sent = [
-                collected.collect(index, verified, Accepted(nodes=(1, 2), tokens=(4, 5, 6)), (4, 6, 5, 6), logits)
-                for collected in (plain, fused)
-            ]
-            states, features = (_values(one) for one in sent)
+        accepted = [Accepted(nodes=(1, 2), tokens=(4, 5, 6))] * len(rows)
+        sent = [_collected(one, rows, accepted, (4, 6, 5, 6), logits) for one in (plain, fused)]
+        for states, features in zip(*(map(_values, each) for each in sent), strict=True):
             assert torch.equal(features, states.view(len(states), 2, -1).float().mean(dim=1).bfloat16())
             assert (len(states), 2 * features.shape[1]) == (len(TOKENS) + 2, states.shape[1])
-        fused.complete({})
     assert passes == [7, 5, 7, 5]  # once a pass, for all rows, and few tokens at once
+
+
+def test_hidden_states_and_probable_tokens_of_all_rows_are_copied_from_a_gpu_at_once(
+    runner: ModelRunner, pool: KvPool
+) -> None:
+    tree = TokenTree((3, 4, 5), (-1, -1, 1))
+    section = EvidenceSection(taps=(1,), top=2, is_sent=True)
+    found = EvidenceCollector(section, runner, LocalDecider(), True)
+    rows = [VerifyRow(SequenceId(name), len(TOKENS), TOKENS, tree) for name in "abc"]
+    forwards = [ForwardRow(pool.new_table(), TOKENS, tree, select=(2, 3, 4, 5)) for _ in rows]
+    for forward in forwards:
+        pool.reserve(forward.table, forward.end)
+    logits = runner.forward(forwards, PassOptions(with_taps=True))
+    accepted = [Accepted((), (4,)), Accepted((1, 2), (4, 5, 6)), Accepted((0,), (3, 8))]
+    expected = _collected(found, rows, accepted, (), logits)
+    with OnGpu() as gpu:
+        sent = _collected(found, rows, accepted, (), logits)
+    assert gpu.waits == ["cpu", "tolist"]
+    assert [len(_values(one)) for one in sent] == [3, 5, 4]
+    for one, other in zip(sent, expected, strict=True):
+        assert one is not None and other is not None
+        assert torch.equal(_values(one), _values(other))
+        assert one.top == other.top
+    assert [len(one.top) for one in sent if one is not None] == [1, 3, 2]
+
+
+def _collected(
+    found: EvidenceCollector,
+    rows: Sequence[VerifyRow],
+    accepted: Sequence[Accepted],
+    decisions: Sequence[int],
+    logits: torch.Tensor,
+) -> list[Evidence | None]:
+    """The complete evidence of rows, each with four decisions."""
+    verdicts = {}
+    for index, (verified, path) in enumerate(zip(rows, accepted, strict=True)):
+        shown = found.collect(index, verified, path, decisions, logits[4 * index : 4 * index + 4])
+        verdicts[verified.sequence_id] = Verdict(verified.sequence_id, verified.base_len, path.tokens, evidence=shown)
+    found.complete(verdicts)
+    return [verdict.evidence for verdict in verdicts.values()]
 
 
 def _values(found: Evidence | None) -> torch.Tensor:
@@ -140,9 +177,9 @@ def test_evidence_of_a_step_follows_what_was_recorded(runner: ModelRunner, pool:
     accepted = Accepted(nodes=(), tokens=(8,))
     for budget in (BUDGET, NO_DRAFT):
         logits = runner.forward([forward], PassOptions(with_taps=found.records_hidden([row(budget)])))
-        evidence = found.collect(0, row(budget), accepted, (8,), logits)
+        (shown,) = _collected(found, [row(budget)], [accepted], (8,), logits)
         if budget == NO_DRAFT:
-            assert evidence is None
+            assert shown is None
         else:
-            assert evidence is not None and evidence.hidden is not None
-            assert (evidence.decisions, len(evidence.hidden)) == ((8,), len(TOKENS))
+            assert shown is not None and shown.hidden is not None
+            assert (shown.decisions, len(shown.hidden)) == ((8,), len(TOKENS))
