@@ -150,7 +150,8 @@ class LoadedModel:
     uses_cuda_graphs: bool = False
     """Whether forward passes of recurring sizes run as CUDA graphs."""
     vocabulary: torch.Tensor | None = None
-    """The token of each column of the logits, int64, ascending, for a draft with a reduced head; `None`: all tokens."""
+    """The token of each column of the logits, int64, ascending, on their device, for a draft with a reduced head;
+    `None`: all tokens."""
     source: SourceParts | None = None
     """Set exactly for an encoder-decoder model, whose decoder is `module`."""
     states: tuple[StateShape, ...] = ()

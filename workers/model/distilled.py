@@ -38,7 +38,7 @@ class DistilledDraft:
 
     module: PreTrainedModel
     vocabulary: torch.Tensor | None
-    """The token of each row of the head, int64, ascending; `None`: all tokens."""
+    """The token of each row of the head, int64, ascending, on the module's device; `None`: all tokens."""
 
 
 def load_distilled_draft(
@@ -82,7 +82,7 @@ def load_distilled_draft(
     )
     if vocabulary is not None:
         _reduce_head(module, vocabulary)
-    return DistilledDraft(module, vocabulary)
+    return DistilledDraft(module, None if vocabulary is None else vocabulary.to(device))
 
 
 def read_draft_files(

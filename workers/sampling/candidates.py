@@ -33,10 +33,10 @@ def candidates(
 ) -> list[tuple[Candidate, ...]]:
     """The best `count` tokens at each row's position, from logits [n, size]; the best one is what `decide` returns.
 
-    With `vocabulary`, int64 [size], ascending, the logits are those of its tokens, and no other token can be proposed;
-    the tensor must not be changed afterwards. Among equal scores the lowest token comes first. A row has fewer
-    candidates where fewer tokens can be chosen, and none if every logit is NaN or −inf. Raises `ValueError` unless
-    there is one context per row.
+    With `vocabulary`, int64 [size], ascending, on their device, the logits are those of its tokens, and no other token
+    can be proposed; the tensor must not be changed afterwards. Among equal scores the lowest token comes first. A row
+    has fewer candidates where fewer tokens can be chosen, and none if every logit is NaN or −inf. Raises `ValueError`
+    unless there is one context per row.
     """
     found: list[tuple[Candidate, ...]] = [()] * len(contexts)
     count = min(count, logits.shape[1])
@@ -50,7 +50,7 @@ def _of_part(part: ScoredRows, count: int, vocabulary: Tensor | None) -> Iterato
     values, indices = _leading(part.scores, count)
     probabilities = part.scores.softmax(dim=1).gather(1, indices)
     columns = indices if part.columns is None else part.columns.gather(1, indices)
-    tokens = columns if vocabulary is None else vocabulary.to(columns.device)[columns]
+    tokens = columns if vocabulary is None else vocabulary[columns]
     numbers = torch.stack((values.double(), tokens.double(), probabilities.double()))
     for row in zip(*numbers.tolist(), strict=True):  # the only wait for the device
         yield tuple(

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.stored_model import TEXT, logits
 from tests.support.models import distilled_draft, tiny
 from workers.forward.loaded_model import LoadedModel
+from workers.model import distilled
+from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS, read_card
 from workers.model.loading import load_model
 
@@ -72,6 +75,18 @@ def test_a_reduced_head_has_the_rows_of_its_tokens(
     assert reduced.vocabulary.tolist() == list(REDUCED)
     assert reduced.vocabulary_size == tiny.VOCABULARY
     torch.testing.assert_close(logits(reduced, TEXT), logits(whole, TEXT)[:, list(REDUCED)], rtol=1e-3, atol=1e-3)
+
+
+def test_the_tokens_of_a_reduced_head_are_where_its_logits_are(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, columns of logits do not index tokens on the host."""
+    draft = distilled_draft.save(target, tmp_path / "draft", layers=(1,), vocabulary=REDUCED)
+    config, device = AutoConfig.from_pretrained(draft), torch.device("meta")
+    monkeypatch.setattr(distilled, "_reduce_head", lambda *_: None)
+    loaded = load_distilled_draft(draft, target, config, torch.float32, device, "sdpa")
+    assert loaded.vocabulary is not None
+    assert (loaded.vocabulary.device, loaded.vocabulary.shape) == (device, (len(REDUCED),))
 
 
 def test_a_draft_may_be_of_another_family_than_its_target(load: Load, target: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.layer import ContextProjection, DrafterLayer
 from workers.model.public_shapes import RopeShape
+from workers.transfer import onto, row_indices
 
 
 class BlockPass:
@@ -50,11 +51,11 @@ class BlockPass:
     def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
         """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
         shape = self._layer_shape
-        found = self._context(taps.to(self.device).float().flatten(1))
+        found = self._context(onto(self.device, taps).float().flatten(1))
         fused, found = found[:, : shape.hidden_size].contiguous(), found[:, shape.hidden_size :]
         found = found.reshape(len(fused), -1, 2, shape.kv_heads, shape.head_width)  # [tokens, layers, 2, …]
         keys = found[:, :, 0].flatten(1, 2)  # [tokens, layers × KV heads, head width]
-        keys = self._rotary.at(positions.to(self.device)).apply(keys)
+        keys = self._rotary.at(onto(self.device, positions)).apply(keys)
         return ContextRows(
             keys.view(len(fused), -1, shape.kv_heads, shape.head_width).permute(1, 2, 0, 3),
             found[:, :, 1].permute(1, 2, 0, 3),
@@ -70,7 +71,7 @@ class BlockPass:
         rows, block = len(last), self.depths
         features = [window.feature(anchor - 1) for window, anchor in zip(windows, anchors, strict=True)]
         fused = torch.stack([feature for feature in features if feature is not None])
-        tokens = self._embedding[list(last)].float()
+        tokens = self._embedding[row_indices(last, self._embedding)].float()
         common = self._entry(torch.cat([tokens, fused], dim=-1))
         residual = (common.unsqueeze(1) + self._slots).flatten(0, 1)  # [rows × block, hidden size]
         positions = [anchor + slot for anchor in anchors for slot in range(block)]

@@ -16,6 +16,7 @@ from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.fusion import public_fusion
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MaskedBlockShape
+from workers.transfer import onto, row_indices
 
 
 class MaskedBlockPass:
@@ -60,11 +61,11 @@ class MaskedBlockPass:
 
         If the target fuses them, they are features [tokens, 1, feature size].
         """
-        fused = taps[:, 0].to(self.device).float() if self._takes_features else self._fuse(taps)
+        fused = onto(self.device, taps[:, 0]).float() if self._takes_features else self._fuse(taps)
         width = self._shape.body.head_width
         found = self._context(fused).view(len(fused), len(self._key_norms), 2, -1, width)
         keys = rms_norm(found[:, :, 0], self._key_norms, self._epsilon)  # [tokens, layers, KV heads, head width]
-        turned = self._rotary.at(positions.to(self.device)).apply(keys.flatten(1, 2)).view_as(keys)
+        turned = self._rotary.at(onto(self.device, positions)).apply(keys.flatten(1, 2)).view_as(keys)
         return ContextRows(turned.permute(1, 2, 0, 3), found[:, :, 1].permute(1, 2, 0, 3), fused[:, :0])
 
     def draft(self, last: Sequence[int], anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
@@ -73,7 +74,8 @@ class MaskedBlockPass:
         `last` are the last committed tokens, at the positions `anchors`. A block attends to itself in both directions.
         """
         slots = self._shape.slots
-        tokens = self._shape.embedding_scale * self._embedding[list(last)].float().unsqueeze(1)
+        embedded = self._embedding[row_indices(last, self._embedding)].float()
+        tokens = self._shape.embedding_scale * embedded.unsqueeze(1)
         residual = torch.cat([tokens, self._masks.expand(len(last), -1, -1)], dim=1).flatten(0, 1)
         positions = [anchor + slot for anchor in anchors for slot in range(slots)]
         pieces = []

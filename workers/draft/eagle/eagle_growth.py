@@ -17,6 +17,7 @@ from workers.draft.eagle.eagle_pass import EaglePiece
 from workers.draft.eagle.eagle_session import EagleSession
 from workers.forward.native.window_layers import WindowPiece
 from workers.sampling.context import Branch, DecisionContext
+from workers.transfer import onto
 
 LEAST_PROBABILITY = 0.1
 """A depth is expanded if the path probabilities of its nodes sum to at least this."""
@@ -106,7 +107,7 @@ class EagleGrowth:
             while above is not None and above is not self.root:
                 is_seen[row, begin + self._slots[above]] = True
                 above = above.parent
-        mask = torch.from_numpy(is_seen).to(self.root_output.device)
+        mask = onto(self.root_output.device, torch.from_numpy(is_seen))
         return EaglePiece(
             WindowPiece(self._keys, self._values, self._begin + used, len(self.frontier), mask),
             [node.token for node in self.frontier],

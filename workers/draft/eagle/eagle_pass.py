@@ -20,6 +20,7 @@ from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.layer import DrafterLayer
+from workers.transfer import onto, row_indices, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def committed_piece(window: ContextWindow, first: int, following: Sequence[int],
     keys, values, begin = window.scratch(first, count)
     known = np.concatenate([window.known_before(first), np.ones(count, dtype=np.bool_)])
     slots, own = np.arange(begin + count)[None, :], begin + np.arange(count)[:, None]
-    is_seen = torch.from_numpy(known[None, :] & (slots <= own) & (slots > own - reach)).to(keys.device)
+    is_seen = onto(keys.device, torch.from_numpy(known[None, :] & (slots <= own) & (slots > own - reach)))
     window_piece = WindowPiece(keys, values, begin, count, is_seen)
     return EaglePiece(window_piece, following, range(first, first + count), (count - 1,))
 
@@ -87,7 +88,7 @@ class EaglePass:
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, taps, hidden size]."""
-        return self._fuse(taps.to(self.device).float().flatten(1))
+        return self._fuse(onto(self.device, taps).float().flatten(1))
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
         """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
@@ -95,13 +96,13 @@ class EaglePass:
         `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
         """
         following = [token for piece in pieces for token in piece.following]
-        tokens = self._embedding[following].float()
+        tokens = self._embedding[row_indices(following, self._embedding)].float()
         residual = self._entry(torch.cat([tokens, features], dim=-1))
         positions = [position for piece in pieces for position in piece.positions]
         outputs = self._layers.run(residual, positions, [piece.window for piece in pieces])
         starts = accumulate((piece.window.count for piece in pieces), initial=0)
         wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
-        return outputs[wanted] if len(wanted) < len(outputs) else outputs
+        return rows_of(outputs, wanted)
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""

@@ -17,6 +17,7 @@ from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.fusion import public_fusion
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MASK_HIDDEN, FeatureShape
+from workers.transfer import onto, row_indices, rows_of
 
 
 class FeaturePass:
@@ -70,7 +71,7 @@ class FeaturePass:
         """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
         if self._fuse is not None:
             return self._fuse(taps)
-        last, norm = taps[:, -1].to(self.device).float(), self._ends.norm
+        last, norm = onto(self.device, taps[:, -1]).float(), self._ends.norm
         return last if norm is None else rms_norm(last, norm.float(), self._ends.epsilon)
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
@@ -84,7 +85,7 @@ class FeaturePass:
         outputs = self._layers.run(residual, positions, [piece.window for piece in pieces], inputs)
         starts = accumulate((piece.window.count for piece in pieces), initial=0)
         wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
-        outputs = outputs[wanted] if len(wanted) < len(outputs) else outputs
+        outputs = rows_of(outputs, wanted)
         return self._normalised(outputs) if self._shape.feeds_normed else outputs
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -92,9 +93,9 @@ class FeaturePass:
         return self._head(outputs if self._shape.feeds_normed else self._normalised(outputs))
 
     def _embedded(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        found = self._ends.embedding[list(tokens)].float()
+        found = self._ends.embedding[row_indices(tokens, self._ends.embedding)].float()
         if self._shape.hides_first_token and 0 in positions:
-            found[[index for index, position in enumerate(positions) if position == 0]] = 0.0
+            found[row_indices([index for index, position in enumerate(positions) if position == 0], found)] = 0.0
         return found
 
     def _entered(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

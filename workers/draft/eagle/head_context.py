@@ -16,6 +16,7 @@ from workers.draft.common.modules.text_collector import TextCollector
 from workers.draft.common.sessions import Sessions
 from workers.draft.eagle.eagle_pass import EaglePiece, committed_piece
 from workers.draft.eagle.eagle_session import EagleSession, Piece
+from workers.transfer import onto
 
 SessionType = TypeVar("SessionType", bound=EagleSession)
 _Part = tuple[EagleSession, Piece]
@@ -97,7 +98,7 @@ class HeadContext(Generic[SessionType]):
         ]
         taken = torch.cat([taps for _, (_, taps) in parts])
         is_fused = self._collector.reader.is_fused
-        features = taken[:, 0].to(head.device).float() if is_fused else head.features(taken)
+        features = onto(head.device, taken[:, 0]).float() if is_fused else head.features(taken)
         for (session, (first, taps)), output in zip(parts, head.run(features, pieces), strict=True):
             end = first + len(taps)
             session.window.mark(first, end)

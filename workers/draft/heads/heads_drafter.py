@@ -34,6 +34,7 @@ from workers.model.drafting.public import PublicModule
 from workers.model.drafting.selector import Selector
 from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
+from workers.transfer import onto, row_indices
 
 
 class Heads(Protocol):
@@ -192,12 +193,13 @@ class ParallelHeads:
         `taps` are the rows' residual streams after the last layer, [hidden size] each, at the position before the last
         token; `contexts` [rows x depths] are those of the decisions at each depth, at most `self.depths`.
         """
-        hidden = torch.stack(tuple(taps)).to(self._embedding.device).float()
+        hidden = onto(self._embedding.device, torch.stack(tuple(taps))).float()
         if self._norm is not None:
             hidden = rms_norm(hidden, self._norm, self._epsilon)
         if self._mix is not None:
             inner, outer = self._mix
-            hidden = hidden + outer(silu(inner(torch.cat([hidden, self._embedding[list(last)].float()], dim=1))))
+            embedded = self._embedding[row_indices(last, self._embedding)].float()
+            hidden = hidden + outer(silu(inner(torch.cat([hidden, embedded], dim=1))))
         rows, size = hidden.shape
         deep = silu(self._heads(hidden)).view(rows, self.depths, size)[:, : len(contexts) // rows]
         return self._ranker.rank(hidden.unsqueeze(1) + deep, contexts, siblings)

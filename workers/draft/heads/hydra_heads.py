@@ -17,7 +17,7 @@ from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
-from workers.transfer import tensor_on
+from workers.transfer import onto, tensor_on
 
 _Affine = tuple[Product, Tensor]
 """A product with a matrix, and the bias that is added to it."""
@@ -48,7 +48,7 @@ class HydraHeads:
     ) -> list[RankedPaths]:
         """Rank the candidates after each row's last token; see `ParallelHeads.rank`."""
         device = self._ends.embedding.device
-        states = torch.stack(tuple(taps)).to(device).float()
+        states = onto(device, torch.stack(tuple(taps))).float()
         if self._norm is not None:
             states = rms_norm(states, self._norm, self._ends.epsilon)
         tokens = tensor_on(device, list(last), torch.int64)

@@ -16,6 +16,7 @@ from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MedusaShape
 from workers.sampling.context import DecisionContext
+from workers.transfer import onto
 
 
 class OwnHeads:
@@ -56,7 +57,7 @@ class OwnHeads:
 
     def hidden(self, taps: Sequence[Tensor], depths: int) -> Tensor:
         """Vectors for the output heads [rows, depths, hidden size] of residual streams, [hidden size] each."""
-        states = torch.stack(tuple(taps)).to(self._ends.embedding.device).float()
+        states = onto(self._ends.embedding.device, torch.stack(tuple(taps))).float()
         if self._norm is not None:
             states = rms_norm(states, self._norm, self._ends.epsilon)
         found = []

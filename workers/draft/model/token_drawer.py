@@ -16,6 +16,7 @@ from workers.sampling.context import DecisionContext
 from workers.sampling.noise import gumbel
 from workers.sampling.uniform import random_bits
 from workers.sampling.warp import warp
+from workers.transfer import row_indices
 
 MOST_TOKENS = 64
 """Most tokens of a stated distribution: the most probable ones, from which the draft is then drawn."""
@@ -74,14 +75,14 @@ class TokenDrawer:
     ) -> list[DrawnSiblings]:
         warped = warp(logits, contexts, vocabulary=self._vocabulary)
         values, columns = warped.topk(min(MOST_TOKENS, self._columns), dim=1)  # [rows, kept]
-        tokens = columns if self._vocabulary is None else self._vocabulary.to(columns.device)[columns]
+        tokens = columns if self._vocabulary is None else self._vocabulary[columns]
         seeds = [
             random_bits(b"draft", context.sampling.seed, context.position - depth + 1)
             for context, depth in zip(contexts, depths, strict=True)
         ]
         positions = [context.position for context in contexts]
         noise = gumbel(seeds, positions, 0, self._columns, logits.device, columns)
-        noise[[row for row, context in enumerate(contexts) if context.is_greedy]] = 0.0
+        noise[row_indices([row for row, context in enumerate(contexts) if context.is_greedy], noise)] = 0.0
         # By Gumbel-top-k, the best sums are draws without replacement, in order.
         orders = (values + noise).sort(dim=1, descending=True, stable=True).indices[:, :count]
         probabilities = values.softmax(dim=1)

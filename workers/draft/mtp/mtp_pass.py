@@ -32,6 +32,7 @@ from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.files import load_ends
 from workers.model.formats.registry import read_draft
 from workers.model.mtp_layers import MtpLayer, load_mtp_layer
+from workers.transfer import onto, row_indices, rows_of, tensor_on
 
 _ATTENTION = "pilotfish_windows"
 """The name of `_attend` in `transformers`."""
@@ -108,7 +109,7 @@ class MtpPass:
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, 1, hidden size]: the target's final norm of them."""
-        found, norm = taps[:, -1].to(self.device).float(), self.ends.norm
+        found, norm = onto(self.device, taps[:, -1]).float(), self.ends.norm
         return found if norm is None else rms_norm(found, norm.float(), self.ends.epsilon)
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
@@ -117,14 +118,15 @@ class MtpPass:
         `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
         """
         following = [token for piece in pieces for token in piece.following]
-        tokens: Tensor = self._layer.embedding_norm(self.ends.embedding[following].to(self._dtype))
+        embedded = self.ends.embedding[row_indices(following, self.ends.embedding)]
+        tokens: Tensor = self._layer.embedding_norm(embedded.to(self._dtype))
         hidden: Tensor = self._layer.hidden_norm(features.to(self._dtype))
         entered = functional.linear(torch.cat([tokens, hidden], dim=-1), self._layer.projection)
         positions = [position for piece in pieces for position in piece.positions]
         outputs = self._block(entered, positions, [piece.window for piece in pieces])
         starts = accumulate((piece.window.count for piece in pieces), initial=0)
         wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
-        found: Tensor = self._layer.output_norm(outputs[wanted])
+        found: Tensor = self._layer.output_norm(rows_of(outputs, wanted))
         return found.float()
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -133,7 +135,7 @@ class MtpPass:
 
     def _block(self, rows: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece] | _KvSizes) -> Tensor:
         """The decoder layer's output [tokens, hidden size] of its input of this shape."""
-        places = torch.tensor([positions], device=rows.device)
+        places = tensor_on(rows.device, [positions], torch.int64)
         rotations = self._layer.rotary(rows.unsqueeze(0), places)
         found = self._layer.block(
             rows.unsqueeze(0),

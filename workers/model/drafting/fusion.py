@@ -22,6 +22,7 @@ from workers.model.drafting.public import PublicModule
 from workers.model.formats.registry import read_draft, read_weights
 from workers.model.fused_taps import fused_width
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape, PublicShape
+from workers.transfer import onto
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +42,7 @@ class TapFusion:
 
     def __call__(self, taps: Tensor) -> Tensor:
         """Features, float32 [tokens, feature size], of taps [tokens, taps, target's hidden size] on any device."""
-        taps = taps.to(self.device).float()
+        taps = onto(self.device, taps).float()
         if self.tap_norms is not None:
             taps = rms_norm(taps, self.tap_norms, self.epsilon)
         flat = taps.flatten(1)

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.transfer import onto
+
 BooleanArray = npt.NDArray[np.bool_]
 
 WHOLE_TEXT = 1 << 20
@@ -133,7 +135,7 @@ class ContextWindow:
         flags = self.known_before(position)
         if flags.all():
             return None
-        return torch.from_numpy(np.concatenate([flags, np.ones(count, dtype=np.bool_)])).to(self._device)
+        return onto(self._device, torch.from_numpy(np.concatenate([flags, np.ones(count, dtype=np.bool_)])))
 
     def _reserve(self, first: int, end: int) -> None:
         """Make slots up to position `end - 1`: shift older positions out, or grow."""

@@ -20,6 +20,7 @@ from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import DecoderShape, MaskedBlockShape
+from workers.transfer import tensor_on
 
 
 class BiasedProduct:
@@ -60,7 +61,7 @@ class DecoderStack:
         `positions`. `first_inputs` [tokens, inputs] are what the first layer's attention reads in place of the
         normalised stream. No two pieces share slots.
         """
-        rotation = self._rotary.at(torch.tensor(positions, device=residual.device))
+        rotation = self._rotary.at(tensor_on(residual.device, positions, torch.int64))
         for number, layer in enumerate(self.layers):
             inputs = layer.normalised(residual) if number or first_inputs is None else first_inputs
             kernels = None

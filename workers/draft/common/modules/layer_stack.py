@@ -19,6 +19,7 @@ from workers.forward.native.window_layers import LayerWeights, WindowPiece, Wind
 from workers.model.drafting.layer import DrafterLayer
 from workers.model.drafting.public import rotary_steps
 from workers.model.public_shapes import RopeShape
+from workers.transfer import tensor_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class LayerStack:
         """
         if self._packed is not None:
             return self._packed.run(residual, positions, pieces)
-        rotation = self._rotary.at(torch.tensor(positions, device=residual.device))
+        rotation = self._rotary.at(tensor_on(residual.device, positions, torch.int64))
         for number, layer in enumerate(self._layers):
             queries, keys, values = layer.project(residual, rotation)
             residual = layer.output(residual, attend_pieces(pieces, number, queries, keys, values))

@@ -17,7 +17,7 @@ from workers.forward.native.largest import Largest, largest_by_torch
 from workers.sampling.context import DecisionContext
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.warp import is_unchanged, untruncated
-from workers.transfer import tensor_on
+from workers.transfer import row_indices, tensor_on
 
 SHORTLIST = 128
 """Tokens of each row that truncation and noise are computed for: the most probable ones."""
@@ -81,7 +81,7 @@ class Shortlist:
             noise = gumbel_of(seeds, positions, self._vocabulary, columns.device, columns)
         greedy = [row for row, context in enumerate(contexts) if context.is_greedy]
         if greedy:
-            noise[greedy] = 0.0
+            noise[row_indices(greedy, noise)] = 0.0
         return noise
 
 

@@ -67,4 +67,4 @@ class TapReader:
         part = hidden.data[2 * hidden.width * first : 2 * hidden.width * (first + count)]
         data = bytearray(part) if isinstance(part, bytes) else part
         values = torch.frombuffer(data, dtype=torch.bfloat16).view(count, self._taken, self._hidden_size)
-        return hidden.first + first, values[:, self._columns]
+        return hidden.first + first, values.index_select(1, torch.tensor(self._columns))

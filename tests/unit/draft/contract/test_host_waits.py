@@ -1,0 +1,79 @@
+"""Drafters with modules on a GPU: the host waits for it only where it reads what to propose."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cluster.core.drafting import DraftBudget, Evidence
+from deploy.implied_settings import with_implied_settings
+from tests.support.fakes.host_waits import OnGpu
+from tests.unit.draft.contract.methods import Directories, values
+from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal
+from workers.draft.common.modules import layer_stack
+from workers.draft.registry import create, needs_of
+from workers.serve.configuration import load_configuration
+
+NAMES = (
+    "block",
+    "block:dflash",
+    "block:dspark",
+    "blockwise",
+    "eagle",
+    "eagle:eagle3",
+    "eagle:peagle",
+    "heads",
+    "mtp",
+)
+ROUNDS, FIRST = 9, 5
+"""Rounds, and those at the beginning that create cached tensors."""
+
+
+def with_usual_states(evidence: Evidence) -> Evidence:
+    """The evidence with numbers of a usual size: those of the simulated target overflow."""
+    if (hidden := evidence.hidden) is None:
+        return evidence
+    states = torch.randn(len(hidden), hidden.width, generator=torch.Generator().manual_seed(hidden.first)).bfloat16()
+    return replace(evidence, hidden=replace(hidden, data=states.view(torch.uint8).numpy().tobytes()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_waits_but_the_reading_of_candidates(
+    name: str, directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_stack, "pack_window_layers", lambda *_: None)  # torch computes the layers, as on a GPU
+    configuration = with_implied_settings(load_configuration(values(name, directories)))
+    method = create(configuration.draft, configuration.target)
+    needs = needs_of(configuration.draft)
+    sequences = [
+        SimulatedSequence(f"s{number}", random.Random(number), needs, sampling)
+        for number, sampling in enumerate(SAMPLINGS)
+    ]
+    drafted, waits = 0, list[str]()
+    for turn in range(ROUNDS):
+        rows = [sequence.row(DraftBudget(8, 5)) for sequence in sequences]
+        with OnGpu(notices_copies=True) as gpu:
+            proposals = method.propose(rows)
+        for sequence, row, proposal in zip(sequences, rows, proposals, strict=True):
+            check_proposal(row, proposal)
+            sequence.sent_len = row.base_len
+            sequence.verify(proposal.tree)
+            sequence.evidence[-1] = with_usual_states(sequence.evidence[-1])
+        if turn >= FIRST:
+            drafted += sum(len(proposal.tree) for proposal in proposals)
+            waits += gpu.waits
+    assert drafted > 0
+    assert set(waits) == {"tolist"}
+
+
+def test_the_fake_notices_copies_that_wait() -> None:
+    number = torch.zeros(2)
+    with OnGpu(notices_copies=True) as gpu:
+        number.to(torch.device("cpu"))
+        number.to(torch.float64)
+        number.to(torch.device("cpu"), non_blocking=True)
+        number[[0]] = 1.0
+    assert gpu.waits == ["to", "__setitem__"]
