@@ -10,7 +10,7 @@ import grpc
 from cluster.core.config.cluster_section import TlsSection
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
-from cluster.wire.tls import channel_credentials, read_file
+from cluster.wire.tls import CertificateFiles, channel_credentials, read_file, renewed_credentials
 
 TOKEN_KEY = "x-pilotfish-cluster-token"  # noqa: S105 - the name of the metadata, not a secret
 """Key of the call metadata that holds the cluster token."""
@@ -58,7 +58,7 @@ class PeerAccess:
     token: ClusterToken | None = None
     """Sent with every call, and demanded of every call."""
     tls: TlsSection | None = None
-    """Files of this machine, read whenever a server starts or a channel opens."""
+    """Files of this machine. Servers read them again when they change, and clients whenever a channel opens."""
 
     def metadata(self) -> Metadata:
         """The metadata of every call."""
@@ -67,14 +67,12 @@ class PeerAccess:
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials of a server that demands a certificate of its clients; `None` without TLS.
 
-        Raises `ConfigurationError` for an unreadable file.
+        Changed files are in force without a restart. Raises `ConfigurationError` for files that are unusable.
         """
         if self.tls is None:
             return None
-        pair = (read_file("cluster.tls.key", self.tls.key), read_file("cluster.tls.certificate", self.tls.certificate))
-        return grpc.ssl_server_credentials(
-            [pair], root_certificates=read_file("cluster.tls.ca", self.tls.ca), require_client_auth=True
-        )
+        files = CertificateFiles(self.tls.certificate, self.tls.key, self.tls.ca, is_internal=True)
+        return renewed_credentials(files, files.read(), demands_certificate=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials of a client; `None` without TLS. Raises `ConfigurationError` for an unreadable file."""

@@ -1,4 +1,4 @@
-"""TLS of the public APIs: credentials of servers and clients, read again when their files change."""
+"""TLS: credentials of servers, read again when their files change, and of clients of the public APIs."""
 
 from __future__ import annotations
 
@@ -41,10 +41,20 @@ class CertificateFiles:
     """
 
     def __init__(
-        self, certificate: str, key: str, client_ca: str | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        certificate: str,
+        key: str,
+        client_ca: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_internal: bool = False,
     ) -> None:
+        """With `is_internal`, they are those of `cluster.tls`, else those of `server.tls`."""
         names = {"certificate": certificate, "key": key} | ({} if client_ca is None else {"client_ca": client_ca})
         self._files = {name: Path(file).expanduser() for name, file in names.items()}
+        section, authority = ("cluster.tls", "ca") if is_internal else ("server.tls", "client_ca")
+        self._settings = {name: f"{section}.{name}" for name in names} | {"client_ca": f"{section}.{authority}"}
+        self._whose = "internal services" if is_internal else "public APIs"
         self._clock = clock
         self._looked_at = clock()
         self._version: _Version = ()
@@ -68,13 +78,13 @@ class CertificateFiles:
             try:
                 found = self._read()
             except ConfigurationError as error:
-                logger.error("the certificate of the public APIs stays as it was: %s", error)
+                logger.error("the certificate of the %s stays as it was: %s", self._whose, error)
                 self._version = version
                 return None
             if self._found() != version:  # a file changed meanwhile: the next look reads all of them again
                 return None
             self._version = version
-            logger.info("read the certificate of the public APIs again")
+            logger.info("read the certificate of the %s again", self._whose)
             return found
 
     def _found(self) -> _Version:
@@ -85,29 +95,30 @@ class CertificateFiles:
         return tuple((state.st_mtime_ns, state.st_size) for state in states)
 
     def _read(self) -> Certificates:
-        found = {name: _content(name, file) for name, file in self._files.items()}
+        settings = self._settings
+        found = {name: _content(settings[name], file) for name, file in self._files.items()}
         check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             check.load_cert_chain(self._files["certificate"], self._files["key"], password="")
         except (OSError, ValueError) as error:
             reason = f"needed a PEM certificate and its key without a password, found {error}"
-            raise ConfigurationError(f"server.tls.certificate, server.tls.key: {reason}") from None
+            raise ConfigurationError(f"{settings['certificate']}, {settings['key']}: {reason}") from None
         if "client_ca" in self._files:
             try:
                 check.load_verify_locations(self._files["client_ca"])
             except (OSError, ValueError) as error:
-                raise ConfigurationError(f"server.tls.client_ca: needed PEM certificates, found {error}") from None
+                raise ConfigurationError(f"{settings['client_ca']}: needed PEM certificates, found {error}") from None
         return Certificates(**found)
 
 
-def _content(name: str, file: Path) -> bytes:
+def _content(setting: str, file: Path) -> bytes:
     try:
         with file.open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigurationError(f"server.tls.{name}: needed a readable file, found {file}: {error.strerror}") from None
+        raise ConfigurationError(f"{setting}: needed a readable file, found {file}: {error.strerror}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigurationError(f"server.tls.{name}: needed at most {MAX_FILE_BYTES} bytes, found more in {file}")
+        raise ConfigurationError(f"{setting}: needed at most {MAX_FILE_BYTES} bytes, found more in {file}")
     return content
 
 
@@ -124,7 +135,13 @@ def server_credentials(tls: PublicTlsSection) -> grpc.ServerCredentials:
 
     With `client_ca`, clients must present a certificate that it has signed. Raises `ConfigurationError`.
     """
-    files, first = server_files(tls)
+    return renewed_credentials(*server_files(tls), demands_certificate=tls.client_ca is not None)
+
+
+def renewed_credentials(
+    files: CertificateFiles, first: Certificates, *, demands_certificate: bool
+) -> grpc.ServerCredentials:
+    """Return credentials of a gRPC server with the certificate `first`, and later with what `files` have changed to."""
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         found = files.changed()
@@ -133,7 +150,7 @@ def server_credentials(tls: PublicTlsSection) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first),
         changed,  # type: ignore[arg-type]  # `None` leaves the certificate as it is
-        require_client_authentication=tls.client_ca is not None,
+        require_client_authentication=demands_certificate,
     )
 
 

@@ -16,7 +16,8 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from cluster.core.errors import DrafterUnavailable, TargetUnavailable
+from cluster.core.errors import ConfigurationError, DrafterUnavailable, TargetUnavailable
+from cluster.wire import tls as wire_tls
 from cluster.wire.connection import fixed_address
 from cluster.wire.coordinator_service import CoordinatorServicer
 from cluster.wire.drafter_client import GrpcDrafter
@@ -233,6 +234,30 @@ async def test_with_mutual_tls_only_clients_with_a_certificate_are_served(tmp_pa
             with pytest.raises(TargetUnavailable):
                 await stranger.info()
             await stranger.close()
+
+
+async def test_changed_certificates_of_internal_services_need_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_tls, "RELOAD_SECONDS", 0.0)
+    access = PeerAccess(draw_token(), make_certificate(tmp_path))
+    async with served("pilotfish.v1.TargetService", access) as address:
+        for _ in range(2):
+            target = GrpcTarget(fixed_address(address), access)  # a new channel, which reads the files
+            assert (await target.info()).model == "echo"
+            await target.close()
+            assert make_certificate(tmp_path) == access.tls  # another certificate and authority in the same files
+
+
+def test_unusable_certificates_of_internal_services_are_named(tmp_path: Path) -> None:
+    tls, other = make_certificate(tmp_path / "ours"), make_certificate(tmp_path / "other")
+    for change, named in (
+        ({"key": other.key}, r"cluster\.tls\.certificate, cluster\.tls\.key: needed a PEM certificate and its key"),
+        ({"ca": tls.key}, r"cluster\.tls\.ca: needed PEM certificates"),
+        ({"key": str(tmp_path / "none")}, r"cluster\.tls\.key: needed a readable file"),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            PeerAccess(tls=tls.model_copy(update=change)).server_credentials()
 
 
 async def test_mutual_tls_does_not_replace_the_token(tmp_path: Path) -> None:
