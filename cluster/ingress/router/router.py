@@ -22,6 +22,8 @@ from pilotfish.v1 import generation_pb2
 
 log = logging.getLogger(__name__)
 
+_METRICS_SECONDS = 5.0
+"""How long the metrics of one coordinator are waited for, in seconds: less than Prometheus waits for all."""
 _Answer = TypeVar("_Answer")
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
@@ -130,8 +132,19 @@ class Router:
         return await self._any(lambda client: client.get_model(name))
 
     async def metrics(self) -> tuple[bytes, str]:
-        """Return the metrics of all coordinators, with a label for each, and their content type."""
-        found = await self._all(lambda client: client.metrics())
+        """Return the metrics of all coordinators, with a label for each, and their content type.
+
+        Those that do not answer soon are left out. Raises `NotReady` if none answers.
+        """
+
+        async def read(client: FullClient) -> tuple[bytes, str]:
+            try:
+                async with asyncio.timeout(_METRICS_SECONDS):
+                    return await client.metrics()
+            except TimeoutError:
+                raise NotReady(f"no metrics within {_METRICS_SECONDS:g} s") from None
+
+        found = await self._all(read)
         answers = {name: answer for name, answer in found.items() if not isinstance(answer, PilotfishError)}
         if not answers:
             raise NotReady("no coordinator can be reached")
@@ -140,11 +153,11 @@ class Router:
 
     async def is_ready(self) -> bool:
         """Whether a coordinator accepts requests."""
-        return True in (await self._all(lambda client: client.is_ready())).values()
+        return await self._has(lambda client: client.is_ready())
 
     async def is_reachable(self) -> bool:
         """Whether a coordinator answers, ready or not."""
-        return True in (await self._all(lambda client: client.is_reachable())).values()
+        return await self._has(lambda client: client.is_reachable())
 
     async def close(self) -> None:
         """Close all connections. Running streams break off."""
@@ -159,6 +172,26 @@ class Router:
             except (NotReady, Aborted, DeadlineExceeded) as error:
                 refusals[view.id] = error
         raise next(reversed(refusals.values()), NotReady("no coordinator is ready"))
+
+    async def _has(self, ask: Callable[[FullClient], Awaitable[bool]]) -> bool:
+        """Whether a coordinator says yes. It is returned at once: probes do not wait for one that is frozen or lost."""
+
+        async def one(view: Member) -> bool:
+            try:
+                return await ask(self._pool.client(view))
+            except PilotfishError:
+                return False
+
+        asking = [asyncio.create_task(one(view)) for view in self._pool.members()]
+        try:
+            for answer in asyncio.as_completed(asking):
+                if await answer:
+                    return True
+            return False
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     async def _all(self, call: Callable[[FullClient], Awaitable[_Answer]]) -> dict[str, _Answer | PilotfishError]:
         """Return the answer or error of every coordinator, by its id."""
