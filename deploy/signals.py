@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
 
 SIGNALLED = 130
 """Status of a command that a signal ended."""
+_LOOK_SECONDS = 1.0
 
 
 def status_of(error: PilotfishError) -> int:
@@ -30,10 +33,11 @@ def raise_on_signals() -> None:
         signal.signal(number, interrupt)
 
 
-def wait_for_signal() -> None:
-    """Return at the first SIGTERM or SIGINT. Call `raise_on_signals` first."""
+def wait_for_signal(find_loss: Callable[[], str | None]) -> str | None:
+    """Return `None` at the first SIGTERM or SIGINT, or what `find_loss` finds lost. Call `raise_on_signals` first."""
     try:
-        while True:
-            signal.pause()
+        while (lost := find_loss()) is None:
+            time.sleep(_LOOK_SECONDS)
     except Interrupted:
-        return
+        return None
+    return lost

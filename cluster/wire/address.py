@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 
@@ -11,8 +12,22 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def http_url(host: str, port: int, *, has_tls: bool = False) -> str:
-    """The URL of an HTTP server."""
-    return f"{'https' if has_tls else 'http'}://{join_host_port(host, port)}"
+    """The URL at which this machine reaches an HTTP server that listens on `host`."""
+    return f"{'https' if has_tls else 'http'}://{join_host_port(reachable_host(host), port)}"
+
+
+def reachable_host(host: str) -> str:
+    """The host at which this machine reaches a server that listens on `host`: loopback for one on all addresses.
+
+    A server need not answer under the name `0.0.0.0` or `[::]`, and not every system can connect to them.
+    """
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host
+    if not address.is_unspecified:
+        return host
+    return "127.0.0.1" if address.version == 4 else "::1"
 
 
 def socket_family(host: str) -> socket.AddressFamily:

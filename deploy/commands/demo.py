@@ -178,7 +178,7 @@ def _answer(cluster: ServeCluster, configuration: Configuration, output: Console
     async def ask() -> TimedAnswer:
         seconds, verify = configuration.limits.max_timeout_seconds, cluster.tls or True
         async with httpx.AsyncClient(
-            base_url=cluster.http_url, headers=cluster.headers, timeout=seconds, verify=verify
+            base_url=cluster.http_url, headers=cluster.headers, timeout=seconds, verify=verify, trust_env=False
         ) as client:
             return await timed_answer(client, served_name(configuration), printer.write)
 

@@ -15,7 +15,7 @@ import typer
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
-from cluster.wire.address import http_url, join_host_port
+from cluster.wire.address import http_url, join_host_port, reachable_host
 from deploy.chosen_draft import from_speculative_config
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.implied_settings import NOT_LOSSLESS
@@ -51,9 +51,9 @@ class Console:
         with notices.status("starting") as status:
             yield status.update
 
-    def ready(self, configuration: Configuration) -> None:
+    def ready(self, configuration: Configuration, *, demands_keys: bool) -> None:
         """Show how to ask the server."""
-        output.print(usage_examples(configuration), markup=False)
+        output.print(usage_examples(configuration, demands_keys=demands_keys), markup=False)
 
     def say(self, text: str) -> None:
         """Show a line."""
@@ -79,7 +79,7 @@ class Log:
 
         yield report
 
-    def ready(self, configuration: Configuration) -> None:
+    def ready(self, configuration: Configuration, *, demands_keys: bool) -> None:  # noqa: ARG002 - as for people
         """Log the addresses."""
         logger.info("%s is ready at %s (HTTP) and %s (gRPC)", served_name(configuration), *_addresses(configuration))
 
@@ -122,13 +122,16 @@ def serve(
 
 
 def run(settings: Settings, cluster: ServeCluster, shown: Console | Log) -> None:
-    """Run a cluster until a signal arrives, drain it and stop it. A second signal stops it at once."""
+    """Run a cluster until a signal arrives, drain it and stop it. A second signal stops it at once.
+
+    Where Ray itself is lost, nothing can be served: this ends with status 1, so that whoever started it starts another.
+    """
     try:
         with shown.starting() as report:
             cluster.report_to(report)
             cluster.start()
         raise_on_signals()  # starting Ray replaces the signal handlers
-        shown.ready(cluster.configuration)
+        shown.ready(cluster.configuration, demands_keys=settings.demands_keys)
         exposure = exposure_warning(cluster.configuration.server, demands_keys=settings.demands_keys)
         if exposure is not None:
             shown.warn(exposure)
@@ -136,7 +139,11 @@ def run(settings: Settings, cluster: ServeCluster, shown: Console | Log) -> None
             shown.say(NOT_LOSSLESS)
         if settings.ray_address is None:
             watch_memory(cluster.configuration.cluster.memory_threshold, shown.warn)
-        wait_for_signal()
+        if (lost := wait_for_signal(cluster.find_loss)) is not None:
+            shown.warn(lost)
+            cluster.stop_at_once()
+            sys.stdout.flush()
+            os._exit(1)
         shown.say("draining; a second signal stops at once")
         cluster.drain()
         cluster.stop()
@@ -152,8 +159,11 @@ def run(settings: Settings, cluster: ServeCluster, shown: Console | Log) -> None
     shown.say("stopped")
 
 
-def usage_examples(configuration: Configuration) -> str:
-    """Example requests for a running cluster: a curl line, an `openai` snippet and a grpcurl line."""
+def usage_examples(configuration: Configuration, *, demands_keys: bool = False) -> str:
+    """Example requests for a running cluster: a curl line, an `openai` snippet and a grpcurl line.
+
+    Where the APIs demand keys, the requests present that of the variable `PILOTFISH_API_KEY`.
+    """
     server, name = configuration.server, served_name(configuration)
     url, address = _addresses(configuration)
     messages = [{"role": "user", "content": "Name three prime numbers."}]
@@ -163,14 +173,18 @@ def usage_examples(configuration: Configuration) -> str:
         {"chat": {"messages": messages}, "sampling": {"temperature": 0}, "stopping": {"max_tokens": 64}}
     )
     page = "" if server.page == "off" else f" Open {url}/ in a browser."
+    header, imports, key = "", "", '"none"'
+    if demands_keys:
+        header = ' -H "Authorization: Bearer $PILOTFISH_API_KEY"'
+        imports, key = "import os\n", 'os.environ["PILOTFISH_API_KEY"]'
     return f"""\
 {name} is ready at {url} (HTTP) and {address} (gRPC). Ctrl-C stops it.{page}
 
-curl{curl} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{over_http}'
+curl{curl}{header} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{over_http}'
 
 {environment}{sys.executable} -c '
-from openai import OpenAI
-client = OpenAI(base_url="{url}/v1", api_key="none")
+{imports}from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key={key})
 answer = client.chat.completions.create(model="{name}", stream=True, max_tokens=64, temperature=0,
                                         messages={json.dumps(messages)})
 for chunk in answer:
@@ -178,15 +192,15 @@ for chunk in answer:
         print(choice.delta.content or "", end="", flush=True)
 '
 
-grpcurl{grpcurl} -d '{over_grpc}' {address} pilotfish.v1.GenerationService/Generate
+grpcurl{grpcurl}{header} -d '{over_grpc}' {address} pilotfish.v1.GenerationService/Generate
 """
 
 
 def _addresses(configuration: Configuration) -> tuple[str, str]:
-    """The URL of the HTTP API and the address of the gRPC API."""
+    """The URL of the HTTP API and the address of the gRPC API, at which this machine reaches them."""
     server = configuration.server
     url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None) + server.route_prefix.rstrip("/")
-    return url, join_host_port(server.grpc_host, server.grpc_port)
+    return url, join_host_port(reachable_host(server.grpc_host), server.grpc_port)
 
 
 def _tls_options(tls: PublicTlsSection | None) -> tuple[str, str, str]:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import uvicorn
 
@@ -21,10 +21,9 @@ from cluster.ingress.access.api_keys import ApiKey
 from cluster.ingress.access.browsers import BrowserRules
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.connections.protocol import BoundedHttpProtocol
-from cluster.ingress.connections.tls import tls_options
 from cluster.ingress.endpoints.page import Page
 from cluster.ingress.http import create_app
-from cluster.wire.address import http_url, join_host_port, socket_family
+from cluster.wire.address import http_url, join_host_port
 from cluster.wire.connection import fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
@@ -54,19 +53,17 @@ class LocalCluster:
         *,
         http: bool = False,
         api_keys: Sequence[ApiKey] = (),
-        serves_tls: bool = False,
         target: Target | None = None,
     ) -> None:
         """`api_keys` open the public APIs, as those in `server.api_key_file` do; without any, everybody may call.
 
-        The public APIs have the TLS of `server.tls` with `serves_tls`; a cluster for its own process needs none. A
-        `target` runs in other processes, with the drafts of this configuration; its owner closes it.
+        The cluster is for its own process: whatever the configuration says, the public APIs listen on loopback, without
+        TLS. A `target` runs in other processes, with the drafts of this configuration; its owner closes it.
         """
         self._target = target
-        if not serves_tls:
-            server = configuration.server.model_copy(update={"tls": None})
-            configuration = configuration.model_copy(update={"server": server})
-        self._configuration = configuration
+        own = {"tls": None, "http_host": LOOPBACK, "grpc_host": LOOPBACK}
+        server = configuration.server.model_copy(update=own)
+        self._configuration = configuration.model_copy(update={"server": server})
         self._token = draw_token()
         self._keys = KeyRing(api_keys, configuration.server.api_key_file, self._token.api_key())
         self._http = http
@@ -78,18 +75,17 @@ class LocalCluster:
     @property
     def grpc_address(self) -> str:
         """The address of the gRPC API."""
-        return join_host_port(self._configuration.server.grpc_host, self._grpc_port)
+        return join_host_port(LOOPBACK, self._grpc_port)
 
     @property
     def access(self) -> PublicAccess:
         """What the process of the cluster presents to its public APIs."""
-        return PublicAccess(self._token.api_key(), self._configuration.server.tls)
+        return PublicAccess(self._token.api_key())
 
     @property
     def http_url(self) -> str:
         """The URL of the HTTP API, if the cluster was started with `http`."""
-        server = self._configuration.server
-        return http_url(server.http_host, self._http_port, has_tls=server.tls is not None)
+        return http_url(LOOPBACK, self._http_port)
 
     async def __aenter__(self) -> Self:
         try:
@@ -157,10 +153,9 @@ class LocalCluster:
     async def _start_http(self) -> None:
         client = GenerationClient(fixed_address(self.grpc_address), self.access)
         self._stack.push_async_callback(client.close)
-        host, port = self._configuration.server.http_host, self._configuration.server.http_port
-        listener = socket.create_server((host, port), family=socket_family(host))
-        self._http_port = int(listener.getsockname()[1])
         server_section = self._configuration.server
+        listener = socket.create_server((LOOPBACK, server_section.http_port))
+        self._http_port = int(listener.getsockname()[1])
         app = create_app(
             client,
             self._configuration.limits,
@@ -168,8 +163,7 @@ class LocalCluster:
             page=self._page(),
             browsers=BrowserRules(server_section.cors_origins, server_section.allowed_hosts),
         )
-        tls: dict[str, Any] = {**tls_options(self._configuration.server.tls)}
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", http=BoundedHttpProtocol, **tls)
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", http=BoundedHttpProtocol)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))
 

@@ -13,7 +13,7 @@ def exposure_warning(server: ServerSection, *, demands_keys: bool) -> str | None
     if demands_keys:
         return None
     doors = (("HTTP", server.http_host, server.http_port), ("gRPC", server.grpc_host, server.grpc_port))
-    reachable = [f"{join_host_port(host, port)} ({name})" for name, host, port in doors if not _is_loopback(host)]
+    reachable = [f"{join_host_port(host, port)} ({name})" for name, host, port in doors if not is_loopback(host)]
     if not reachable:
         return None
     return (
@@ -22,7 +22,8 @@ def exposure_warning(server: ServerSection, *, demands_keys: bool) -> str | None
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is that of a server that only this machine reaches."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -12,6 +12,7 @@ import typer
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError, WorkerUnavailable
 from cluster.wire.tls import client_context
+from deploy.network.exposure import is_loopback
 
 UrlOption = Annotated[
     str | None, typer.Option("--url", metavar="URL", help="The HTTP API of a running server, such as http://host:8000.")
@@ -29,6 +30,10 @@ NO_API = "is it the address of an OpenAI-compatible server?"
 """What to ask about a server whose answers have another form."""
 
 _LONGEST_REASON = 200
+_CONNECT_SECONDS = 10.0
+"""Longest time until a server accepts a connection."""
+_SHORT = httpx.Timeout(30.0, connect=_CONNECT_SECONDS)
+"""Longest times of a question for which a server computes nothing."""
 
 
 def server_root(url: str, option: str = "--url") -> str:
@@ -47,17 +52,28 @@ def server_root(url: str, option: str = "--url") -> str:
 
 
 def open_client(
-    url: str, api_key: str | None, verify: ssl.SSLContext, timeout_seconds: float, option: str = "--url"
+    url: str,
+    api_key: str | None,
+    verify: ssl.SSLContext,
+    timeout_seconds: float,
+    option: str = "--url",
+    *,
+    is_own: bool = False,
 ) -> httpx.AsyncClient:
     """Return a client of the server at `url`, with or without `/v1`, that presents the API key with every request.
 
-    It opens as many connections as its user has requests in flight. `verify` comes from `verification`. Raises
+    It opens as many connections as its user has requests in flight. `verify` comes from `verification`. A server that
+    `is_own`, or has a loopback address, is on this machine: a proxy that the environment names cannot reach it. Raises
     `ConfigurationError` for what is no address; it names the option.
     """
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    root = server_root(url, option)
     return httpx.AsyncClient(
-        base_url=server_root(url, option), headers=headers, limits=limits, timeout=timeout_seconds, verify=verify
+        base_url=root,
+        headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        timeout=httpx.Timeout(timeout_seconds, connect=min(timeout_seconds, _CONNECT_SECONDS)),
+        verify=verify,
+        trust_env=not (is_own or is_loopback(httpx.URL(root).host)),
     )
 
 
@@ -115,15 +131,23 @@ def json_of(response: httpx.Response) -> Any:
         raise WorkerUnavailable(f"{response.request.url} answered without JSON; {NO_API}") from None
 
 
+async def ask(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    """Return the answer to a `GET` for which a server computes nothing, so that it is due within half a minute.
+
+    Raises `WorkerUnavailable` if there is none.
+    """
+    try:
+        return await client.get(path, timeout=_SHORT)
+    except httpx.HTTPError as error:
+        raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
+
+
 async def check_reachable(client: httpx.AsyncClient) -> None:
     """Ask an OpenAI-compatible server for its models, once, before long work.
 
     Raises `WorkerUnavailable` if nothing answers, if the server refuses the caller, and if it is no such server.
     """
-    try:
-        response = await client.get("/v1/models")
-    except httpx.HTTPError as error:
-        raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
+    response = await ask(client, "/v1/models")
     if hint := refusal_hint(response.status_code):
         raise WorkerUnavailable(f"{client.base_url} answered {response.status_code}{hint}")
     if response.is_success:

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.errors import WorkerUnavailable
-from cluster.wire.address import http_url, join_host_port
+from cluster.wire.address import http_url, join_host_port, reachable_host
 from cluster.wire.tls import client_context
 from deploy.models import ReportProgress, resolve_models, served_name, with_served_name
 from deploy.placement import Placement, Resources, plan
@@ -47,6 +47,7 @@ _LAST_ERRORS_SECONDS = 1.2
 _DELIVERY_SECONDS = 0.2
 """How long ingresses may take to send these errors to their clients."""
 _LONGEST_REASON = 2000
+_RAY_PROGRAMS = ("gcs_server", "raylet")
 
 
 class ServeCluster:
@@ -67,6 +68,8 @@ class ServeCluster:
         self._is_lossless = True
         self._is_deployed = False
         self._waiting_rank: WaitingRank | None = None
+        self._ray_processes: tuple[psutil.Process, ...] = ()
+        """Those of the Ray that this has started, without which it ends."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -112,8 +115,9 @@ class ServeCluster:
 
     @property
     def grpc_address(self) -> str:
-        """The address of the gRPC API."""
-        return join_host_port(self._configuration.server.grpc_host, self._configuration.server.grpc_port)
+        """The address at which this machine reaches the gRPC API."""
+        server = self._configuration.server
+        return join_host_port(reachable_host(server.grpc_host), server.grpc_port)
 
     def start(self) -> None:
         """Return once requests are accepted. Raises `ConfigurationError`, `ModelLoadError`, `WorkerUnavailable`."""
@@ -180,16 +184,27 @@ class ServeCluster:
 
         if self._waiting_rank is not None:
             self._waiting_rank.cancel()
-        with suppress(RayError, TimeoutError):
-            _in_thread(lambda: drain(self.application, 0.0)).result(_LAST_ERRORS_SECONDS)
-            time.sleep(_DELIVERY_SECONDS)
+        if self._is_deployed:  # before that, another application of a joined cluster may have the name
+            with suppress(RayError, TimeoutError):
+                _in_thread(lambda: drain(self.application, 0.0)).result(_LAST_ERRORS_SECONDS)
+                time.sleep(_DELIVERY_SECONDS)
         if not self._owns_ray:
             with suppress(Exception):  # nobody is left to hear of it
-                _in_thread(lambda: serve.delete(self.application, _blocking=False)).result(_LAST_ERRORS_SECONDS)
+                if self._is_deployed:
+                    _in_thread(lambda: serve.delete(self.application, _blocking=False)).result(_LAST_ERRORS_SECONDS)
             return
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 process.kill()
+
+    def find_loss(self) -> str | None:
+        """Say which process of the Ray that `start` started has ended; `None` if all run, or if others started Ray."""
+        for process in self._ray_processes:
+            with suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            return f"Ray has ended: its process {process.pid} is gone; /tmp/ray/session_latest/logs says why"
+        return None
 
     def report_to(self, report: ReportProgress) -> None:
         """Pass the stages that `start` and `redeploy` reach to `report` from now on."""
@@ -217,6 +232,7 @@ class ServeCluster:
         if not ray.is_initialized():
             self._report("starting Ray")
             start_local_ray(self._nodes[0])
+            self._ray_processes = _ray_processes()
             directory = sockets_directory()
             if self._log is not None and directory is not None:
                 self._log.collect(directory)
@@ -253,16 +269,21 @@ class ServeCluster:
         from deploy.ray.running_serve import check_certificates
 
         self._report("waiting for the coordinator to connect to the target")
-        verify = self.tls or True
-        while time.monotonic() < deadline:
-            try:
-                if httpx.get(f"{self.http_url}/ready", timeout=5.0, verify=verify).status_code == httpx.codes.OK:
-                    check_certificates(self._configuration.server)
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(_POLL_SECONDS)
-        raise WorkerUnavailable(f"{self.http_url}/ready did not answer 200 in time; see /tmp/ray/session_latest/logs")
+        reason = ""
+        # A proxy that the environment names cannot reach a server of this machine.
+        with httpx.Client(timeout=5.0, verify=self.tls or True, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                try:
+                    if client.get(f"{self.http_url}/ready").status_code == httpx.codes.OK:
+                        check_certificates(self._configuration.server)
+                        return
+                    reason = ""
+                except httpx.TransportError as error:
+                    reason = f" ({str(error) or type(error).__name__})"
+                time.sleep(_POLL_SECONDS)
+        raise WorkerUnavailable(
+            f"{self.http_url}/ready did not answer 200 in time{reason}; see /tmp/ray/session_latest/logs"
+        )
 
     def _warm_up(self, model: str, deadline: float) -> None:
         """Send one small request, so that the first client sees no start-up latency. Raises if it fails."""
@@ -275,6 +296,7 @@ class ServeCluster:
                 headers=self.headers,
                 timeout=deadline - time.monotonic(),
                 verify=self.tls or True,
+                trust_env=False,
             )
         except httpx.TransportError as error:
             raise WorkerUnavailable(f"the connection of the first request was lost: {error!r}") from None
@@ -303,6 +325,16 @@ def _checked(server: ServerSection) -> ServerSection:
     from deploy.ray.running_serve import check_addresses
 
     return check_addresses(server)
+
+
+def _ray_processes() -> tuple[psutil.Process, ...]:
+    """The processes of Ray that this process has started, and without which no other one of Ray works."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.name() in _RAY_PROGRAMS:
+                found.append(child)
+    return tuple(found)
 
 
 def _in_thread(function: Callable[[], object]) -> Future[None]:

@@ -70,7 +70,7 @@ class BrowserRules:
     def _is_own(self, header: str, scope: Scope) -> bool:
         name, _ = _split_host(header)
         address = str((scope.get("server") or ("",))[0]).lower()
-        if name in ("localhost", address) or name.endswith(".localhost") or _is_loopback(name):
+        if name in ("localhost", address) or name.endswith(".localhost") or _is_this_machine(name):
             return bool(name)
         if name.isascii() and name and "." not in name and not _is_address(name):
             return True  # a name of the local network or of Compose: no public server of names answers for it
@@ -142,3 +142,9 @@ def _is_address(name: str) -> bool:
 def _is_loopback(name: str) -> bool:
     found = _address(name)
     return found is not None and found.is_loopback
+
+
+def _is_this_machine(name: str) -> bool:
+    """Whether a name is an address that means the caller's own machine, as `127.0.0.1` and `0.0.0.0` do."""
+    found = _address(name)
+    return found is not None and (found.is_loopback or found.is_unspecified)

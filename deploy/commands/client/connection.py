@@ -15,8 +15,8 @@ import typer
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, NotReady, WorkerUnavailable
-from cluster.wire.address import http_url
-from deploy.network.https_client import NO_API, json_of, open_client, refusal_hint, verification, why_silent
+from cluster.wire.address import http_url, reachable_host
+from deploy.network.https_client import NO_API, ask, json_of, open_client, refusal_hint, verification, why_silent
 from deploy.settings import Settings, load_settings
 
 InProcessOption = Annotated[
@@ -88,7 +88,7 @@ async def connected(
     timeout = configuration.limits.max_timeout_seconds if timeout_seconds is None else timeout_seconds
     async with (
         LocalCluster(configuration, http=True) as cluster,
-        open_client(cluster.http_url, cluster.access.api_key, verify, timeout) as client,
+        open_client(cluster.http_url, cluster.access.api_key, verify, timeout, is_own=True) as client,
     ):
         yield client
 
@@ -111,7 +111,7 @@ def server_client(
     verify = verification(configuration.server.tls, cacert, is_own=url is None and cacert is None)
     longest = configuration.limits.max_timeout_seconds if timeout_seconds is None else timeout_seconds
     address = configured_url(configuration) if url is None else url
-    return open_client(address, settings.api_key, verify, longest, option)
+    return open_client(address, settings.api_key, verify, longest, option, is_own=url is None)
 
 
 def configured_url(configuration: Configuration) -> str:
@@ -125,7 +125,8 @@ def listening_url(configuration: Configuration) -> str | None:
     """The configured URL if its port accepts connections, otherwise `None`."""
     server = configuration.server
     try:
-        with socket.create_connection((server.http_host, server.http_port), timeout=_CONNECT_SECONDS):
+        address = (reachable_host(server.http_host), server.http_port)
+        with socket.create_connection(address, timeout=_CONNECT_SECONDS):
             return configured_url(configuration)
     except OSError:
         return None
@@ -141,12 +142,8 @@ async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) ->
 
 
 async def get(client: httpx.AsyncClient, path: str) -> Any:
-    """Return the JSON of a route. Raises `WorkerUnavailable`, `NotReady`."""
-    try:
-        response = await client.get(path)
-    except httpx.HTTPError as error:
-        raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
-    return json_of(_checked(response))
+    """Return the JSON of a route for which a server computes nothing. Raises `WorkerUnavailable`, `NotReady`."""
+    return json_of(_checked(await ask(client, path)))
 
 
 async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:

@@ -10,7 +10,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import httpx
@@ -76,21 +76,35 @@ async def print_statuses(
 async def watch(client: httpx.AsyncClient, interval: float, console: Console) -> None:
     """Show a table that changes in place until somebody types q or Ctrl-C. Raises the error of the first look."""
     before, since = await _look(client)
+    shown = tables(statuses(before, before, interval))
+    with quit_key() as quits, Live(shown, console=console, auto_refresh=False) as live:
+        following = asyncio.create_task(_follow(client, interval, live, before, since))
+        quitting = asyncio.create_task(quits.wait())
+        try:
+            await asyncio.wait({following, quitting}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            following.cancel()
+            quitting.cancel()
+            await asyncio.gather(following, quitting, return_exceptions=True)
+
+
+async def _follow(
+    client: httpx.AsyncClient, interval: float, live: Live, before: list[dict[str, Any]], since: float
+) -> None:
+    """Show the table look after look, for ever. `before` is what the server said at `since`."""
     found: list[ReplicaStatus] = statuses(before, before, interval)
-    with quit_key() as quits, Live(tables(found), console=console, auto_refresh=False) as live:
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(quits.wait(), interval)
-            if quits.is_set():
-                return
-            try:
-                after, now = await _look(client)
-            except PilotfishError as error:  # the server may come back
-                live.update(tables(found, str(error)), refresh=True)
-                continue
-            found = statuses(before, after, now - since)
-            live.update(tables(found), refresh=True)
-            before, since = after, now
+    while True:
+        await asyncio.sleep(interval)
+        try:
+            after, now = await _look(client)
+        except PilotfishError as error:  # the server may come back
+            live.update(tables(found, str(error)), refresh=True)
+            continue
+        found = statuses(before, after, now - since)
+        live.update(tables(found), refresh=True)
+        before, since = after, now
 
 
 @contextmanager

@@ -71,6 +71,14 @@ class TestSettings:
         assert configuration.target.dtype == "bfloat16"
         assert (configuration.draft.max_nodes, configuration.draft.max_depth) == (3, 7)
 
+    def test_a_string_of_a_file_stays_a_string(self) -> None:
+        given = {"target": {"revision": "0123456", "served_name": "70"}, "server": {"grpc_host": "::"}}
+
+        configuration = settings.settings_from_arguments(given, {}).configuration
+
+        assert (configuration.target.revision, configuration.target.served_name) == ("0123456", "70")
+        assert configuration.server.grpc_host == "::"
+
     @pytest.mark.parametrize(
         ("config", "assignment", "words"),
         [
@@ -258,6 +266,19 @@ class TestCommands:
         request = json_format.Parse(message, generation_pb2.GenerateRequest())
         assert request.chat.messages[0].role == "user"
 
+    def test_the_examples_present_a_key_where_one_is_demanded(self) -> None:
+        configuration = settings.load_settings("cpu", (), {}).configuration
+
+        assert "PILOTFISH_API_KEY" not in usage_examples(configuration)
+        _, curl, python, grpcurl = usage_examples(configuration, demands_keys=True).strip().split("\n\n")
+
+        for command in (curl, grpcurl):
+            words = shlex.split(command)
+            assert words[words.index("-H") + 1] == "Authorization: Bearer $PILOTFISH_API_KEY"
+        snippet = shlex.split(python)[-1]
+        compile(snippet, "snippet", "exec")
+        assert 'api_key=os.environ["PILOTFISH_API_KEY"]' in snippet
+
 
 class TestPreflight:
     """What `pilotfish serve` finds before Ray starts: exit code 2 and one line for each problem."""
@@ -269,7 +290,7 @@ class TestPreflight:
             ("server.api_key_file=empty.keys", "server.api_key_file: needed at least one API key, found none"),
             ("server.http_port=1", "server.http_port"),
             ("server.tls={certificate: absent.pem, key: absent.pem}", "server.tls.certificate: needed a readable file"),
-            ("cluster.tls={certificate: absent.pem, key: a, ca: b}", "cluster.tls.key: needed a readable file"),
+            ("cluster.tls={certificate: absent.pem, key: a, ca: b}", "cluster.tls.certificate: needed a readable file"),
         ],
     )
     def test_files_and_ports_are_checked_first(

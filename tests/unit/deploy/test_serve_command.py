@@ -22,6 +22,7 @@ class Cluster:
     def drain(self): print("drains", flush=True); time.sleep(SECONDS)
     def stop(self): print("stops", flush=True)
     def stop_at_once(self): print("stops at once", flush=True)
+    def find_loss(self): return LOST
 
 module = types.ModuleType("deploy.ray.serve_cluster")
 module.ServeCluster = Cluster
@@ -32,10 +33,10 @@ main()
 """
 
 
-def start(directory: Path, drain_seconds: float) -> subprocess.Popen[str]:
-    """The command, waiting for its first signal."""
+def start(directory: Path, drain_seconds: float, lost: str | None = None) -> subprocess.Popen[str]:
+    """The command, waiting for its first signal, or with a cluster that has `lost` something."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.replace("SECONDS", str(drain_seconds))],
+        [sys.executable, "-c", SCRIPT.replace("SECONDS", str(drain_seconds)).replace("LOST", repr(lost))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -67,3 +68,11 @@ def test_the_second_signal_stops_at_once(tmp_path: Path, number: signal.Signals)
     assert process.returncode == 130
     assert time.monotonic() - begun < 2.0
     assert written.endswith("drains\nstops at once\nstopped at once; answers that still ran may be cut off\n")
+
+
+def test_a_lost_cluster_ends_the_command_with_a_failure_so_that_another_is_started(tmp_path: Path) -> None:
+    process = start(tmp_path, 0.1, "Ray has ended")
+    assert process.wait(timeout=20) == 1
+    assert process.stdout is not None
+    written = process.stdout.read()
+    assert written.endswith("Ray has ended\nstops at once\n")

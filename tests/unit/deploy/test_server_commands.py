@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
@@ -19,7 +21,8 @@ from cluster.ingress.http import create_app
 from deploy.commands.client.connection import ChosenServer
 from deploy.commands.generate import Prompt, answer_prompt
 from deploy.implied_settings import NOT_LOSSLESS
-from deploy.network.https_client import server_root
+from deploy.network import https_client
+from deploy.network.https_client import open_client, server_root, verification
 from deploy.settings import load_settings
 from deploy.signals import SIGNALLED
 from tests.support.certificates import Authority
@@ -87,6 +90,48 @@ async def test_a_server_that_is_away_is_one_line(run: Run, command: str) -> None
     assert len(lines) == 1
     assert lines[0].startswith(f"pilotfish: {NOWHERE}")
     assert "the connection is refused, nothing listens there; start `pilotfish serve` or check --url" in lines[0]
+
+
+@pytest.mark.parametrize("command", ["top", "chat", "run-batch", "translate", "bench serve", "bench race"])
+async def test_a_server_that_never_answers_is_one_line(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(https_client, "_SHORT", httpx.Timeout(0.3))
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        url = f"http://127.0.0.1:{frozen.getsockname()[1]}"
+        status, lines = await run(command, "--url", url)
+    assert (status, len(lines)) == (1, 1)
+    assert lines[0].startswith(f"pilotfish: {url}") and lines[0].endswith(": it does not answer in time")
+
+
+@pytest.mark.parametrize("command", ["generate", "complete", "run-batch", "bench serve"])
+async def test_a_server_of_this_machine_is_not_asked_through_a_proxy_of_the_environment(
+    run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, NOWHERE)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    async with serving(tmp_path) as url:
+        assert await run(command, "--url", url) == (0, [])
+        if command in ("generate", "complete"):
+            assert await run(command, "--set", f"server.http_port={url.rpartition(':')[2]}") == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("url", "is_own", "asks_proxy"),
+    [
+        ("http://llm.example.com", False, True),
+        ("http://192.0.2.7:8000", False, True),
+        ("http://192.0.2.7:8000", True, False),
+        ("http://127.0.0.1:8000/v1", False, False),
+        ("https://[::1]:8000", False, False),
+        ("http://localhost:8000", False, False),
+    ],
+)
+async def test_a_proxy_of_the_environment_is_asked_for_other_machines_alone(
+    url: str, is_own: bool, asks_proxy: bool
+) -> None:
+    async with open_client(url, None, verification(None), 1.0, is_own=is_own) as client:
+        assert client.trust_env is asks_proxy
 
 
 @pytest.mark.parametrize("command", COMMANDS)

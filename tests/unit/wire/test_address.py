@@ -7,7 +7,7 @@ import socket
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.wire.address import http_url, join_host_port, socket_family
+from cluster.wire.address import http_url, join_host_port, reachable_host, socket_family
 from cluster.wire.channel import open_channel
 from cluster.wire.server import WireServer
 
@@ -27,7 +27,6 @@ def has_ipv6() -> bool:
         ("127.0.0.1", "127.0.0.1:80", socket.AF_INET),
         ("fish.example", "fish.example:80", socket.AF_INET),
         ("::1", "[::1]:80", socket.AF_INET6),
-        ("::", "[::]:80", socket.AF_INET6),
         ("2001:db8::7", "[2001:db8::7]:80", socket.AF_INET6),
     ],
 )
@@ -35,6 +34,22 @@ def test_an_ipv6_address_is_put_in_brackets(host: str, joined: str, family: sock
     assert join_host_port(host, 80) == joined
     assert http_url(host, 80) == f"http://{joined}"
     assert socket_family(host) == family
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("[::]", "http://[::1]:80"),
+        ("0.0.0.0.example", "http://0.0.0.0.example:80"),
+        ("192.0.2.7", "http://192.0.2.7:80"),
+        ("localhost", "http://localhost:80"),
+    ],
+)
+def test_a_server_on_all_addresses_is_reached_at_loopback(host: str, url: str) -> None:
+    assert http_url(host, 80) == url
+    assert join_host_port(reachable_host(host), 80) == url.removeprefix("http://")
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")

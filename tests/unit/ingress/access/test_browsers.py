@@ -91,6 +91,8 @@ async def test_other_names_are_foreign_on_a_loopback_address(tmp_path: Path, hos
         "127.0.0.1",
         "127.1.2.3:80",
         "[::1]:8000",
+        "0.0.0.0:8000",
+        "[::]:8000",
         "pilotfish",
         "gpu-box:8000",
     ],

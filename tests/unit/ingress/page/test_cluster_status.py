@@ -188,6 +188,32 @@ async def test_q_ends_the_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(controller)
 
 
+async def test_q_ends_the_live_table_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, terminal = pty.openpty()
+    silent, looks = asyncio.Event(), 0
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        nonlocal looks
+        looks += 1
+        if looks > 1:
+            silent.set()
+            await asyncio.Event().wait()
+        return httpx.Response(200, json={"replicas": []})
+
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        async with (
+            httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://pilotfish") as client,
+            asyncio.timeout(10),
+        ):
+            watching = asyncio.create_task(watch(client, 0.01, Console(file=io.StringIO(), width=80)))
+            await silent.wait()
+            os.write(controller, b"q")
+            await watching
+    os.close(controller)
+    assert looks == 2
+
+
 def answering(looks: list[list[dict[str, Any]]]) -> httpx.AsyncClient:
     """A client of a server that gives these answers to `GET /cluster`, one after the other."""
 
