@@ -158,41 +158,51 @@ def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
     drafter would slow plain decoding down. The bundles divide Ray's logical cores and do not affect thread counts. A
     role with configured threads claims at most one core for each.
 
-    On CPU, the replicas are spread over the nodes that have the most cores.
+    On CPU, the replicas of a role are spread over those of its nodes that have the most cores. A role that has nodes of
+    its own, by its `node_resource`, claims what they have.
     """
     target, draft = configuration.target, configuration.draft
-    ranks, gpus = target.tensor_parallel, sum(node.gpus for node in nodes)
-    cpus = max(node.cpus for node in nodes)
-    # The largest nodes that a role may run on.
-    hosts = max(1, sum(node.cpus == cpus and node.has(target.node_resource) for node in nodes))
-    draft_hosts = max(1, sum(node.cpus == cpus and node.has(draft.node_resource) for node in nodes))
-    target_device = _device(target.device, gpus)
-    gpus_left = gpus - (ranks * target.replicas if target_device == "cuda" else 0)
+    ranks, ingresses = target.tensor_parallel, configuration.server.ingress_replicas
+    target_hosts, draft_hosts = _Hosts.of(nodes, target.node_resource), _Hosts.of(nodes, draft.node_resource)
+    ingress_hosts = _Hosts.of(nodes, configuration.server.ingress_node_resource)
+    target_device = _device(target.device, target_hosts.gpus)
+    either = {node.node: node.gpus for node in (*target_hosts.nodes, *draft_hosts.nodes)}
+    unused = sum(either.values()) - (ranks * target.replicas if target_device == "cuda" else 0)
+    gpus_left = min(draft_hosts.gpus, unused)
     # Drafters are identical replicas: either each has a GPU or none has.
     draft_device = _device(draft.weights.device, gpus_left // draft.replicas) if draft.weights is not None else "cpu"
 
-    shares_gpu = target_device == "cuda" and draft_device == "cpu" and gpus > 0 and can_share_gpu(draft)
+    shares_gpu = target_device == "cuda" and draft_device == "cpu" and target_hosts.gpus > 0 and can_share_gpu(draft)
     on_target = shares_gpu or placement_of(draft, target) == "target"
     if on_target and draft.weights is not None and draft.weights.device != "cpu":
         draft_device = target_device
     drafters = 0 if on_target else draft.replicas
+    shares_node = on_target or target_hosts.has_room_for(draft_hosts)
     # The replicas of each role on one node, if they run on CPU.
-    targets_here, drafters_here = ceil(target.replicas / hosts), ceil(draft.replicas / draft_hosts)
-    ingresses = configuration.server.ingress_replicas
-    helpers = targets_here + ingresses + (ceil(drafters / draft_hosts) if draft.weights is None else 0)
-    cpus_left = max(0.0, cpus - helpers * HELPER_CPUS)
+    targets_here = ceil(target.replicas / len(target_hosts.largest))
+    drafters_here = ceil(draft.replicas / len(draft_hosts.largest))
+    helpers = targets_here + (ingresses if target_hosts.has_room_for(ingress_hosts) else 0)
+    if draft.weights is None and shares_node:
+        helpers += ceil(drafters / len(draft_hosts.largest))
+    cpus_left = max(0.0, target_hosts.cpus - helpers * HELPER_CPUS)
     draft_bundle = Bundle(HELPER_CPUS)
     if draft.weights is not None and not (on_target and draft_device == "cuda"):
-        share = _draft_share(target_device) / drafters_here
-        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(cpus_left, share, draft.threads))
-        cpus_left = max(0.0, cpus_left - draft_bundle.cpus * drafters_here)
+        left, share = cpus_left, _draft_share(target_device) / drafters_here
+        if not shares_node:
+            others = ingresses if draft_hosts.has_room_for(ingress_hosts) else 0
+            left, share = max(0.0, draft_hosts.cpus - others * HELPER_CPUS), 1 / drafters_here
+        draft_bundle = Bundle(1.0, 1) if draft_device == "cuda" else Bundle(_share(left, share, draft.threads))
+        if shares_node:
+            cpus_left = max(0.0, cpus_left - draft_bundle.cpus * drafters_here)
     share = 1 / (ranks * targets_here)
     target_bundle = Bundle(1.0, 1) if target_device == "cuda" else Bundle(_share(cpus_left, share, target.threads))
-    cores = max(1, int(cpus))
+    cores = max(1, int(target_hosts.cpus))
     drafts_on_cpu = draft.weights is not None and draft_device == "cpu"
     computes_on_cpu = target_device == "cpu" or (on_target and drafts_on_cpu)
     target_threads = target.threads or (_threads(cores, ranks * targets_here) if computes_on_cpu else 1)
     draft_cores = cores if target_device == "cpu" else cores - 1
+    if not shares_node:
+        draft_cores = max(1, int(draft_hosts.cpus))
     draft_threads = draft.threads or (_threads(draft_cores, drafters_here) if drafts_on_cpu else 1)
     helper = (Bundle(HELPER_CPUS),)
     return Placement(
@@ -209,8 +219,41 @@ def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
             "draft", draft_device, (draft_bundle,) if drafters else (), draft_threads, drafters, draft.node_resource
         ),
         coordinator=RolePlacement("coordinator", "cpu", helper, 1, target.replicas),
-        ingress=RolePlacement("ingress", "cpu", helper, 1, ingresses),
+        ingress=RolePlacement("ingress", "cpu", helper, 1, ingresses, configuration.server.ingress_node_resource),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosts:
+    """The nodes that a role may run on."""
+
+    nodes: tuple[Resources, ...]
+
+    @classmethod
+    def of(cls, nodes: Sequence[Resources], resource: str | None) -> _Hosts:
+        """The nodes that have a custom resource; all nodes if none has it, which `preflight` reports."""
+        return cls(tuple(node for node in nodes if node.has(resource)) or tuple(nodes))
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of all nodes."""
+        return sum(node.gpus for node in self.nodes)
+
+    @property
+    def largest(self) -> tuple[Resources, ...]:
+        """The nodes that have the most cores."""
+        cpus = max(node.cpus for node in self.nodes)
+        return tuple(node for node in self.nodes if node.cpus == cpus)
+
+    @property
+    def cpus(self) -> float:
+        """Number of cores of each of the largest nodes."""
+        return self.largest[0].cpus
+
+    def has_room_for(self, others: _Hosts) -> bool:
+        """Whether a role with the nodes `others` may run on one of the largest nodes."""
+        names = {node.node for node in others.nodes}
+        return any(node.node in names for node in self.largest)
 
 
 def _device(asked: str, gpus_left: int) -> Device:

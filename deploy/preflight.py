@@ -67,6 +67,10 @@ def check_files(settings: Settings) -> None:
     if server.tls is not None:
         tls = server.tls
         checks.append(lambda: (server_files(tls), client_context(tls)))
+        if tls.client_ca is not None and tls.client_pair is None:
+            needed = "a certificate for `serve` itself, which asks the API, with server.tls.client_ca"
+            remedy = "set server.tls.client_certificate and server.tls.client_key"
+            problems.append(str(Problem("server.tls.client_certificate", needed, "none", remedy)))
     if internal is not None:
         checks.append(lambda: PeerAccess(tls=internal).server_credentials())
     for check in checks:
@@ -142,13 +146,24 @@ def _fewer_gpus(placement: Placement) -> str:
 
 
 def port_problems(server: ServerSection) -> Iterator[Problem]:
-    """Problems with the addresses: ports in use, and hosts that do not belong to this machine."""
-    if server.http_port == server.grpc_port != 0:
-        yield Problem(
-            "server.grpc_port", "another port than server.http_port", str(server.grpc_port), "set one of them otherwise"
-        )
-    apis = (("http", server.http_host, server.http_port), ("grpc", server.grpc_host, server.grpc_port))
+    """Problems with the addresses: ports in use or named twice, and hosts that do not belong to this machine.
+
+    Servers of one kind share their port, so two services on one port would each get a part of the other's connections.
+    """
+    apis: tuple[tuple[str, str, int | None], ...] = (
+        ("http", server.http_host, server.http_port),
+        ("grpc", server.grpc_host, server.grpc_port),
+        ("operations", server.grpc_host, server.operations_port),
+    )
+    taken: dict[int, str] = {}
     for api, host, port in apis:
+        if port is None:
+            continue
+        other = taken.setdefault(port, api) if port else api
+        if other != api:
+            needed = f"another port than server.{other}_port"
+            yield Problem(f"server.{api}_port", needed, str(port), "set one of them otherwise")
+            continue
         reason = _why_unbindable(host, port)
         if reason:
             yield Problem(

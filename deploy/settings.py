@@ -8,7 +8,8 @@ This is the only module that reads the environment:
   weights);
 - `PILOTFISH_RAY_ADDRESS`: a running Ray cluster to join (default: start one on this machine);
 - `PILOTFISH_CLUSTER_TOKEN`: the cluster token (default: from `cluster.token_file`, else derived from Ray's token);
-- `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`: Ray's token, or a file with it (default: the cluster token is drawn);
+- `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`: Ray's token, or a file with it (default: with `RAY_AUTH_MODE=token`, the file
+  `~/.ray/auth_token` if there is one; else the cluster token is drawn);
 - `PILOTFISH_API_KEYS`: API keys that open the public APIs, beside those in `server.api_key_file`: `NAME KEY`,
   separated by semicolons or line ends;
 - `PILOTFISH_API_KEY`: the API key that the commands present to a running server.
@@ -93,11 +94,17 @@ def load_settings(
 def settings_from_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
     """Settings from the arguments of `serve run deploy.ray.application:build_app config=cpu target.dtype=bfloat16`.
 
-    `config` names a preset or a file. Every other key is a setting, dotted or nested. Strings are read as YAML.
-    Raises `ConfigurationError`.
+    `config` names a preset or a file. Every other key is a setting, dotted or nested, except `nodes`, which says where
+    processes are planned. Strings of dotted keys are read as YAML, since a command line has no other values; nested
+    ones have the types of their file. Raises `ConfigurationError`.
     """
-    values = {key: value for key, value in arguments.items() if key != "config"}
-    overrides = {key: _parse(key, value) if isinstance(value, str) else value for key, value in _flatten(values)}
+    values = {key: value for key, value in arguments.items() if key not in ("config", "nodes")}
+    overrides: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            overrides |= _flatten(value, f"{key}.")
+        else:
+            overrides[key] = _parse(key, value) if isinstance(value, str) else value
     config = arguments.get("config")
     return _settle(
         None if config is None else str(config), [overrides], os.environ if environment is None else environment

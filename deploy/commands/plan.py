@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,11 +88,14 @@ def parse_nodes(values: Sequence[str]) -> tuple[Resources, ...]:
         try:
             given = dict(pair.split("=") for pair in amounts.split(","))
             numbers = {key: float(amount) for key, amount in given.items()}
+            if int(count or 1) < 1 or not all(0 <= number < math.inf for number in numbers.values()):
+                raise ValueError
             for _ in range(int(count or 1)):
                 nodes.append(_node(f"node {len(nodes) + 1}", **numbers))
         except (TypeError, ValueError):
             raise ConfigurationError(
-                f"--node {value}: needed [COUNT*]cpus=…,gpus=…,memory_gib=…,gpu_memory_gib=… with numbers"
+                f"--node {value}: needed [COUNT*]cpus=…,gpus=…,memory_gib=…,gpu_memory_gib=… with numbers of at least "
+                "0, and COUNT of at least 1"
             ) from None
     return tuple(nodes)
 

@@ -7,11 +7,12 @@ and `args`, and `serve build deploy.ray.application:app` build the same applicat
 # Serve reads the type of the argument of `build_app`, so annotations of this module are evaluated.
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
-from typing import Any
+from typing import Annotated, Any
 
 import ray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
 
@@ -20,12 +21,13 @@ from cluster.ingress.access.api_keys import ApiKey
 from cluster.wire.peer_access import PeerAccess
 from deploy.implied_settings import with_implied_settings
 from deploy.models import with_module_directories, with_moved_fusion, with_served_name
-from deploy.placement import Placement, RolePlacement, plan, strategy
+from deploy.placement import Placement, Resources, RolePlacement, plan, strategy
 from deploy.ray.autoscaling import number_of_replicas
 from deploy.ray.draft_replica import DraftReplica
 from deploy.ray.ingress_replica import IngressReplica
 from deploy.ray.node_models import check_models
 from deploy.ray.nodes import cluster_nodes
+from deploy.ray.running_serve import has_replicas
 from deploy.ray.start_ray import check_ray_authentication
 from deploy.ray.target_replica import TargetReplica
 from deploy.settings import settings_from_arguments
@@ -38,8 +40,24 @@ _CLOSING_SECONDS = 15.0
 _NODE_CLAIM = 0.001
 _Common = tuple[str, str | None, PeerAccess]
 """What targets and drafters are bound to alike: the version of the settings, the host they listen on, the access."""
+_UNKNOWN_BYTES = 1 << 60
+"""The memory of a node where nobody knows what will be free. What is loaded there checks it."""
 _MOST_HTTP_CALLS = 10_000
 """Far above the coordinator's queue limit, so that the coordinator rejects requests (`Overloaded`), not Serve."""
+
+
+class ExpectedNodes(BaseModel):
+    """Equal nodes that the Ray cluster will have."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    count: Annotated[int, Field(ge=1, le=4096)] = 1
+    cpus: Annotated[float, Field(ge=0)]
+    """Cores of each node."""
+    gpus: Annotated[int, Field(ge=0, le=64)] = 0
+    """GPUs of each node."""
+    resource: str
+    """The custom Ray resource of the nodes."""
 
 
 class ApplicationArguments(BaseModel):
@@ -49,19 +67,35 @@ class ApplicationArguments(BaseModel):
 
     config: str | None = None
     """A preset or a file on the node that builds the application; unset: the environment's or the default preset."""
+    nodes: tuple[ExpectedNodes, ...] = ()
+    """Nodes for which the processes are planned; empty: those that the Ray cluster has when the application is built.
+
+    KubeRay has it built as soon as the head is there, whose pod runs no replica. The other pods come later.
+    """
+
+    def resources(self) -> tuple[Resources, ...]:
+        """The nodes, one by one."""
+        return tuple(
+            Resources(one.cpus, one.gpus, _UNKNOWN_BYTES, node=f"{one.resource} {number + 1}", custom=(one.resource,))
+            for one in self.nodes
+            for number in range(one.count)
+        )
 
 
 def build_app(arguments: ApplicationArguments) -> Application:
-    """Build the application. In a Ray cluster, check the models on a node first.
+    """Build the application. In a Ray cluster, check the models on a node first, if it has one for a target.
 
     Models are found, fetched or converted on the nodes that load them. Raises `ConfigurationError`, `ModelLoadError`.
     """
-    settings = settings_from_arguments(arguments.model_dump(exclude_none=True))
+    settings = settings_from_arguments(arguments.model_dump(exclude_none=True, exclude={"nodes"}))
     configuration = with_served_name(settings.configuration)
     if ray.is_initialized() and configuration.cluster.ray_auth == "token":
         check_ray_authentication()
     nodes = cluster_nodes()
-    placement = plan(configuration, nodes)
+    placement = plan(configuration, arguments.resources() or nodes)
+    if has_replicas():
+        # An application that is deployed again gets the memory of its own replicas, which is not free yet.
+        nodes = tuple(replace(node, memory_bytes=_UNKNOWN_BYTES, gpu_memory_bytes=0) for node in nodes)
     check_models(configuration, placement, nodes)
     return bind(configuration, placement, worker_host=None, access=settings.access, api_keys=settings.api_keys)
 

@@ -99,6 +99,12 @@ def check_addresses(server: ServerSection) -> ServerSection:
     return with_proxy_address(server, running)
 
 
+def has_replicas() -> bool:
+    """Whether replicas run in Ray Serve, of whichever application."""
+    running = _details()
+    return running is not None and any(one["deployments"] for one in running["applications"].values())
+
+
 def with_proxy_address(server: ServerSection, running: Mapping[str, Any] | None = None) -> ServerSection:
     """The settings, with the address of the HTTP proxy that runs, which Ray's own commands choose.
 
@@ -134,7 +140,7 @@ def check_certificates(server: ServerSection) -> None:
     url = http_url(server.http_host, server.http_port, has_tls=True)
     context = client_context(server.tls, presents_certificate=False)
     try:
-        httpx.get(f"{url}/-/healthz", timeout=_SECONDS, verify=context)
+        httpx.get(f"{url}/-/healthz", timeout=_SECONDS, verify=context, trust_env=False)
     except httpx.TransportError:
         return
     raise ConfigurationError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,8 @@ _PLACEMENT = {
 }
 """Variables with which Ray soon tries again to place a replica that must wait until those of a killed one are freed."""
 _TOKEN_SOURCES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_CONNECT_SECONDS = 10.0
+_LONGEST_REASON = 300
 
 
 def start_local_ray(resources: Resources) -> None:
@@ -121,20 +124,33 @@ def _without_reports() -> Iterator[None]:
 def join_ray(address: str, *, demands_token: bool) -> None:
     """Join the Ray cluster at `address`. With `demands_token`, it must demand its token.
 
-    Raises `ConfigurationError` if the cluster refuses this process or is open.
+    Raises `ConfigurationError` if there is none, or if it refuses this process, or is open.
     """
     if demands_token:
         _enable_authentication()
     _log_messages_of_ray()
     try:
+        _check_listening(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(
             f"Ray at {address} refuses this process ({reason}); set RAY_AUTH_TOKEN_PATH to the file with its token"
         ) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join((getattr(error, "strerror", None) or str(error)).split())[:_LONGEST_REASON]
+        raise ConfigurationError(
+            f"PILOTFISH_RAY_ADDRESS: needed HOST:PORT of a running Ray cluster, found {address}: {reason}"
+        ) from None
     if demands_token:
         check_ray_authentication()
+
+
+def _check_listening(address: str) -> None:
+    """Raise `OSError` if nothing listens at `HOST:PORT`. Ray itself tries for a minute, and says less."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def check_ray_authentication() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.errors import ConfigurationError
-from deploy.placement import Bundle, Resources, RolePlacement, plan
-from deploy.ray import application
+from deploy.placement import Bundle, Placement, Resources, RolePlacement, plan
+from deploy.preflight import memory_problems
+from deploy.ray import application, running_serve
 from deploy.ray.application import ApplicationArguments, actor_options, build_app
 from deploy.ray.running_serve import application_problems
+from tests.unit.deploy.test_preflight import model_directory
 from workers.serve.configuration import load_configuration
 
 
@@ -44,6 +49,62 @@ def test_dotted_and_nested_arguments_are_settings() -> None:
 def test_a_wrong_argument_is_refused_with_the_nearest_key() -> None:
     with pytest.raises(ConfigurationError, match=r"the nearest valid one is server\.http_port"):
         built(server__http_prot=1)
+
+
+def test_processes_are_planned_for_nodes_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KubeRay has the application built while the Ray cluster has its head alone, which offers no core."""
+    monkeypatch.setattr(application, "cluster_nodes", lambda: (Resources(0, 0, 4 << 30, node="head"),))
+    draft = {"draft.method": "model", "draft.placement": "drafter", "draft.node_resource": "drafters"}
+    own = draft | {"target.node_resource": "targets", "target.device": "cpu"}
+    pods = [{"cpus": 6, "resource": "targets"}, {"cpus": 3, "gpus": 1, "count": 2, "resource": "drafters"}]
+
+    def bound(**arguments: object) -> tuple[Any, Any]:
+        ingress = build_app(ApplicationArguments.model_validate({"config": "cpu"} | own | arguments))._bound_deployment
+        return ingress.init_args[3]._bound_deployment, ingress.init_args[4]._bound_deployment
+
+    target, drafter = bound(nodes=pods)
+    assert target.init_args[2] == 6
+    assert target._replica_config.placement_group_bundles[1]["CPU"] > 5.0
+    assert drafter.ray_actor_options["num_gpus"] == 1
+    alone, _ = bound()
+    assert alone.init_args[2] == 1  # nobody says what will come
+    with pytest.raises(ValueError, match="resource"):
+        bound(nodes=[{"cpus": 6}])
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_application_that_is_deployed_again_is_not_refused_for_the_memory_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_running: bool
+) -> None:
+    """Its replicas leave a GPU no room for a second copy of the weights, and end before the new ones start."""
+    full = Resources(8, 1, 1 << 30, 1 << 10, "gpu-1", "id")
+    problems: list[str] = []
+
+    def check(configuration: Configuration, placement: Placement, nodes: Sequence[Resources]) -> None:
+        model = model_directory(tmp_path / "model", rows=1 << 10)
+        problems.extend(map(str, memory_problems(configuration, placement, nodes, model, None)))
+
+    monkeypatch.setattr(application, "cluster_nodes", lambda: (full,))
+    monkeypatch.setattr(application, "check_models", check)
+    monkeypatch.setattr(application, "has_replicas", lambda: is_running)
+    built(target__device="cuda", target__kv={"pool_bytes": 1 << 20})
+    assert len(problems) == (0 if is_running else 1)
+
+
+@pytest.mark.parametrize(
+    ("running", "expected"),
+    [
+        (None, False),
+        ({"applications": {}}, False),
+        ({"applications": {"pilotfish": {"deployments": {}}}}, False),  # it is being built for the first time
+        ({"applications": {"pilotfish": {"deployments": {"Target": {}}}}}, True),
+    ],
+)
+def test_replicas_run_once_an_application_has_deployments(
+    running: dict[str, Any] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_serve, "_details", lambda: running)
+    assert running_serve.has_replicas() is expected
 
 
 def test_without_a_ray_cluster_models_are_not_looked_for_and_keep_their_names() -> None:

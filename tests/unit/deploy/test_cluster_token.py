@@ -49,6 +49,19 @@ def test_applications_with_one_token_of_ray_have_one_cluster_token_which_does_no
         find_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "nothing")}, None)
 
 
+def test_an_application_that_is_deployed_again_finds_the_token_that_ray_has_drawn(tmp_path: Path) -> None:
+    """`ray start` with `RAY_AUTH_MODE=token` alone, as the page of settings shows it."""
+    environment = {"RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
+    assert find_token(environment, None) != find_token(environment, None)  # Ray has drawn none
+    written = tmp_path / ".ray" / "auth_token"
+    written.parent.mkdir()
+    written.write_text("r" * 64)
+    assert find_token(environment, None) == find_token({"RAY_AUTH_TOKEN": "r" * 64}, None)
+    assert find_token(environment | {"RAY_AUTH_TOKEN": "s" * 64}, None) != find_token(environment, None)
+    for unused in ({"HOME": str(tmp_path)}, {"RAY_AUTH_MODE": "disabled", "HOME": str(tmp_path)}):
+        assert find_token(unused, None) != find_token(unused, None)
+
+
 def test_settings_read_the_token(file: str) -> None:
     assert load_settings(None, (), {"PILOTFISH_CLUSTER_TOKEN": GIVEN}).access.token == ClusterToken(GIVEN)
     assert load_settings(None, (f"cluster.token_file={file}",), {}).access.token == ClusterToken(WRITTEN)

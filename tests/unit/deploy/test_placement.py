@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.core.config.sections import Configuration
+from deploy.fitting import fit
 from deploy.placement import Bundle, Resources, RolePlacement, plan
 from workers.serve.configuration import load_configuration
 
@@ -149,3 +150,46 @@ def test_a_drafter_on_the_target_claims_nothing_and_plain_decoding_has_no_place(
     assert (plan(on_target, [LAPTOP]).draft.bundles, plan(on_target, [LAPTOP]).draft.replicas) == ((), 0)
     assert plan(plain, [LAPTOP]).draft.replicas == 1
     assert plan(disabled, [LAPTOP]) == plan(plain, [LAPTOP])
+
+
+OWN = {
+    "target.node_resource": "targets",
+    "draft.node_resource": "drafters",
+    "server.ingress_node_resource": "ingresses",
+    "draft.placement": "drafter",
+}
+"""Each role has nodes of its own."""
+
+
+def own_nodes(target: Resources, drafter: Resources, ingress: Resources) -> list[Resources]:
+    """One node for each role, and a head that offers nothing."""
+    named = (("targets", target), ("drafters", drafter), ("ingresses", ingress))
+    head = Resources(0, 0, 4 << 30, node="head")
+    return [head, *(replace(node, node=name, custom=(name,)) for name, node in named)]
+
+
+def test_a_role_with_nodes_of_its_own_claims_what_these_have() -> None:
+    """Not what the largest node of the cluster has, on which the role never runs."""
+    nodes = own_nodes(replace(SERVER, cpus=4), LAPTOP, replace(SERVER, cpus=16))
+    placement = plan(load_configuration({}, DRAFT_MODEL | OWN | {"server.ingress_replicas": 6}), nodes)
+    assert (placement.target.threads, placement.draft.threads) == (4, 2)
+    assert [bundle.cpus for bundle in placement.target.bundles] == [3.9]
+    assert [bundle.cpus for bundle in placement.draft.bundles] == [2.0]
+    found = fit(placement, nodes)
+    assert not found.unplaced
+    assert [group.role for group in found.on("ingresses")] == ["ingress"] * 6
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(1, "cuda"), (0, "cpu")])
+def test_a_draft_model_takes_gpus_of_its_own_nodes_alone(gpus: int, device: str) -> None:
+    nodes = own_nodes(GPU_NODE, replace(GPU_NODE, cpus=8, gpus=gpus), LAPTOP)
+    placement = plan(load_configuration({}, DRAFT_MODEL | OWN | {"target.tensor_parallel": 4}), nodes)
+    assert (placement.target.device, placement.draft.device) == ("cuda", device)
+    assert not fit(placement, nodes).unplaced
+
+
+def test_a_target_takes_gpus_of_its_own_nodes_alone() -> None:
+    nodes = own_nodes(SERVER, GPU_NODE, LAPTOP)
+    placement = plan(load_configuration({}, DRAFT_MODEL | OWN), nodes)
+    assert (placement.target.device, placement.draft.device) == ("cpu", "cuda")
+    assert not fit(placement, nodes).unplaced

@@ -69,7 +69,13 @@ def test_the_table_names_the_node_of_every_process(capsys: pytest.CaptureFixture
     assert "node 3" in shown
 
 
-@pytest.mark.parametrize("node", ["gpus=8", "cpus=many", "x*cpus=4", "cpus=4,disks=2", "4"])
+@pytest.mark.parametrize(
+    "node",
+    [
+        *("gpus=8", "cpus=many", "x*cpus=4", "cpus=4,disks=2", "4"),
+        *("0*cpus=4", "-1*cpus=4", "cpus=nan", "cpus=4,gpus=inf", "cpus=-1", "cpus=inf"),
+    ],
+)
 def test_a_node_that_is_not_understood_is_refused_with_the_form(node: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--node", node) == 2
     assert f"--node {node}: needed [COUNT*]cpus=" in capsys.readouterr().err

@@ -16,6 +16,8 @@ from cluster.core.errors import ConfigurationError
 from deploy import preflight
 from deploy.machine import free_memory_limit, usable_cores
 from deploy.placement import Resources, plan
+from deploy.settings import load_settings
+from tests.support.certificates import Authority
 from workers.model.draft_card import DraftCard
 from workers.serve.configuration import load_configuration
 
@@ -112,6 +114,39 @@ def test_one_port_for_both_apis_is_refused() -> None:
     assert "another port than server.http_port" in only(
         preflight.port_problems(ServerSection(http_port=port, grpc_port=port))
     )
+    for other in ("http", "grpc"):
+        ports = {"http_port": 0, "grpc_port": 0} | {f"{other}_port": port}
+        line = only(preflight.port_problems(ServerSection(**ports, operations_port=port)))
+        assert line.startswith(f"server.operations_port: needed another port than server.{other}_port, found {port};")
+    assert not list(preflight.port_problems(ServerSection(http_port=0, grpc_port=0, operations_port=0)))
+
+
+def test_a_port_of_the_operations_service_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        line = only(preflight.port_problems(ServerSection(http_port=0, grpc_port=0, operations_port=port)))
+
+    assert line.startswith(f"server.operations_port: needed 127.0.0.1:{port} free, found address already in use;")
+
+
+def test_a_server_that_demands_certificates_needs_one_for_itself(tmp_path: Path) -> None:
+    """It asks its own API whether it is ready, and would wait for that in vain."""
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("server")
+    files = {"certificate": certificate, "key": key, "client_ca": str(authority.file)}
+    ports = ["server.http_port=0", "server.grpc_port=0"]
+
+    def check(**more: str) -> None:
+        assignments = [f"server.tls.{name}={file}" for name, file in (files | more).items()]
+        preflight.check_files(load_settings(None, [*ports, *assignments], {}))
+
+    with pytest.raises(ConfigurationError, match=r"server\.tls\.client_certificate: needed a certificate for `serve`"):
+        check()
+    own, own_key = authority.issue("client")
+    check(client_certificate=own, client_key=own_key)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 6])
