@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import helm_python
@@ -11,6 +12,9 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
+from deploy.fitting import fit
+from deploy.placement import Placement, plan
+from deploy.ray.application import ApplicationArguments
 from deploy.settings import presets, read_values, settings_from_arguments
 from tests.chart.settings_schema import generated, settings_schemas
 from tests.support.chart.rendering import Object, Rendered, render, render_ci
@@ -32,6 +36,11 @@ def checked(config: Object) -> list[Configuration]:
     if ignored:
         raise ValueError(f"Serve ignores {', '.join(ignored)}")
     return [settings_from_arguments(one["args"], {}).configuration for one in config["applications"]]
+
+
+def replicas(application: Object) -> dict[str, int]:
+    """The numbers of replicas that the options of an application's deployments say."""
+    return {one["name"]: one["num_replicas"] for one in application.get("deployments", ()) if "num_replicas" in one}
 
 
 def _missing(given: Any, kept: Any, path: str = "") -> list[str]:
@@ -85,19 +94,78 @@ def test_the_http_api_answers_under_the_names_of_services_and_routes() -> None:
     (through_gateway,) = checked(render({"gateway": gateway}).serve_config)
     assert "*.example.com" in through_gateway.server.allowed_hosts
     assert "pilotfish.example.com" not in through_gateway.server.allowed_hosts
-    (chosen,) = checked(render({"settings": {"server": {"allowed_hosts": ["*"]}}}).serve_config)
-    assert chosen.server.allowed_hosts == ("*",)
+
+
+def test_names_in_the_settings_are_further_ones() -> None:
+    (own,) = checked(render().serve_config)
+    (more,) = checked(render({"settings": {"server": {"allowed_hosts": ["chat.example.com"]}}}).serve_config)
+    assert more.server.allowed_hosts == (*own.server.allowed_hosts, "chat.example.com")
+    many = {"settings": {"server": {"allowed_hosts": [f"h{number}.example.com" for number in range(60)]}}}
+    with pytest.raises(helm_python.HelmError, match="has 72 names with those of the Services; it must have at most 64"):
+        render(many)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"server": {"http_port": 8080}}, "settings.server.http_port: has no effect here; pods listen on port 8000"),
+        ({"server": {"route_prefix": "/v"}}, "settings.server.route_prefix: has no effect here; it is serve.route"),
+        ({"server": {"application": "x"}}, "settings.server.application: has no effect here; it is serve.application"),
+        ({"server": {"start_timeout_seconds": 5}}, "settings.server.start_timeout_seconds: has no effect here"),
+        ({"cluster": {"token_file": "x"}}, "settings.cluster.token_file: has no effect here; secrets.cluster has"),
+    ],
+)
+def test_a_setting_that_the_chart_decides_is_refused(settings: Object, fault: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=re.escape(fault)):
+        render({"settings": settings})
+    further = {"name": "small", "routePrefix": "/small", "settings": settings}
+    with pytest.raises(helm_python.HelmError, match=re.escape(f"applications[0].{fault}")):
+        render({"applications": [further]})
+
+
+def test_the_address_of_http_is_that_of_the_first_models_settings() -> None:
+    assert render().serve_config["http_options"]["host"] == "0.0.0.0"
+    everywhere = {"settings": {"server": {"http_host": "::", "grpc_host": "::"}}}
+    assert render(everywhere).serve_config["http_options"]["host"] == "::"
+    (configuration,) = checked(render(everywhere).serve_config)
+    assert configuration.server.grpc_host == "::"
+    further = {"name": "small", "routePrefix": "/small"} | everywhere
+    with pytest.raises(helm_python.HelmError, match="all models have the HTTP address of the first"):
+        render({"applications": [further]})
 
 
 def test_each_pod_has_one_replica_of_its_role_by_default() -> None:
     (large,) = checked(render_ci("two-by-eight").serve_config)
     assert (large.target.replicas, large.target.autoscaling.max_replicas) == (1, 2)
-    assert (large.draft.replicas, large.server.ingress_replicas) == (2, 2)
+    assert large.draft.replicas == 2
+    assert replicas(render_ci("two-by-eight").serve_config["applications"][0]) == {"Ingress": 2}
     groups = {"target": {"replicas": 2}, "ingress": {"replicas": 3}}
-    (fixed,) = checked(render({"workers": groups}).serve_config)
-    assert (fixed.target.replicas, fixed.target.autoscaling.max_replicas, fixed.server.ingress_replicas) == (2, 0, 3)
-    (chosen,) = checked(render({"workers": groups, "settings": {"target": {"replicas": 4}}}).serve_config)
-    assert chosen.target.replicas == 4
+    (fixed,) = render({"workers": groups}).serve_config["applications"]
+    assert replicas(fixed) == {"Target": 2, "Ingress": 3}
+    own = {"target": {"replicas": 4}, "server": {"ingress_replicas": 5}}
+    found = render({"workers": groups, "settings": own}).serve_config
+    (chosen,) = checked(found)
+    assert (chosen.target.replicas, chosen.server.ingress_replicas) == (4, 5)
+    assert replicas(found["applications"][0]) == {}
+
+
+def test_each_ingress_pod_has_one_ingress_whichever_joins_first() -> None:
+    (application,) = render({"workers": {"ingress": {"replicas": 3}}}).serve_config["applications"]
+    (options,) = [one for one in application["deployments"] if one["name"] == "Ingress"]
+    assert options == {"name": "Ingress", "num_replicas": 3, "max_replicas_per_node": 1}
+
+
+def test_another_number_of_pods_replaces_no_replica() -> None:
+    """Serve replaces all replicas of an application when one of its arguments changes."""
+
+    def arguments(**groups: Object) -> Object:
+        (application,) = render({"workers": groups}).serve_config["applications"]
+        checked(render({"workers": groups}).serve_config)
+        found: Object = application["args"]
+        return found
+
+    assert arguments(target={"replicas": 3}, ingress={"replicas": 4}) == arguments()
+    assert arguments(target={"cpu": "4"}) != arguments()
 
 
 def test_large_numbers_keep_their_value() -> None:
@@ -120,7 +188,13 @@ def test_the_pods_of_a_role_have_the_gpus_that_it_claims(rendered: Rendered) -> 
 def test_options_of_deployments_reach_serve() -> None:
     scaling = {"name": "Target", "autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}
     found = render({"serve": {"deployments": [scaling]}})
-    assert found.serve_config["applications"][0]["deployments"] == [scaling]
+    ingress = {"name": "Ingress", "num_replicas": 1, "max_replicas_per_node": 1}
+    assert found.serve_config["applications"][0]["deployments"] == [scaling, ingress]
+    crowded = {"name": "Ingress", "max_replicas_per_node": 3}
+    more = render({"serve": {"deployments": [crowded]}, "workers": {"ingress": {"replicas": 2}}}).serve_config
+    assert crowded | {"num_replicas": 2} in more["applications"][0]["deployments"]
+    assert replicas(more["applications"][0]) == {"Target": 1, "Ingress": 2}
+    checked(more)
     with pytest.raises(ValueError, match="num_replica"):
         checked(render({"serve": {"deployments": [{"name": "Target", "num_replica": 2}]}}).serve_config)
 
@@ -171,6 +245,44 @@ def test_a_model_on_gpus_is_refused_without_what_it_needs(values: Object, faults
         assert fault in str(refused.value)
 
 
+SPANNING: Object = {"target": {"tensor_parallel": 8, "span_nodes": True}}
+
+
+def four_pods(settings: Object, **target: Any) -> Object:
+    """Four pods with four GPUs each."""
+    target = {"replicas": 4, "gpus": 4, "cpu": "6", "memory": "32Gi"} | target
+    return GPU | {"workers": {"target": target}, "settings": settings}
+
+
+def test_a_target_that_spans_nodes_has_the_gpus_of_several_pods() -> None:
+    (found,) = checked(render(four_pods(SPANNING)).serve_config)
+    assert (found.target.tensor_parallel, found.target.replicas) == (8, 2)
+    (placement,) = placements(render(four_pods(SPANNING)))
+    assert placement.gpus == 16 and placement.target.spans_nodes
+    scaled = four_pods(SPANNING, minReplicas=2) | {"autoscaling": {"enabled": True}}
+    (scaling,) = checked(render(scaled).serve_config)
+    assert (scaling.target.replicas, scaling.target.autoscaling.max_replicas) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        (four_pods({"target": {"tensor_parallel": 8}}), "workers.target.gpus: is 4, and a target needs 8"),
+        (four_pods(SPANNING, replicas=1), "is 1 with 8 ranks each, and the pods of the targets have 4 GPUs together"),
+        (four_pods(SPANNING, gpus=0), "workers.target.gpus: is 0, and a target needs 8"),
+        (four_pods(SPANNING, cpu="4"), "workers.target.cpu: is 4, and 4 ranks on GPUs need more than 4 cores"),
+        (GPU | {"workers": {"target": GPU["workers"]["target"] | {"cpu": "1"}}}, "workers.target.cpu: is 1, and 1"),
+        (
+            four_pods({"target": SPANNING["target"] | {"replicas": 3}}),
+            "settings.target.replicas: is 3 with 8 ranks each, and the pods of the targets have 16 GPUs together",
+        ),
+    ],
+)
+def test_too_few_gpus_for_ranks_are_refused(values: Object, fault: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=re.escape(fault)):
+        render(values)
+
+
 def test_the_preset_for_gpus_runs_its_own_model_with_lookups() -> None:
     for values in (GPU, GPU | {"image": {"digest": f"sha256:{'0' * 64}"}}):
         (found,) = checked(render(values).serve_config)
@@ -178,3 +290,57 @@ def test_the_preset_for_gpus_runs_its_own_model_with_lookups() -> None:
         assert found.draft.name == "suffix+recycling"
     render({"preset": "gpu", "settings": {"target": {"device": "cpu"}}})
     assert checked(render_ci("one-gpu").serve_config)[0].target.path == "Qwen/Qwen3-8B"
+
+
+def placements(found: Rendered) -> list[Placement]:
+    """Where the processes of each model run in the pods. KubeRay has them planned before these are there."""
+    planned = []
+    for application in found.serve_config["applications"]:
+        nodes = ApplicationArguments.model_validate(application["args"]).resources()
+        planned.append(plan(settings_from_arguments(application["args"], {}).configuration, nodes))
+        assert not fit(planned[-1], nodes).unplaced
+    return planned
+
+
+def test_processes_are_planned_for_the_pods(rendered: Rendered) -> None:
+    (placement,) = placements(rendered)
+    (application,) = rendered.serve_config["applications"]
+    offered = {node["resource"]: node for node in application["args"]["nodes"]}
+    groups = {group["groupName"]: group for group in rendered.cluster["workerGroupSpecs"]}
+    assert offered.keys() == {resource for group in groups.values() for resource in group["resources"]}
+    for name, group in groups.items():
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        node = offered[f"pilotfish-{name}"]
+        assert (node["cpus"], node["gpus"]) == (int(limits["cpu"]), int(limits.get("nvidia.com/gpu", 0)))
+    if placement.target.device == "cpu":
+        assert placement.target.threads == offered["pilotfish-target"]["cpus"]
+
+
+def test_a_draft_model_with_pods_on_gpus_drafts_there() -> None:
+    (placement,) = placements(render_ci("two-by-eight"))
+    assert (placement.target.device, placement.draft.device) == ("cuda", "cuda")
+    assert [bundle.gpus for bundle in placement.draft.bundles] == [1]
+
+
+def test_a_target_has_all_cores_of_its_pod_whatever_other_pods_have() -> None:
+    for ingress in ("1", "16"):
+        found = render({"workers": {"target": {"cpu": "7500m"}, "ingress": {"cpu": ingress}}})
+        (placement,) = placements(found)
+        assert placement.target.threads == 7  # more would wait for each other beyond the limit of the pod
+        assert placement.target.bundles[0].cpus > 6.0, "two targets fit into one pod"
+    chosen = {"workers": {"target": {"rayStartParams": {"num-cpus": "4"}}}}
+    assert placements(render(chosen))[0].target.threads == 4
+
+
+def test_models_in_the_same_pods_share_their_cores() -> None:
+    small = {"name": "small", "routePrefix": "/small", "settings": {"target": {"path": "tiny"}}}
+    found = placements(render({"workers": {"target": {"cpu": "4"}}, "applications": [small]}))
+    assert [placement.target.threads for placement in found] == [2, 2]
+    assert sum(group.cpus for one in found for group in one.groups if group.role == "target") <= 4
+
+
+def test_a_replica_fits_into_each_pod_of_groups_with_one_resource() -> None:
+    workers = {"target": {"cpu": "8"}, "spot": {"role": "target", "replicas": 1, "cpu": "4"}}
+    (placement,) = placements(render({"workers": workers}))
+    assert placement.target.threads == 4
+    assert sum(group.cpus for group in placement.groups if group.role == "target") <= 4

@@ -128,6 +128,21 @@ def test_the_notes_say_how_to_reach_the_apis_and_that_no_key_is_demanded() -> No
     assert "demand no key" not in render({"apiKeys": {"existingSecret": "keys"}}).notes
 
 
+def test_the_notes_say_that_the_policies_keep_spans_in() -> None:
+    traced = {"settings": {"server": {"otlp_endpoint": "http://collector:4317"}}}
+    assert "let the pods reach http://collector:4317" in render(traced).notes
+    assert "no span arrives" not in render().notes
+    reached = {"networkPolicy": {"extraEgress": [{"ports": [{"port": 4317}]}]}}
+    assert "no span arrives" not in render(traced | reached).notes
+
+
+def test_the_notes_have_a_request_that_the_installed_server_answers() -> None:
+    assert "  curl http://127.0.0.1:8000/v1/models\n" in render().notes
+    locked = {"apiKeys": {"existingSecret": "keys"}, "tls": {"existingSecret": "tls"}, "serve": {"routePrefix": "/a"}}
+    request = '  curl --insecure https://127.0.0.1:8000/a/v1/models -H "Authorization: Bearer $PILOTFISH_API_KEY"\n'
+    assert request in render(locked).notes
+
+
 def test_every_value_has_a_comment_or_a_clear_name() -> None:
     undescribed = {key for key, _, text in document(VALUES.read_text("utf-8")) if not text}
     assert undescribed <= {

@@ -107,6 +107,9 @@ A further group takes what it does not name from the group of its role. It serve
 {{- $least = ternary $least ($group.minReplicas | int) (kindIs "invalid" $group.minReplicas) -}}
 {{- $most = ternary $most ($group.maxReplicas | int) (kindIs "invalid" $group.maxReplicas) -}}
 {{- end -}}
+{{- if gt $least $most -}}
+{{- fail (printf "workers.%s: at least %d pods (minReplicas, else replicas) is more than at most %d (maxReplicas, else replicas)" $name $least $most) -}}
+{{- end -}}
 {{- $resource := printf "pilotfish-%s" (ternary $name $role (has $name $named)) -}}
 {{- $_ := mergeOverwrite $group (dict "role" $role "resource" $resource "least" $least "most" $most) -}}
 {{- if gt $most 0 -}}
@@ -122,18 +125,48 @@ A further group takes what it does not name from the group of its role. It serve
 {{- $_ := mergeOverwrite $first (dict "settings" .Values.settings "deployments" .Values.serve.deployments) -}}
 {{- $models := list -}}
 {{- range $index, $model := prepend .Values.applications $first -}}
-{{- $arguments := include "pilotfish.arguments" (dict "root" $ "model" $model "index" $index) | fromYaml -}}
-{{- $entry := pick $model "name" "routePrefix" "deployments" -}}
-{{- $ingress := $arguments.server.ingress_node_resource -}}
-{{- $port := printf "grpc%s" (ternary "" (printf "-%d" $index) (eq $index 0)) -}}
-{{- $models = append $models (mergeOverwrite $entry (dict "arguments" $arguments "ingress" $ingress "port" $port)) -}}
+{{- $made := include "pilotfish.arguments" (dict "root" $ "model" $model "index" $index) | fromYaml -}}
+{{- $entry := dict "name" $model.name "routePrefix" $model.routePrefix "arguments" $made.arguments -}}
+{{- $_ := set $entry "deployments" (include "pilotfish.deployments" (list $model.deployments $made.replicas) | fromYamlArray) -}}
+{{- $_ := set $entry "ingress" $made.arguments.server.ingress_node_resource -}}
+{{- $_ := set $entry "port" (printf "grpc%s" (ternary "" (printf "-%d" $index) (eq $index 0))) -}}
+{{- $models = append $models $entry -}}
 {{- end -}}
 {{- dict "models" $models | toYaml -}}
 {{- end -}}
 
 {{/*
-The arguments of a model's application: call with (dict "root" . "model" MODEL "index" INDEX). By default, each pod of the model's own
-groups has one replica of the group's role. A role without a group of the model's own runs in the first model's pods.
+The options of a model's Serve deployments: call with (list OPTIONS REPLICAS). REPLICAS has numbers by the names of deployments, one for
+each pod. OPTIONS are those of the values, which come first. Pods join one after another, and Serve would put all ingresses into the first.
+*/}}
+{{- define "pilotfish.deployments" -}}
+{{- $own := dict -}}
+{{- range $name, $number := index . 1 -}}
+{{- $options := dict "num_replicas" $number -}}
+{{- if eq $name "Ingress" -}}
+{{- $_ := set $options "max_replicas_per_node" 1 -}}
+{{- end -}}
+{{- $_ := set $own $name $options -}}
+{{- end -}}
+{{- $deployments := list -}}
+{{- range $given := index . 0 | default list -}}
+{{- $options := get $own $given.name | default dict -}}
+{{- if or (hasKey $given "num_replicas") (hasKey $given "autoscaling_config") -}}
+{{- $options = dict -}}
+{{- end -}}
+{{- $own = omit $own $given.name -}}
+{{- $deployments = append $deployments (merge (deepCopy $given) $options) -}}
+{{- end -}}
+{{- range $name, $options := $own -}}
+{{- $deployments = append $deployments (merge (dict "name" $name) $options) -}}
+{{- end -}}
+{{- toYaml $deployments -}}
+{{- end -}}
+
+{{/*
+What a model's application is built with, and the numbers of its replicas: call with (dict "root" . "model" MODEL "index" INDEX). By
+default, each pod of the model's own groups has one replica of the group's role. A role without a group of the model's own runs in the
+first model's pods. Serve replaces all replicas when an argument changes, so numbers that pods decide are no arguments where that can be.
 */}}
 {{- define "pilotfish.arguments" -}}
 {{- $root := .root -}}
@@ -141,6 +174,10 @@ groups has one replica of the group's role. A role without a group of the model'
 {{- $resources := dict -}}
 {{- $least := dict "target" 0 "draft" 0 "ingress" 0 -}}
 {{- $most := dict "target" 0 "draft" 0 "ingress" 0 -}}
+{{- $settings := .model.settings | default dict -}}
+{{- $preset := .model.preset | default $root.Values.preset -}}
+{{- $ranks := dig "target" "tensor_parallel" (get ($root.Files.Get "files/presets.yaml" | fromYaml) $preset).target.tensor_parallel $settings -}}
+{{- $gpus := dict "least" 0 "most" 0 -}}
 {{- range $role := keys $least -}}
 {{- $_ := set $resources $role (printf "pilotfish-%s" (get $own $role | default $role)) -}}
 {{- end -}}
@@ -148,9 +185,27 @@ groups has one replica of the group's role. A role without a group of the model'
 {{- if and (eq $group.resource (get $resources $group.role)) (or (eq $.index 0) (hasKey $own $group.role)) -}}
 {{- $_ := set $least $group.role (add (get $least $group.role) $group.least) -}}
 {{- $_ := set $most $group.role (add (get $most $group.role) $group.most) -}}
+{{- if eq $group.role "target" -}}
+{{- $_ := set $gpus "least" (add $gpus.least (mul $group.gpus $group.least)) -}}
+{{- $_ := set $gpus "most" (add $gpus.most (mul $group.gpus $group.most)) -}}
 {{- end -}}
 {{- end -}}
-{{- $target := dict "node_resource" $resources.target "replicas" (max 1 $least.target) -}}
+{{- end -}}
+{{- $spans := and (dig "target" "span_nodes" false $settings) (gt (int $gpus.most) 0) -}}
+{{- /* Ranks on several nodes: as many targets as the GPUs of all pods are enough for. */}}
+{{- if $spans -}}
+{{- $_ := set $least "target" (div $gpus.least $ranks) -}}
+{{- $_ := set $most "target" (div $gpus.most $ranks) -}}
+{{- end -}}
+{{- $target := dict "node_resource" $resources.target -}}
+{{- $replicas := dict -}}
+{{- $scales := or (gt (int $most.target) (int $least.target)) (gt (dig "target" "autoscaling" "max_replicas" 0 $settings | int) 0) -}}
+{{- $isPlanned := or $scales $spans (hasKey ($settings.target | default dict) "replicas") -}}
+{{- if $isPlanned -}}
+{{- $_ := set $target "replicas" (max 1 $least.target) -}}
+{{- else -}}
+{{- $_ := set $replicas "Target" (max 1 $least.target) -}}
+{{- end -}}
 {{- if gt (int $most.target) (int $least.target) -}}
 {{- $_ := set $target "autoscaling" (dict "max_replicas" $most.target) -}}
 {{- end -}}
@@ -158,10 +213,11 @@ groups has one replica of the group's role. A role without a group of the model'
 {{- if gt (int $least.draft) 0 -}}
 {{- $draft = dict "node_resource" $resources.draft "replicas" $least.draft -}}
 {{- end -}}
-{{- $server := dict "grpc_host" "0.0.0.0" "grpc_port" (add 9000 .index) "drain_timeout_seconds" 30 -}}
+{{- $server := dict "http_host" "0.0.0.0" "grpc_host" "0.0.0.0" "grpc_port" (add 9000 .index) "drain_timeout_seconds" 30 -}}
 {{- $_ := set $server "ingress_node_resource" $resources.ingress -}}
-{{- $_ := set $server "allowed_hosts" (include "pilotfish.hosts" $root | fromYamlArray) -}}
-{{- $_ := set $server "ingress_replicas" (max 1 $least.ingress) -}}
+{{- if not (hasKey ($settings.server | default dict) "ingress_replicas") -}}
+{{- $_ := set $replicas "Ingress" (max 1 $least.ingress) -}}
+{{- end -}}
 {{- if $root.Values.apiKeys.existingSecret -}}
 {{- $_ := set $server "api_key_file" (include "pilotfish.apiKeysDirectory" $root) -}}
 {{- end -}}
@@ -174,7 +230,48 @@ groups has one replica of the group's role. A role without a group of the model'
 {{- $_ := set $server "tls" $tls -}}
 {{- end -}}
 {{- $chart := dict "config" (.model.preset | default $root.Values.preset) "target" $target "draft" $draft "server" $server -}}
-{{- mergeOverwrite $chart (deepCopy (.model.settings | default dict)) | toYaml -}}
+{{- $merged := mergeOverwrite $chart (deepCopy $settings) -}}
+{{- /* Names in the settings are further ones. */}}
+{{- $hosts := concat (include "pilotfish.hosts" $root | fromYamlArray) ($merged.server.allowed_hosts | default list) -}}
+{{- $_ := set $merged.server "allowed_hosts" (uniq $hosts) -}}
+{{- $used := list $merged.target.node_resource $merged.draft.node_resource $merged.server.ingress_node_resource -}}
+{{- $_ := set $merged "nodes" (include "pilotfish.nodes" (dict "root" $root "resources" $used "isPlanned" $isPlanned) | fromYamlArray) -}}
+{{- dict "arguments" $merged "replicas" $replicas | toYaml -}}
+{{- end -}}
+
+{{/*
+The Ray nodes for which a model's processes are planned: call with (dict "root" . "resources" NAMES "isPlanned" BOOLEAN), where BOOLEAN
+says whether the number of targets is an argument. KubeRay has an application built before its pods are there. Groups with one resource
+count as the smallest of them, so that a replica fits into each pod. Models whose targets run in the same pods have equal parts of the
+cores.
+*/}}
+{{- define "pilotfish.nodes" -}}
+{{- $targets := dict -}}
+{{- range prepend .root.Values.applications dict -}}
+{{- $resource := printf "pilotfish-%s" ((.groups | default dict).target | default "target") -}}
+{{- $_ := set $targets $resource (add 1 (get $targets $resource | default 0)) -}}
+{{- end -}}
+{{- $nodes := dict -}}
+{{- range $group := include "pilotfish.groups" .root | fromYaml -}}
+{{- if has $group.resource $.resources -}}
+{{- $cpus := include "pilotfish.bytes" $group.cpu | float64 | floor | max 1 | float64 -}}
+{{- with get $group.rayStartParams "num-cpus" -}}
+{{- $cpus = float64 . -}}
+{{- end -}}
+{{- $cpus = divf $cpus (get $targets $group.resource | default 1) -}}
+{{- $count := ternary (max 1 $group.least) 1 (or (eq $group.role "draft") (and $.isPlanned (eq $group.role "target"))) -}}
+{{- $node := get $nodes $group.resource | default (dict "resource" $group.resource "cpus" $cpus "gpus" $group.gpus "count" 0) -}}
+{{- $_ := set $node "cpus" (minf $cpus $node.cpus) -}}
+{{- $_ := set $node "gpus" (min $group.gpus $node.gpus) -}}
+{{- $_ := set $node "count" (add $count $node.count) -}}
+{{- $_ := set $nodes $group.resource $node -}}
+{{- end -}}
+{{- end -}}
+{{- $sorted := list -}}
+{{- range $node := $nodes -}}
+{{- $sorted = append $sorted $node -}}
+{{- end -}}
+{{- toYaml $sorted -}}
 {{- end -}}
 
 {{/* The names under which clients reach the HTTP API: those of its Services, of the Ingress and of the Gateway. */}}
@@ -244,7 +341,7 @@ groups has one replica of the group's role. A role without a group of the model'
 {{- end -}}
 {{- $applications = append $applications $application -}}
 {{- end -}}
-{{- $http := dict "host" "0.0.0.0" "port" 8000 -}}
+{{- $http := dict "host" (include "pilotfish.server" . | fromYaml).http_host "port" 8000 -}}
 {{- with (include "pilotfish.server" . | fromYaml).tls -}}
 {{- $_ := set $http "ssl_keyfile" .key -}}
 {{- $_ := set $http "ssl_certfile" .certificate -}}

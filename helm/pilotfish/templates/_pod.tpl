@@ -205,7 +205,16 @@ capabilities:
 - {name: TRITON_CACHE_DIR, value: /home/pilotfish/.cache/triton}
 - {name: CUDA_CACHE_PATH, value: /home/pilotfish/.cache/nv}
 - {name: HF_HOME, value: /models/huggingface}
+{{- /* As `pilotfish serve` sets them (set_ray_environment in deploy/settings.py). */}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "5"}
+- {name: RAY_SERVE_PROXY_USE_GRPC, value: "1"}
+- {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "-1"}
+- {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
+- {name: RAY_SERVE_PROXY_GC_THRESHOLD, value: "10000"}
+- {name: RAY_gcs_server_port_wait_time_s, value: "120"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.ray.proxy:middlewares"}
 - {name: RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, value: "deploy.ray.controller:started"}
 - {name: RAY_AUTH_MODE, value: token}
