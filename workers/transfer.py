@@ -31,8 +31,11 @@ def to_device(values: Sequence[int] | IntegerArray, device: torch.device) -> Ten
 
 
 def launch_on(device: torch.device) -> None:
-    """Let this thread launch on a GPU. Triton launches on a thread's current one, whichever GPU its tensors are on."""
-    if device.type == "cuda":
+    """Let this thread launch on a GPU. Triton launches on a thread's current one, whichever GPU its tensors are on.
+
+    A device without an index is the thread's current one.
+    """
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 

@@ -83,8 +83,8 @@ def test_a_later_layer_of_assignments_wins_over_an_earlier_one(tmp_path: Path) -
     [
         {"draft.method": "suffix"},
         {"draft": {"method": "suffix"}},
-        {"draft.methods": ["suffix"]},
-        {"draft": {"methods": "[suffix]"}},
+        {"draft.methods": "[suffix]"},
+        {"draft": {"methods": ["suffix"]}},
     ],
 )
 def test_the_arguments_of_serve_win_over_the_file(arguments: dict[str, object], write: Write) -> None:
