@@ -151,8 +151,9 @@ class _CallRules:
         return self._rule(f'{lark_text(function["name"] + "(")} {self._sequence(arguments, ", ")} ")"')
 
     def _python_value(self, schema: object, parameters: dict[str, Any], known: KnownTypes) -> str:
-        choices = _choices(_resolved(schema, parameters))
-        if choices is not None and not any(isinstance(value, dict | list) for value in choices):
+        choices = _choices(_resolved(schema, parameters)) or []
+        has_words = any(value is None or isinstance(value, bool) for value in choices)  # all else is written as in JSON
+        if has_words and not any(isinstance(value, dict | list) for value in choices):
             return f"({' | '.join(lark_text(_as_python(value)) for value in choices)})"
         words = {"boolean": '("True" | "False")', "null": '"None"'}
         types = types_of(schema, parameters, known)
@@ -192,6 +193,8 @@ class _CallRules:
             return self._any_braces()
         choices, quote = _choices(schema), self._written(self._form.quote)
         if choices is not None and not any(isinstance(value, dict | list) for value in choices):
+            if not any(isinstance(value, str) for value in choices):
+                return self._json(schema, root)
             around = [quote if isinstance(value, str) else "" for value in choices]
             values = [lark_text(_as_text(value)) for value in choices]
             return f"({' | '.join(map(self._joined, around, values, around))})"
@@ -292,7 +295,20 @@ def _choices(schema: object) -> list[Any] | None:
     if not isinstance(schema, dict):
         return None
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
-    return values if isinstance(values, list) and values else None
+    if not isinstance(values, list):
+        return None
+    named = schema.get("type")
+    if isinstance(named, str | list):
+        types = {named} if isinstance(named, str) else set(map(str, named))
+        values = [value for value in values if _types(value) & types]
+    return values or None
+
+
+def _types(value: object) -> frozenset[str]:
+    """Return the JSON types of a value: a whole number has two."""
+    types = types_of({"const": value}, {}) or frozenset()
+    is_whole = "integer" in types or (isinstance(value, float) and value.is_integer())
+    return types | {"number", "integer"} if is_whole else types
 
 
 def _as_text(value: object) -> str:

@@ -145,6 +145,31 @@ def test_an_argument_has_one_of_the_values_that_its_schema_names(name: str) -> N
             assert json.loads(call["function"]["arguments"]) == {"to": value}
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "gemma4", "pythonic"])
+def test_a_value_that_the_type_forbids_is_no_choice(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    schema = {"type": "string", "enum": ["reef", None, 3]}
+    parameters = {"type": "object", "properties": {"to": schema}, "required": ["to"]}
+    tool = json.dumps({"function": {"name": "swim", "parameters": parameters}})
+    grammar = tool_call_grammar([tool], "swim", form, {}, single=True)
+    assert accepts(grammar, written_call(name, "reef"))
+    for value in (None, 3):
+        assert not accepts(grammar, written_call(name, value))
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+def test_an_argument_may_have_thousands_of_choices(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    codes = [f"c{number}" for number in range(6500)]
+    parameters = {"type": "object", "properties": {"to": {"enum": codes}}, "required": ["to"]}
+    tool = json.dumps({"function": {"name": "swim", "parameters": parameters}})
+    grammar = tool_call_grammar([tool], "swim", form, {}, single=True)
+    assert accepts(grammar, written_call(name, codes[-1]))
+    assert not accepts(grammar, written_call(name, "moon"))
+
+
 def written_call(name: str, value: Any) -> str:
     """A call with one argument, as models of a format write it."""
     bare = value if isinstance(value, str) else json.dumps(value)

@@ -217,7 +217,7 @@ async def test_a_body_of_the_longest_length_breaks_no_stream_of_others(tmp_path:
     limits = LimitsSection(max_body_bytes=1 << 16)
     overrides: dict[str, object] = {"limits__max_body_bytes": limits.max_body_bytes, "step_delay": 0.02}
     path, values = BODIES["chat"]
-    body = body_of(values | {"max_tokens": 100})
+    body = body_of(values | {"max_tokens": 300})
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         cluster = await enter(fake_replicas(tmp_path, 1, **overrides))  # type: ignore[arg-type]

@@ -100,23 +100,19 @@ async def test_a_stream_that_waits_for_long_begins_with_comments(
 ) -> None:
     monkeypatch.setattr(http, "_SILENT_SECONDS", 0.01)
     monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 0.01)
-    opened = asyncio.Event()
     generate = api.client.generate
 
     async def late(*arguments: Any) -> AsyncGenerator[Any, None]:
-        await opened.wait()
+        await asyncio.sleep(0.2)
         async for response in generate(*arguments):
             yield response
 
     monkeypatch.setattr(api.client, "generate", late)
-    asyncio.get_running_loop().call_later(0.1, opened.set)
     response = await api.post(path, **body, stream=True)
     comments, comment, events = response.text.rpartition(": keep-alive\n")
     assert comment and set(comments.split("\n")) <= {": keep-alive", ""}
     assert "hello" in events and '"error":{' not in events.replace(" ", "")
     api.engine.refusal = Overloaded("full", 1.0)
-    opened.clear()
-    asyncio.get_running_loop().call_later(0.1, opened.set)
     refused = await api.post(path, **body, stream=True)
     assert refused.status_code == 200
     assert "rate_limit" in refused.text and end in refused.text
