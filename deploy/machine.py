@@ -58,12 +58,12 @@ def _memory_of_gpus(program: str = _ASK_TORCH) -> list[int]:
     """
     try:
         printed = subprocess.run(  # noqa: S603
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=_TORCH_SECONDS
+            [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=_TORCH_SECONDS
         ).stdout
         return [int(line) for line in printed.split()]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip()
-        logger.warning("the GPUs of this machine cannot be counted, so none is used: %s", said.splitlines()[-1])
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines() or [repr(error)]
+        logger.warning("the GPUs of this machine cannot be counted, so none is used: %s", said[-1])
         return []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cluster.wire.address import join_host_port, reachable_host
+from cluster.wire.address import join_host_port
 from deploy.doctor.finding import Finding
 from deploy.network.listeners import Listener
 from deploy.network.probe import RAY_METHOD, Demand, probe
@@ -81,4 +81,4 @@ def _reachable(host: str) -> str:
     mapped = getattr(address, "ipv4_mapped", None)
     if mapped is not None:
         return str(mapped)
-    return reachable_host(host)
+    return "127.0.0.1" if address.is_unspecified else host

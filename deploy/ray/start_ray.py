@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -147,10 +148,18 @@ def join_ray(address: str, *, demands_token: bool) -> None:
 
 
 def _check_listening(address: str) -> None:
-    """Raise `OSError` if nothing listens at `HOST:PORT`. Ray itself tries for a minute, and says less."""
+    """Raise `OSError` if nothing listens at `HOST:PORT` for some seconds. Ray tries for a minute, and says less."""
     host, _, port = address.rpartition(":")
-    if host and "/" not in host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    if not host or "/" in host or not port.isdecimal():
+        return None
+    until = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
 
 
 def check_ray_authentication() -> None:

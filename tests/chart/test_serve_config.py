@@ -111,7 +111,6 @@ def test_names_in_the_settings_are_further_ones() -> None:
         ({"server": {"http_port": 8080}}, "settings.server.http_port: has no effect here; pods listen on port 8000"),
         ({"server": {"route_prefix": "/v"}}, "settings.server.route_prefix: has no effect here; it is serve.route"),
         ({"server": {"application": "x"}}, "settings.server.application: has no effect here; it is serve.application"),
-        ({"server": {"start_timeout_seconds": 5}}, "settings.server.start_timeout_seconds: has no effect here"),
         ({"cluster": {"token_file": "x"}}, "settings.cluster.token_file: has no effect here; secrets.cluster has"),
     ],
 )
@@ -188,7 +187,7 @@ def test_the_pods_of_a_role_have_the_gpus_that_it_claims(rendered: Rendered) -> 
 def test_options_of_deployments_reach_serve() -> None:
     scaling = {"name": "Target", "autoscaling_config": {"min_replicas": 1, "max_replicas": 3}}
     found = render({"serve": {"deployments": [scaling]}})
-    ingress = {"name": "Ingress", "num_replicas": 1, "max_replicas_per_node": 1}
+    ingress = {"name": "Ingress", "num_replicas": 1}  # a new one starts beside the former one
     assert found.serve_config["applications"][0]["deployments"] == [scaling, ingress]
     crowded = {"name": "Ingress", "max_replicas_per_node": 3}
     more = render({"serve": {"deployments": [crowded]}, "workers": {"ingress": {"replicas": 2}}}).serve_config
@@ -252,6 +251,19 @@ def four_pods(settings: Object, **target: Any) -> Object:
     """Four pods with four GPUs each."""
     target = {"replicas": 4, "gpus": 4, "cpu": "6", "memory": "32Gi"} | target
     return GPU | {"workers": {"target": target}, "settings": settings}
+
+
+def test_a_target_that_may_span_nodes_and_fits_into_a_pod_has_one() -> None:
+    settings = {"target": {"tensor_parallel": 2, "span_nodes": True}}
+    found = render(four_pods(settings))
+    assert replicas(found.serve_config["applications"][0])["Target"] == 4
+
+
+def test_more_targets_than_pods_have_parts_of_the_cores() -> None:
+    found = render({"serve": {"deployments": [{"name": "Target", "num_replicas": 4}]}})
+    (configuration,) = checked(found.serve_config)
+    assert configuration.target.replicas == 4
+    assert replicas(found.serve_config["applications"][0])["Target"] == 4
 
 
 def test_a_target_that_spans_nodes_has_the_gpus_of_several_pods() -> None:

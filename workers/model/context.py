@@ -58,9 +58,10 @@ def _own_limit(config: PreTrainedConfig) -> int | None:
     """Longest sequence that the configuration states, or to which YaRN stretches it (Peng et al. 2023, section 3)."""
     own = _stated(config, _LENGTHS)
     for values in _rotations(config):
-        if own is not None and values.get("rope_type") == "yarn":
+        factor = values.get("factor")  # without one, the stated length is the stretched one
+        if own is not None and factor and values.get("rope_type") == "yarn":
             original = values.get("original_max_position_embeddings") or own
-            own = max(own, int(original * values["factor"]))
+            own = max(own, int(original * factor))
     return own
 
 

@@ -42,6 +42,8 @@ _HUB_TOKENIZER_FILES = [
 ]
 _GGUF_READING = "with scaled rotations\n"
 """What of GGUF files is read. It changes with `completed_settings`, so that files are converted again."""
+_QUANTIZED_READING = "with smaller last groups\n"
+"""The same of quantized checkpoints."""
 
 
 def resolve_model_directory(
@@ -113,7 +115,7 @@ def _plain_weights(directory: Path, cache_directory: Path) -> Path:
     if settings is None or settings.get("quant_method") not in DEQUANTIZED:
         return directory
     files = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".json"))
-    destination = cache_directory / f"{directory.name}-{_identity(files)}"
+    destination = cache_directory / f"{directory.name}-{_identity(files, _QUANTIZED_READING)}"
 
     def convert(building: Path, _: Path) -> None:
         logger.info(

@@ -79,7 +79,6 @@ Why a group cannot run a model on GPUs, as a list: call with (dict "root" . "nam
 {{- $unused := dict "application" "it is serve.application or the name in applications" -}}
 {{- $_ := set $unused "route_prefix" "it is serve.routePrefix or the routePrefix in applications" -}}
 {{- $_ := set $unused "http_port" "pods listen on port 8000, and service.http.port is the port of clients" -}}
-{{- $_ := set $unused "start_timeout_seconds" "KubeRay waits for the pods without a limit" -}}
 {{- $sections := list (dict "path" "settings" "settings" .Values.settings "unused" $unused) -}}
 {{- $further := merge (dict "http_host" "all models have the HTTP address of the first") $unused -}}
 {{- range $index, $model := .Values.applications -}}

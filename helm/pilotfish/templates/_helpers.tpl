@@ -138,12 +138,13 @@ A further group takes what it does not name from the group of its role. It serve
 {{/*
 The options of a model's Serve deployments: call with (list OPTIONS REPLICAS). REPLICAS has numbers by the names of deployments, one for
 each pod. OPTIONS are those of the values, which come first. Pods join one after another, and Serve would put all ingresses into the first.
+A single ingress may start beside the former one, which ends its streams.
 */}}
 {{- define "pilotfish.deployments" -}}
 {{- $own := dict -}}
 {{- range $name, $number := index . 1 -}}
 {{- $options := dict "num_replicas" $number -}}
-{{- if eq $name "Ingress" -}}
+{{- if and (eq $name "Ingress") (gt (int $number) 1) -}}
 {{- $_ := set $options "max_replicas_per_node" 1 -}}
 {{- end -}}
 {{- $_ := set $own $name $options -}}
@@ -177,7 +178,7 @@ first model's pods. Serve replaces all replicas when an argument changes, so num
 {{- $settings := .model.settings | default dict -}}
 {{- $preset := .model.preset | default $root.Values.preset -}}
 {{- $ranks := dig "target" "tensor_parallel" (get ($root.Files.Get "files/presets.yaml" | fromYaml) $preset).target.tensor_parallel $settings -}}
-{{- $gpus := dict "least" 0 "most" 0 -}}
+{{- $gpus := dict "least" 0 "most" 0 "areFew" false -}}
 {{- range $role := keys $least -}}
 {{- $_ := set $resources $role (printf "pilotfish-%s" (get $own $role | default $role)) -}}
 {{- end -}}
@@ -188,10 +189,13 @@ first model's pods. Serve replaces all replicas when an argument changes, so num
 {{- if eq $group.role "target" -}}
 {{- $_ := set $gpus "least" (add $gpus.least (mul $group.gpus $group.least)) -}}
 {{- $_ := set $gpus "most" (add $gpus.most (mul $group.gpus $group.most)) -}}
+{{- if lt (int $group.gpus) (int $ranks) -}}
+{{- $_ := set $gpus "areFew" true -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $spans := and (dig "target" "span_nodes" false $settings) (gt (int $gpus.most) 0) -}}
+{{- end -}}
+{{- $spans := and (dig "target" "span_nodes" false $settings) (gt (int $gpus.most) 0) $gpus.areFew -}}
 {{- /* Ranks on several nodes: as many targets as the GPUs of all pods are enough for. */}}
 {{- if $spans -}}
 {{- $_ := set $least "target" (div $gpus.least $ranks) -}}
@@ -200,9 +204,15 @@ first model's pods. Serve replaces all replicas when an argument changes, so num
 {{- $target := dict "node_resource" $resources.target -}}
 {{- $replicas := dict -}}
 {{- $scales := or (gt (int $most.target) (int $least.target)) (gt (dig "target" "autoscaling" "max_replicas" 0 $settings | int) 0) -}}
-{{- $isPlanned := or $scales $spans (hasKey ($settings.target | default dict) "replicas") -}}
+{{- $chosen := 0 -}}
+{{- range .model.deployments | default list -}}
+{{- if eq .name "Target" -}}
+{{- $chosen = int (.num_replicas | default 0) -}}
+{{- end -}}
+{{- end -}}
+{{- $isPlanned := or $scales $spans (gt $chosen 0) (hasKey ($settings.target | default dict) "replicas") -}}
 {{- if $isPlanned -}}
-{{- $_ := set $target "replicas" (max 1 $least.target) -}}
+{{- $_ := set $target "replicas" (max 1 $least.target $chosen) -}}
 {{- else -}}
 {{- $_ := set $replicas "Target" (max 1 $least.target) -}}
 {{- end -}}
@@ -242,14 +252,17 @@ first model's pods. Serve replaces all replicas when an argument changes, so num
 {{/*
 The Ray nodes for which a model's processes are planned: call with (dict "root" . "resources" NAMES "isPlanned" BOOLEAN), where BOOLEAN
 says whether the number of targets is an argument. KubeRay has an application built before its pods are there. Groups with one resource
-count as the smallest of them, so that a replica fits into each pod. Models whose targets run in the same pods have equal parts of the
-cores.
+count as the smallest of them, so that a replica fits into each pod. Models whose targets or ingresses run in the same pods have equal
+parts of the cores.
 */}}
 {{- define "pilotfish.nodes" -}}
-{{- $targets := dict -}}
+{{- $models := dict -}}
 {{- range prepend .root.Values.applications dict -}}
-{{- $resource := printf "pilotfish-%s" ((.groups | default dict).target | default "target") -}}
-{{- $_ := set $targets $resource (add 1 (get $targets $resource | default 0)) -}}
+{{- $own := .groups | default dict -}}
+{{- range $role := tuple "target" "ingress" -}}
+{{- $resource := printf "pilotfish-%s" (get $own $role | default $role) -}}
+{{- $_ := set $models $resource (add 1 (get $models $resource | default 0)) -}}
+{{- end -}}
 {{- end -}}
 {{- $nodes := dict -}}
 {{- range $group := include "pilotfish.groups" .root | fromYaml -}}
@@ -258,7 +271,7 @@ cores.
 {{- with get $group.rayStartParams "num-cpus" -}}
 {{- $cpus = float64 . -}}
 {{- end -}}
-{{- $cpus = divf $cpus (get $targets $group.resource | default 1) -}}
+{{- $cpus = divf $cpus (get $models $group.resource | default 1) -}}
 {{- $count := ternary (max 1 $group.least) 1 (or (eq $group.role "draft") (and $.isPlanned (eq $group.role "target"))) -}}
 {{- $node := get $nodes $group.resource | default (dict "resource" $group.resource "cpus" $cpus "gpus" $group.gpus "count" 0) -}}
 {{- $_ := set $node "cpus" (minf $cpus $node.cpus) -}}

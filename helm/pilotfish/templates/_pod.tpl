@@ -210,7 +210,10 @@ capabilities:
 - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "5"}
+{{- /* Ray writes the addresses of replicas without the brackets of IPv6. */}}
+{{- if not (contains ":" (include "pilotfish.server" . | fromYaml).grpc_host) }}
 - {name: RAY_SERVE_PROXY_USE_GRPC, value: "1"}
+{{- end }}
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "-1"}
 - {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
 - {name: RAY_SERVE_PROXY_GC_THRESHOLD, value: "10000"}

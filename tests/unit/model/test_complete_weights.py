@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PegasusConfig, PegasusForConditionalGeneration
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.errors import ModelLoadError
@@ -16,6 +17,7 @@ from tests.support.engines.stored_model import TEXT, check_close, logits
 from tests.support.models import quantized, tiny
 from workers.distill.target_model import load_target
 from workers.forward.loaded_model import LoadedModel
+from workers.model.complete_weights import load_complete
 from workers.model.loading import load_model
 from workers.model.model_files import resolve_model_directory
 
@@ -42,6 +44,29 @@ def test_a_parameter_that_no_file_has_is_named(tmp_path: Path) -> None:
         load(directory)
     with pytest.raises(ModelLoadError, match=message):
         load_target(directory, torch.device("cpu"))
+
+
+def test_positions_that_are_computed_may_be_absent(tmp_path: Path) -> None:
+    """As in the files of Pegasus."""
+    config = PegasusConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32,
+    )  # fmt: skip
+    made = PegasusForConditionalGeneration(config).eval()
+    made.save_pretrained(tmp_path)
+    parts = [f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")]
+    before = load_file(tmp_path / "model.safetensors")
+    assert set(parts) <= set(before)
+    change(tmp_path, tuple(parts))
+    found = load_complete(PegasusForConditionalGeneration, tmp_path)
+    text = torch.tensor([[5, 6, 7, 1]])
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            found(input_ids=text, decoder_input_ids=text).logits, made(input_ids=text, decoder_input_ids=text).logits
+        )
+    change(tmp_path, ("model.decoder.layers.0.fc1.weight",))
+    with pytest.raises(ModelLoadError, match=r"lack 1 of \d+ parameters, as \['model.decoder.layers.0.fc1.weight'\]"):
+        load_complete(PegasusForConditionalGeneration, tmp_path)
 
 
 def test_a_parameter_that_the_index_forgets_is_named(tmp_path: Path) -> None:

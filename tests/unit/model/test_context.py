@@ -23,6 +23,7 @@ def config(**rotations: Any) -> Any:
         ({}, 256),
         (YARN | {"original_max_position_embeddings": 128}, 512),  # as the pages of Qwen say to set it
         (YARN | {"original_max_position_embeddings": 64}, 256),  # the stated length is the stretched one
+        (YARN | {"factor": None, "original_max_position_embeddings": 64}, 256),
         ({"rope_type": "linear", "factor": 4.0}, 256),
     ],
 )

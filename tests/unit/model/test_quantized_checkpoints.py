@@ -116,6 +116,15 @@ def test_the_last_group_of_a_matrix_may_have_fewer_inputs(source: Path, tmp_path
         torch.testing.assert_close(stored[key], weight, rtol=1e-6, atol=1e-7)
 
 
+def test_masks_of_old_checkpoints_are_not_taken_for_weights(source: Path, tmp_path: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    quantized.save(source, tmp_path / "model", quantized.gptq(4, 32), settings)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | {"h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8)}, file)
+    directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")
+    assert "h.0.attn.bias" in load_file(directory / "model.safetensors")
+
+
 def test_numbers_whose_scales_are_not_read_are_refused(source: Path, tmp_path: Path) -> None:
     """As the experts of Llama 4 by FBGEMM, which lie in one tensor."""
     quantized.save(source, tmp_path / "model", quantized.fp8(1, 0, "weight_scale"), {"quant_method": "fbgemm_fp8"})

@@ -230,7 +230,8 @@ class QuantizedCheckpoint:
         Raises `ModelLoadError` for one that is quantized and whose scales are not read, as experts in one tensor.
         """
         tensor = self._plain(parameter)
-        if tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool:
+        # Causal masks of old checkpoints, which no model reads, are [1, 1, length, length].
+        if tensor.dim() < 4 and tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool:
             raise self._without_scale(parameter, tensor)
         return tensor.clone()
 

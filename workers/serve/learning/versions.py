@@ -67,11 +67,16 @@ class Versions:
         """
         if self._directory is None or not self._directory.is_dir():
             return ()
-        stamps = _stamps(self._directory)
+        stamps = _stamps(self._directory, self._stamps)
         found = {key: 0 for key, number in self._served.items() if number and key not in stamps}
         for key in sorted(stamps, key=stamps.__getitem__):
-            if stamps[key] != self._stamps.get(key):
-                found[key] = max(0, served_version(self._directory / key))
+            if stamps[key] == self._stamps.get(key):
+                continue
+            number = served_version(self._directory / key)
+            if number < 0:  # somebody writes it: what is served stays, and it is read again
+                stamps[key] = self._stamps.get(key, (0, 0))
+            else:
+                found[key] = number
         self._stamps = stamps
         changed = tuple(key for key, number in found.items() if number != self._served.get(key, 0))
         self._served |= found
@@ -108,7 +113,12 @@ class Versions:
             if chosen != after:
                 raise ValueError(f"version {chosen} was chosen meanwhile, and they were trained from {after}")
             number = 1 + max(stored_versions(folder), default=0)
-            self._make_room(folder, version_bytes(self._weights))
+            try:
+                self._make_room(folder, version_bytes(self._weights))
+            except (OSError, ValueError):
+                with suppress(OSError):  # it has versions
+                    folder.rmdir()
+                raise
             unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._directory))
             try:
                 self._weights.save(unfinished, weights)
@@ -274,15 +284,23 @@ def _folders(directory: Path) -> list[Path]:
     return [entry for _, entry in sorted(found)]
 
 
-def _stamps(directory: Path) -> dict[str, tuple[int, int]]:
-    """Time and inode of each salt's file `served`. Reading them all takes long where requests run in other threads."""
+def _stamps(directory: Path, known: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Time and inode of each salt's file `served`. Reading them all takes long where requests run in other threads.
+
+    A file that cannot be looked at for another reason than its absence stays as it is `known`.
+    """
     found: dict[str, tuple[int, int]] = {}
     with os.scandir(directory) as entries:
         for entry in entries:
             if _KEY.fullmatch(entry.name):
-                with suppress(OSError):
+                try:
                     status = os.stat(f"{entry.path}/{SERVED}")
                     found[entry.name] = status.st_mtime_ns, status.st_ino
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                except OSError:
+                    if entry.name in known:
+                        found[entry.name] = known[entry.name]
     return found
 
 

@@ -127,8 +127,9 @@ def test_without_room_nothing_is_written_and_the_served_version_stays(
     assert versions.changed() == (A, B)
     usage = shutil.disk_usage(tmp_path)._replace(free=NEEDED - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ValueError, match=r"draft.learn_directory: 11023 bytes are free, and a version takes 11024"):
-        store(versions, A)
+    for key in (A, C):
+        with pytest.raises(ValueError, match=r"draft.learn_directory: 11023 bytes are free, and a version takes 11024"):
+            store(versions, key)
     assert (weights.saved, small.saved, more.saved) == (3, 0, 0)
     assert (versions.served(A), stored(tmp_path)) == (2, {A: [1, 2], B: [1]})
 
@@ -217,6 +218,29 @@ def test_a_removed_salt_is_served_with_the_files_of_the_draft_and_learns_again(t
     assert versions.changed() == (A,)
     assert (versions.served(A), versions.read(A), versions.served(B)) == (0, None, 1)
     assert store(versions, A) == 1
+
+
+def test_what_is_served_stays_while_its_file_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody writes it, or a directory on the network does not answer."""
+    versions, _ = versions_in(tmp_path)
+    for key in (A, A, B):
+        store(versions, key)
+    assert versions.changed() == ()
+    (tmp_path / A / SERVED).write_text("")
+    assert (versions.changed(), versions.served(A)) == ((), 2)
+    (tmp_path / A / SERVED).write_text("1\n")
+    assert (versions.changed(), versions.served(A)) == ((A,), 1)
+    with monkeypatch.context() as broken:
+        stat = os.stat
+
+        def stale(path: object, *arguments: Any, **options: Any) -> os.stat_result:
+            if str(path).endswith(SERVED):
+                raise OSError(errno.ESTALE, "stale")
+            return stat(path, *arguments, **options)  # type: ignore[arg-type]
+
+        broken.setattr(os, "stat", stale)
+        assert versions.changed() == ()
+    assert (versions.changed(), versions.served(A), versions.served(B)) == ((), 1, 1)
 
 
 def test_what_stays_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
