@@ -61,6 +61,8 @@ def _device() -> torch.device:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(DEVICE)
+    # Whatever of this process recomputes activations, also on a CPU, asks the backend.
+    getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return torch.device(DEVICE)
 
 

@@ -198,7 +198,8 @@ STORES: dict[str, Trial] = {
     "LearnedModels._learned": learns_from_the_text,
     "Reservoir._texts": learns_from_the_text,
     "Versions._served": learns_from_the_text,
-    "_Texts._texts": learns_from_the_text,
+    "_Texts._order": learns_from_the_text,
+    "_Texts._parts": learns_from_the_text,
     # what clients come back for
     "Conversations._stored": continues_the_conversation,
     "RecentAnswers._stored": resumes_the_answer,
@@ -361,7 +362,7 @@ async def test_everything_that_a_draft_that_learns_keeps_is_named_here(directori
         await settled()
         found = await changed_by(partial(use, clients, constrains=True))
     assert not unnamed(found), unnamed(found)
-    assert {"Reservoir._texts", "_Texts._texts"} & found
+    assert {"Reservoir._texts", "_Texts._parts"} & found
 
 
 def test_every_route_is_used() -> None:

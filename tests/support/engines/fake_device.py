@@ -26,6 +26,8 @@ def _backend() -> str:
     if name == "privateuseone":
         name = "fakedevice"
         _setup_privateuseone_for_python_backend(name)
+        # Whatever recomputes activations later in this process, also on a CPU, asks the backend.
+        getattr(torch, name).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return str(name)
 
 
