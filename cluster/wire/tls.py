@@ -49,7 +49,7 @@ class CertificateFiles:
         *,
         is_internal: bool = False,
     ) -> None:
-        """With `is_internal`, they are those of `cluster.tls`, else those of `server.tls`."""
+        """`is_internal`: the files are those of `cluster.tls`, else of `server.tls`. Errors name their settings."""
         names = {"certificate": certificate, "key": key} | ({} if client_ca is None else {"client_ca": client_ca})
         self._files = {name: Path(file).expanduser() for name, file in names.items()}
         section, authority = ("cluster.tls", "ca") if is_internal else ("server.tls", "client_ca")

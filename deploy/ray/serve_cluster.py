@@ -69,7 +69,7 @@ class ServeCluster:
         self._is_deployed = False
         self._waiting_rank: WaitingRank | None = None
         self._ray_processes: tuple[psutil.Process, ...] = ()
-        """Those of the Ray that this has started, without which it ends."""
+        """Processes of the Ray that this object has started. The server ends when one of them is gone."""
 
     def __enter__(self) -> Self:
         self.start()

@@ -83,7 +83,7 @@ def test_rays_memory_monitor_has_the_threshold_of_the_settings_and_spares_the_co
 
 
 def test_ray_has_the_environment_that_pilotfish_serve_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With it, Serve replaces a frozen replica at once, and answers pass its proxy at half the cost."""
+    """Serve then replaces a frozen replica at once, and answers pass its proxy at half the cost."""
     expected: dict[str, str] = {}
     with monkeypatch.context() as patched:
         patched.setattr(os, "environ", expected)

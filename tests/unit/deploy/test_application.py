@@ -76,7 +76,7 @@ def test_processes_are_planned_for_nodes_that_come_later(monkeypatch: pytest.Mon
 def test_an_application_that_is_deployed_again_is_not_refused_for_the_memory_that_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_running: bool
 ) -> None:
-    """Its replicas leave a GPU no room for a second copy of the weights, and end before the new ones start."""
+    """The running replicas fill the GPU, and end before the new ones start."""
     full = Resources(8, 1, 1 << 30, 1 << 10, "gpu-1", "id")
     problems: list[str] = []
 

@@ -133,7 +133,7 @@ def test_a_port_of_the_operations_service_in_use_is_named() -> None:
 
 
 def test_a_server_that_demands_certificates_needs_one_for_itself(tmp_path: Path) -> None:
-    """It asks its own API whether it is ready, and would wait for that in vain."""
+    """A server asks its own API whether it is ready. Without a certificate it would wait for ever."""
     authority = Authority(tmp_path)
     certificate, key = authority.issue("server")
     files = {"certificate": certificate, "key": key, "client_ca": str(authority.file)}

@@ -47,7 +47,7 @@ def test_a_parameter_that_no_file_has_is_named(tmp_path: Path) -> None:
 
 
 def test_positions_that_are_computed_may_be_absent(tmp_path: Path) -> None:
-    """As in the files of Pegasus."""
+    """Files of Pegasus lack them."""
     config = PegasusConfig(
         vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32,

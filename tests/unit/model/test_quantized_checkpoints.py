@@ -126,7 +126,7 @@ def test_masks_of_old_checkpoints_are_not_taken_for_weights(source: Path, tmp_pa
 
 
 def test_numbers_whose_scales_are_not_read_are_refused(source: Path, tmp_path: Path) -> None:
-    """As the experts of Llama 4 by FBGEMM, which lie in one tensor."""
+    """FBGEMM stores the experts of Llama 4 in one tensor."""
     quantized.save(source, tmp_path / "model", quantized.fp8(1, 0, "weight_scale"), {"quant_method": "fbgemm_fp8"})
     file = tmp_path / "model" / "model.safetensors"
     name = "model.layers.1.feed_forward.experts.gate_up_proj"

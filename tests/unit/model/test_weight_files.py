@@ -1,4 +1,4 @@
-"""Of several forms of the same weights in one directory, the one that `transformers` loads is read everywhere."""
+"""Where a directory has the same weights in several forms, every part reads the form that `transformers` loads."""
 
 from __future__ import annotations
 
