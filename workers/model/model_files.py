@@ -43,7 +43,7 @@ _HUB_TOKENIZER_FILES = [
 _GGUF_READING = "with scaled rotations\n"
 """What of GGUF files is read. It changes with `completed_settings`, so that files are converted again."""
 _QUANTIZED_READING = "with smaller last groups\n"
-"""The same of quantized checkpoints."""
+"""What of quantized checkpoints is read. It changes with their reading, so that files are converted again."""
 
 
 def resolve_model_directory(

@@ -45,7 +45,7 @@ class Attempt(IntEnum):
     OWN = 2
     """The grammar compiled for this answer alone."""
     WITHOUT_DRAFTS = 3
-    """The same, and it reads no drafts."""
+    """The grammar compiled for this answer alone, and the answer has no drafts."""
 
 
 class GrammarMatcher:

@@ -23,7 +23,7 @@ from workers.verify.sequence_state import SequenceState
 WAIT_SECONDS = 0.02
 """Longest time for which a step waits until new grammars are compiled, in seconds."""
 ALONE_SECONDS = 0.25
-"""The same for a step in which every row needs a grammar that is not compiled."""
+"""Longest wait of a step in which every row needs a grammar that is not compiled, in seconds."""
 
 
 class Outcome(IntEnum):

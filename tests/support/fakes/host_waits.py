@@ -16,7 +16,7 @@ class OnGpu(TorchFunctionMode):
     """A torch function mode: CPU tensors report a CUDA device, and operations that would synchronize are recorded."""
 
     def __init__(self, *, notices_copies: bool = False) -> None:
-        """With `notices_copies`, `to` with a device is recorded, as if all tensors were in the host's usual memory."""
+        """`notices_copies`: also record each copy to a device, as if no tensor of the host were in pinned memory."""
         super().__init__()
         self.waits: list[str] = []
         self._notices_copies = notices_copies

@@ -98,7 +98,7 @@ def group() -> Iterator[GroupDecider]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_share_the_vocabulary_synchronize_once(group: GroupDecider, name: str) -> None:
-    """They wait again for rows that need the whole vocabulary, and not before kernels are launched for the others."""
+    """Rows that need the whole vocabulary cost a second wait, after the kernels of all other rows are launched."""
     asked = contexts(*CASES[name])
     logits = some_logits(len(asked))
     expected = decide(logits, asked)

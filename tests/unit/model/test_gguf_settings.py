@@ -220,7 +220,7 @@ def test_what_the_model_does_not_compute_is_refused_with_its_name(what: str, tmp
 
 
 def test_a_file_whose_weights_have_other_names_is_refused(tmp_path: Path) -> None:
-    """As that of a mixture of the architecture `llama`, of which `transformers` makes a dense model."""
+    """`transformers` makes a dense model of a mixture of experts whose architecture is `llama`."""
     file, _ = written(tmp_path, "plain", without="mlp.up_proj")
     wanted = re.escape("its files lack 2 of 21 parameters, as ['model.layers.0.mlp.up_proj.weight'")
     with pytest.raises(ModelLoadError, match=wanted):

@@ -219,13 +219,11 @@ async def test_requests_that_come_and_go_do_not_shorten_the_pauses_after_lost_ca
     """A process whose device fails each call is replaced after some tenths of a second. Requests outlast that."""
     target = FakeTarget()
     original, wanted, lost = target.step, request(max_tokens=30), 0
-    ends: list[float] = []
+    began = time.monotonic()
 
     async def step(batch: StepBatch) -> StepResult:
         nonlocal lost
-        if not ends:
-            ends.append(time.monotonic() + 0.2)
-        if time.monotonic() < ends[0]:
+        if lost < MAX_LOSSES - 1:
             lost += 1
             raise RuntimeError("the device fails")
         return await original(batch)
@@ -241,7 +239,10 @@ async def test_requests_that_come_and_go_do_not_shorten_the_pauses_after_lost_ca
             other.cancel()
             await asyncio.gather(other, return_exceptions=True)
         assert await reading == target.answer(wanted)
-    assert 0 < lost < MAX_LOSSES
+        taken = time.monotonic() - began
+    assert lost == MAX_LOSSES - 1
+    assert taken > 0.3  # the pauses after so many losses, whoever comes
+    assert others > MAX_LOSSES
     assert target.accepted > 0
 
 

@@ -129,7 +129,7 @@ async def test_a_tree_is_reported_as_far_as_the_target_has_verified_it() -> None
     original, wanted, cut = target.step, replace(request(max_tokens=40), returns_drafts=True), 0
 
     async def step(batch: StepBatch) -> StepResult:
-        """As a target does without room for the states of more nodes."""
+        """A target without room for the states of all nodes verifies the first ones alone."""
         nonlocal cut
         cut += sum(len(row.tree) > 2 for row in batch.rows)
         return await original(StepBatch(tuple(replace(row, tree=row.tree.first(2)) for row in batch.rows)))

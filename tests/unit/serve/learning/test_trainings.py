@@ -1,4 +1,4 @@
-"""Which client a training is for, how long it may take, and what becomes of its process and of the server's memory."""
+"""Trainings of drafts that learn: order of clients, bounds of time, the learner's process, the server's memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add(reservoir: Reservoir, salt: str, count: int, tokens: int = 8) -> None:
 def test_a_client_with_too_few_texts_for_a_training_keeps_no_other_one_waiting(
     served: Served, trained: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its texts are so long that few are kept, and it sends the most."""
+    """The client's texts are so long that few are kept, and it sends the most."""
     served.reservoir = Reservoir(600_000)
     add(served.reservoir, "b/", 40)
     add(served.reservoir, "a/", 100, tokens=400)
