@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from cluster.core.drafting import Evidence
 from cluster.core.ids import SequenceId
@@ -10,7 +11,7 @@ from cluster.core.ids import SequenceId
 MAX_STEPS = 256
 """Most steps of one sequence whose evidence is kept; the oldest go first. Drafters cope with gaps."""
 MAX_BYTES = 16 * 1024 * 1024
-"""Most bytes of hidden states that are kept of one sequence; the oldest go first."""
+"""Most bytes of hidden states that are kept of one sequence; those of the first positions go first."""
 
 
 class EvidenceStore:
@@ -28,17 +29,32 @@ class EvidenceStore:
             self._bytes[sequence_id] = 0
         kept.append(evidence)
         size = self._bytes.get(sequence_id, 0) + _size(evidence)
-        while len(kept) > MAX_STEPS or (size > MAX_BYTES and kept):
+        while len(kept) > MAX_STEPS:
             size -= _size(kept.popleft())
-        self._bytes[sequence_id] = size
+        self._bytes[sequence_id] = _shorten(kept, size, MAX_BYTES)
 
     def take(self, sequence_id: SequenceId, most_bytes: int = MAX_BYTES) -> tuple[Evidence, ...]:
         """Remove and return the evidence of a sequence: the latest, with at most `most_bytes` of hidden states."""
-        size = self._bytes.pop(sequence_id, 0)
         kept = self._kept.pop(sequence_id, deque())
-        while size > most_bytes:
-            size -= _size(kept.popleft())
+        _shorten(kept, self._bytes.pop(sequence_id, 0), most_bytes)
         return tuple(kept)
+
+
+def _shorten(kept: deque[Evidence], size: int, most_bytes: int) -> int:
+    """Drop the first positions of `size` bytes of hidden states until at most `most_bytes` are left; return those.
+
+    Of a step that does not fit, the latest positions stay: a draft needs the last ones.
+    """
+    while size > most_bytes:
+        oldest = kept.popleft()
+        size -= _size(oldest)
+        hidden = oldest.hidden
+        if hidden is not None and (count := max(0, most_bytes - size) // (2 * hidden.width)):
+            latest = hidden.latest(count)
+            own = replace(latest, data=bytes(latest.data))  # a part of a buffer would keep all of it in memory
+            kept.appendleft(replace(oldest, hidden=own))
+            size += len(own.data)
+    return size
 
 
 def _size(evidence: Evidence) -> int:

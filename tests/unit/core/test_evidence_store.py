@@ -51,3 +51,17 @@ def test_a_call_takes_no_more_than_its_share() -> None:
     for base_len in (1, 2, 3):
         store.add(ID, evidence(base_len, 100))
     assert [one.base_len for one in store.take(ID, 200)] == [2, 3]
+
+
+@pytest.mark.parametrize("most_bytes", [MAX_BYTES, MAX_BYTES // 2])
+def test_of_a_step_that_is_too_large_the_latest_positions_are_kept(most_bytes: int) -> None:
+    """A long chunk of a prompt alone exceeds the bound, and drafts read its last positions first."""
+    store, position = EvidenceStore(), MAX_BYTES // 8
+    chunk = HiddenStates(0, position // 2, bytes(9 * position) + b"\x01" * position)
+    store.add(ID, Evidence(10, hidden=chunk))
+    store.add(ID, evidence(11))
+    prompt, step = store.take(ID, most_bytes)
+    kept = most_bytes // position - 1  # the step after it has a few bytes, too
+    assert prompt.base_len == 10
+    assert prompt.hidden == HiddenStates(10 - kept, position // 2, bytes(chunk.data[-kept * position :]))
+    assert step == evidence(11)
