@@ -41,9 +41,15 @@ def token_logprobs(
     for token, count in zip(tokens, kept, strict=True):
         top, (rank, normalizer, *values) = numbers[:count], numbers[count : 2 * count + 3]
         numbers = numbers[2 * count + 3 :]
-        own, *others = (max(min(value - normalizer, 0.0), LEAST_LOGPROB) for value in values)
+        own, *others = (_logprob(value, normalizer) for value in values)
         found.append(TokenLogprobs(token, own, tuple(zip(map(int, top), others, strict=True)), int(rank)))
     return tuple(found)
+
+
+def _logprob(logit: float, normalizer: float) -> float:
+    """A log-probability that JSON has a number for, also in a row without any finite logit."""
+    found = logit - normalizer  # NaN where both are −inf
+    return min(found, 0.0) if found > LEAST_LOGPROB else LEAST_LOGPROB
 
 
 def _row_numbers(logits: Tensor, token: int, count: int, listed: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cluster.wire.codec.common import decode_logprobs, encode_logprobs
 from workers.sampling.logprobs import LEAST_LOGPROB, token_logprobs
 
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
@@ -45,6 +46,16 @@ def test_impossible_tokens_have_a_finite_log_probability() -> None:
     (result,) = token_logprobs(torch.tensor([[0.0, -math.inf, math.nan]]), [1], [3])
     assert result.logprob == LEAST_LOGPROB
     assert result.top == ((0, 0.0), (1, LEAST_LOGPROB), (2, LEAST_LOGPROB))
+
+
+@pytest.mark.parametrize("nothing", [math.nan, -math.inf])
+def test_in_a_row_without_any_finite_logit_all_tokens_have_the_least_log_probability(nothing: float) -> None:
+    """The other rows of a step do not fail with it: its numbers can be sent."""
+    found = token_logprobs(torch.tensor([[nothing] * 3, [0.0, 0.0, 0.0]]), [1, 1], [2, 0])
+    assert found[0].logprob == LEAST_LOGPROB
+    assert found[0].top == ((0, LEAST_LOGPROB), (1, LEAST_LOGPROB))
+    assert found[1].logprob == pytest.approx(math.log(1 / 3))
+    assert tuple(decode_logprobs(encode_logprobs(one)) for one in found) == found
 
 
 def test_a_row_has_the_same_log_probabilities_alone_and_in_a_batch() -> None:
