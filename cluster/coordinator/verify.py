@@ -80,10 +80,7 @@ def _trim(proposal: Proposal | None, planned: PlannedRow) -> Proposal | None:
     """Return the part of the draft that the plan has tokens for. An earlier plan may have requested a larger tree."""
     if proposal is None or not planned.decide:
         return None
-    nodes = proposal.tree.within(planned.draft.max_nodes, planned.draft.max_depth)
-    if len(nodes) < len(proposal.tree) and not proposal.is_prunable:
-        return None
-    return proposal.subset(nodes)
+    return proposal.subset(proposal.tree.within(planned.draft.max_nodes, planned.draft.max_depth))
 
 
 def with_forced(draft: Proposal | None, sequence: Sequence, planned: PlannedRow) -> Proposal:

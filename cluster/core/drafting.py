@@ -198,7 +198,7 @@ class Proposal:
     """The distribution that each node's token was drawn from, for acceptance rules that need it. Empty if every token
     is a deterministic choice."""
     is_prunable: bool = True
-    """Whether single nodes may be left out. Otherwise the tree is verified whole or not at all."""
+    """Whether single nodes may be left out. Otherwise all nodes within the budget are verified, or none."""
     origins: tuple[DraftOrigin, ...] = ()
     """Where each node comes from. Empty if all nodes come from the request itself."""
 

@@ -202,19 +202,13 @@ def _wants_drafts(rows: Iterable[DraftRow]) -> bool:
 def checked(proposal: Proposal, budget: DraftBudget, vocabulary_size: int) -> Proposal:
     """Return the proposal with at most the nodes of `budget`, or an empty one if its tree is unusable.
 
-    A tree with a token outside the vocabulary is unusable, and so is one beyond the budget that must stay whole.
+    A tree with a token outside the vocabulary is unusable.
     """
     tree = proposal.tree
-    nodes = tree.within(budget.max_nodes, budget.max_depth)
-    is_whole = len(nodes) == len(tree)
-    if (
-        proposal.fault is not None
-        or not all(0 <= token < vocabulary_size for token in tree.tokens)
-        or not (is_whole or proposal.is_prunable)
-    ):
+    if proposal.fault is not None or not all(0 <= token < vocabulary_size for token in tree.tokens):
         return Proposal(proposal.sequence_id, proposal.base_len)
     if proposal.probabilities and len(proposal.probabilities) != len(tree):
         proposal = replace(proposal, probabilities=())
     if proposal.distributions and len(proposal.distributions) != len(tree):
         proposal = replace(proposal, distributions=())
-    return proposal.subset(nodes)
+    return proposal.subset(tree.within(budget.max_nodes, budget.max_depth))

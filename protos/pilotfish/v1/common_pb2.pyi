@@ -637,7 +637,7 @@ class Proposal(_message.Message):
     ready: _builtins.int
     """Number of nodes that were drafted before the request arrived. Bound: the nodes of the tree."""
     whole: _builtins.bool
-    """True if the tree must be verified whole or not at all."""
+    """True if all nodes within the budget are verified, or none."""
     @_builtins.property
     def tree(self) -> Global___TokenTree:
         """The draft; may be empty."""

@@ -43,9 +43,10 @@ def test_the_first_row_of_a_sequence_carries_its_start() -> None:
     assert row == VerifyRow(ID, 5, (4, 5), EMPTY_TREE, decide=True, start=None)
 
 
-def test_a_tree_is_cut_to_what_the_plan_allows() -> None:
-    live = live_sequence()
-    (row,) = build_rows(planned(5, decide=True, draft=DraftBudget(3, 2)), {ID: live}, {ID: DRAFT})
+@pytest.mark.parametrize("is_prunable", [True, False])
+def test_a_tree_is_cut_to_what_the_plan_allows(is_prunable: bool) -> None:
+    live, draft = live_sequence(), replace(DRAFT, is_prunable=is_prunable)
+    (row,) = build_rows(planned(5, decide=True, draft=DraftBudget(3, 2)), {ID: live}, {ID: draft})
     assert row.tree == TokenTree((7, 8, 10), (-1, 0, -1))
     (undecided,) = build_rows(planned(4, decide=False), {ID: live}, {ID: DRAFT})
     assert undecided.tree == EMPTY_TREE

@@ -44,8 +44,18 @@ async def speed(target: DraftingTarget, batch: int, tokens: int, before: int = 0
         return batch * tokens / await simulated.serve(equal_requests(batch, tokens))
 
 
-def test_every_round_after_the_first_verifies_the_draft_of_the_step_before() -> None:
-    target = DraftingTarget(cpu_step, DrafterModel(1.0))
+class UnprunableDrafts(DraftingTarget):
+    """No single nodes of its drafts may be left out."""
+
+    def _proposal(self, row: Any, verdict: Any) -> Any:
+        proposal = super()._proposal(row, verdict)
+        return None if proposal is None else replace(proposal, is_prunable=False)
+
+
+@pytest.mark.parametrize("kind", [DraftingTarget, UnprunableDrafts])
+def test_every_round_after_the_first_verifies_the_draft_of_the_step_before(kind: type[DraftingTarget]) -> None:
+    """The last draft is as deep as the answer before the step allowed, and is cut."""
+    target = kind(cpu_step, DrafterModel(1.0))
 
     async def serve() -> None:
         simulated = cluster(target, draft__controller="off", draft__max_nodes=4)
