@@ -18,6 +18,7 @@ from cluster.core.config.registry import Registry
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import ROOT, TokenTree
+from workers.sampling.context import DecisionContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +88,17 @@ class DecidedTree:
         """The path `nodes` as accepted, and the token `last` after it: if unset, the target's decision there."""
         decided = self.decisions[(nodes or (ROOT,))[-1] + 1]
         return Accepted(tuple(nodes), (*(self.tree.tokens[node] for node in nodes), decided if last is None else last))
+
+    def without_excluded(self, accepted: Accepted, contexts: Sequence[DecisionContext]) -> Accepted:
+        """Cut an accepted path before the first token that the request excludes. The decision takes its place.
+
+        `contexts` `[n + 1]` are those of the decisions, in their order.
+        """
+        path = zip((ROOT, *accepted.nodes), accepted.tokens, strict=True)
+        for depth, (above, token) in enumerate(path):
+            if token >= 0 and contexts[above + 1].excludes(token):
+                return self.accepted(accepted.nodes[:depth])
+        return accepted
 
     def walk(self) -> Accepted:
         """Descend while the decision is among the children; the last decision is the token after the path."""

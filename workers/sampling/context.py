@@ -75,6 +75,16 @@ class DecisionContext:
         thinking = self.sampling.thinking
         return None if thinking is None else forced_end(thinking, self.tokens, self.prompt_len)
 
+    def excludes(self, token: int) -> bool:
+        """Whether the token cannot be chosen, whatever its logit."""
+        forced, named = self.forced_token, self.sampling.allowed_token_ids
+        if forced is not None:
+            return token != forced
+        is_left_out = bool(named) and token not in named
+        if self.allowed is not None:
+            is_left_out = is_left_out or not bool(self.allowed.mask[token])
+        return is_left_out or token in self.excluded_tokens
+
     def _ends_of_bad_words(self) -> Iterator[int]:
         """The last tokens of the bad words whose other tokens end the answer so far."""
         answer_len = len(self.tokens) - self.prompt_len

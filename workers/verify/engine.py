@@ -382,7 +382,10 @@ class TargetEngine:
         known = decisions.log_probabilities
         distribution = None if known is None else known[own.start : own.stop]
         tokens = decisions.tokens[own.start : own.stop]
-        return self._rule.accept(DecidedTree(row.tree, tokens, root, distribution, row.distributions))
+        step = DecidedTree(row.tree, tokens, root, distribution, row.distributions)
+        accepted = self._rule.accept(step)
+        # A lossless rule accepts nothing that the target could not decide.
+        return accepted if self._rule.is_lossless else step.without_excluded(accepted, entry.contexts())
 
     def _draft(self, ready: Sequence[ReadyRow], verdicts: dict[SequenceId, Verdict]) -> None:
         """Let the drafter on this rank propose the next trees, and put them into the verdicts.

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.ids import SequenceId
-from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprobs
+from cluster.core.request import SamplingParameters, SequenceStart, ThinkingBudget, TokenLogprobs
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
 from tests.support.models import tiny
@@ -194,3 +194,32 @@ def test_tokens_before_a_place_where_nothing_can_be_decided_are_sent_with_and_wi
     assert plain[0] == drafted[0] == [4, 4]
     assert (plain[2], drafted[2]) == ([0, 0], [1])
     assert [one.logprob for one in drafted[1]] == pytest.approx([one.logprob for one in plain[1]], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"acceptance": "blockwise", "blockwise": {"minimum_block": 4}},
+        {"acceptance": "blockwise", "blockwise": {"distance": tiny.VOCABULARY}},
+        {"acceptance": "synthetic", "synthetic": {"rates": [1.0]}},
+    ],
+    ids=["minimum block", "distance", "synthetic"],
+)
+@pytest.mark.parametrize(
+    "excluding",
+    [
+        {"allowed_token_ids": (4, 20)},
+        {"bad_words": ((20, 30),)},
+        {"end_token_ids": (30,), "min_tokens": 2},
+        {"thinking": ThinkingBudget(0, end=(20, 7))},
+    ],
+    ids=["allowed", "bad words", "minimal length", "forced"],
+)
+def test_a_lossy_rule_accepts_no_token_that_the_request_excludes(
+    directory: Path, settings: dict[str, Any], excluding: dict[str, Any]
+) -> None:
+    """The second token of the draft is excluded, so the target decides in its place."""
+    tokens = verify(engine_with(directory, **settings), replace(SAMPLED, **excluding)).tokens
+    assert len(tokens) == 2
+    assert tokens[0] == 20
+    assert tokens[1] != 30
