@@ -5,7 +5,8 @@ Lengths are in tokens, times in seconds. A *committed* token is one that the tar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftDistribution, Evidence, Proposal, RowFault
@@ -175,6 +176,21 @@ class StepResult:
     """Part of `step_seconds` that the target spent on drafts for the next step."""
     learning: LearningStatus | None = None
     """What the draft on the target has learned; `None` where it does not learn."""
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[StepResult], verdicts: tuple[Verdict, ...]) -> StepResult:
+        """Return the result of a step that was computed in `parts`, at least one, one after another.
+
+        `verdicts` are those of the whole step. Times add up; all else is the latest that a part says.
+        """
+        learning = [part.learning for part in parts if part.learning is not None]
+        return replace(
+            parts[-1],
+            verdicts=verdicts,
+            step_seconds=sum(part.step_seconds for part in parts),
+            draft_seconds=sum(part.draft_seconds for part in parts),
+            learning=learning[-1] if learning else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

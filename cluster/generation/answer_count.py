@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from cluster.core import bounds
 from cluster.core.beam import candidates_needed
@@ -13,22 +13,10 @@ from cluster.core.verification import TargetInfo
 from cluster.wire.codec.common import decode_beam_search
 from pilotfish.v1 import generation_pb2
 
-INCOMPATIBLE_WITH_BEAMS = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "logprobs",
-    "allowed_token_ids",
-    "bad_words",
-    "bad_texts",
-    "grammar",
-    "logprob_token_ids",
-    "prompt_logprobs",
-    "thinking",
+_TAKEN_WITH_BEAMS = {"temperature", "seed", "end_token_ids", "min_tokens", "no_repeat_ngram_size"}
+"""Parameters that beam search applies, or that change nothing in it."""
+INCOMPATIBLE_WITH_BEAMS = tuple(
+    field.name for field in fields(SamplingParameters) if field.name not in _TAKEN_WITH_BEAMS
 )
 """Parameters that beam search refuses: they change the probabilities, or report them per sampled token."""
 

@@ -15,6 +15,7 @@ from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.models import tiny, tiny_tokenizer
+from workers.sampling.acceptance import RULES
 
 SECONDS = 60.0
 
@@ -52,37 +53,24 @@ async def statements(directory: Path, target: dict[str, Any]) -> dict[str, bool]
     }
 
 
-@pytest.mark.parametrize(
-    ("target", "is_lossless"),
-    [
-        ({}, True),
-        ({"kv": {"window": 16}}, False),
-        ({"kv": {"dtype": "int8"}}, False),
-        ({"quantization": "int8"}, True),
-        ({"acceptance": "rejection"}, True),
-        ({"acceptance": "block"}, True),
-        ({"acceptance": "blockwise"}, True),
-        ({"acceptance": "typical"}, False),
-        ({"acceptance": "blockwise", "blockwise": {"top_k": 2}}, False),
-        ({"acceptance": "blockwise", "blockwise": {"distance": 1}}, False),
-        ({"acceptance": "blockwise", "blockwise": {"minimum_block": 2}}, False),
-    ],
-    ids=[
-        "plain",
-        "window",
-        "int8 keys and values",
-        "int8",
-        "rejection",
-        "block",
-        "strict blockwise",
-        "typical",
-        "blockwise by rank",
-        "blockwise by distance",
-        "blockwise by length",
-    ],
-)
-async def test_every_api_says_whether_answers_are_lossless(
-    directory: Path, target: dict[str, Any], is_lossless: bool
-) -> None:
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "window": ({"kv": {"window": 16}}, False),
+    "int8 keys and values": ({"kv": {"dtype": "int8"}}, False),
+    "int8": ({"quantization": "int8"}, True),
+    "blockwise by rank": ({"acceptance": "blockwise", "blockwise": {"top_k": 2}}, False),
+    "blockwise by distance": ({"acceptance": "blockwise", "blockwise": {"distance": 1}}, False),
+    "blockwise by length": ({"acceptance": "blockwise", "blockwise": {"minimum_block": 2}}, False),
+    **{
+        name: ({"acceptance": name}, rule.create(rule.settings()).is_lossless)
+        for name, rule in RULES.items()
+        if name != "synthetic"
+    },
+}
+"""Settings of a target, and whether its answers are lossless. No rule is left out but that of experiments."""
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_every_api_says_whether_answers_are_lossless(directory: Path, case: str) -> None:
+    target, is_lossless = CASES[case]
     found = await statements(directory, dict(target))
     assert found == dict.fromkeys(found, is_lossless)

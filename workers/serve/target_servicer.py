@@ -132,10 +132,8 @@ class TargetServicer(LeasedServicer[KvOccupancy], target_pb2_grpc.TargetServiceS
             return results[-1].verdicts
 
         verdicts = count_failures(self._compute, lambda: compute_rows(batch.rows, compute, _faulted, _without_tree))
-        step_seconds = sum(result.step_seconds for result in results)
-        draft_seconds = sum(result.draft_seconds for result in results)
         learning = None if self._learning is None else self._learning()
-        return StepResult(verdicts, results[-1].kv, step_seconds, draft_seconds, learning)
+        return replace(StepResult.of_parts(results, verdicts), learning=learning)
 
 
 def _without_tree(row: VerifyRow) -> VerifyRow | None:

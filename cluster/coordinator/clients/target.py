@@ -107,12 +107,7 @@ class TargetClient:
                 return StepResult((Verdict(row.sequence_id, row.base_len, fault=fault),), self.kv)
             half = len(rows) // 2
             first, second = await self.step(rows[:half]), await self.step(rows[half:])
-            return StepResult(
-                first.verdicts + second.verdicts,
-                second.kv,
-                first.step_seconds + second.step_seconds,
-                first.draft_seconds + second.draft_seconds,
-            )
+            return StepResult.of_parts((first, second), first.verdicts + second.verdicts)
         self.kv, self.is_stale = result.kv, False
         return result
 

@@ -28,6 +28,8 @@ from workers.verify.engine import TargetEngine
 PROMPT = (5, 17, 33, 8, 60, 41, 41, 9)
 CHAIN = TokenTree.chain((20, 30, 40))
 SAMPLED = SamplingParameters(temperature=0.8, top_k=20, seed=3)
+SERVED = [name for name in RULES.names() if name != "synthetic"]
+"""All rules but that of experiments, which one drafting method alone selects."""
 
 
 class ThresholdSettings(PluginSettings):
@@ -140,7 +142,7 @@ def test_rows_of_one_step_get_their_own_distributions(directory: Path, seen: lis
     torch.testing.assert_close(own, alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical"])
+@pytest.mark.parametrize("rule", SERVED)
 def test_a_step_may_read_a_part_of_a_prompt_and_decide_nothing(directory: Path, rule: str) -> None:
     engine, start = engine_with(directory, acceptance=rule), SequenceStart(len(PROMPT), SAMPLED)
     part = VerifyRow(SequenceId("a"), 5, PROMPT[:5], decide=False, start=start)
@@ -171,7 +173,7 @@ def test_no_distribution_is_computed_for_a_rule_that_does_not_need_it(
     assert verify(engine_with(directory), SAMPLED).fault is None
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical", "blockwise"])
+@pytest.mark.parametrize("rule", SERVED)
 def test_tokens_before_a_place_where_nothing_can_be_decided_are_sent_with_and_without_drafts(
     directory: Path, rule: str
 ) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from cluster.coordinator.clients.target import TargetClient
 from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import (
     InvalidRequest,
 )
-from cluster.core.verification import StepBatch, StepResult, Verdict
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.verification import LearningStatus, StepBatch, StepResult, Verdict, VerifyRow
 from tests.support.fakes.fake_cluster import request, requests, serving, tokens_of, until
 from tests.support.fakes.fake_drafters import PerfectDrafter, WrongDrafter
 from tests.support.fakes.fake_target import FakeTarget
@@ -46,6 +49,26 @@ async def test_a_row_that_makes_the_target_refuse_the_batch_fails_alone() -> Non
         )
     assert answers == [target.answer(one) for one in wanted]
     assert isinstance(refusal, InvalidRequest)
+
+
+async def test_a_step_in_parts_shows_what_the_draft_has_learned_and_all_of_its_time() -> None:
+    target = FakeTarget()
+    plain, learned = target.step, LearningStatus(version=3)
+
+    async def strict(batch: StepBatch) -> StepResult:
+        if any(row.pending == (13,) for row in batch.rows):
+            raise InvalidRequest("rows", 13, "another number")
+        return replace(await plain(batch), step_seconds=0.5, draft_seconds=0.25, learning=learned)
+
+    target.step = strict  # type: ignore[method-assign]
+    client = TargetClient(target, 5.0, lambda: None)
+    rows = tuple(
+        VerifyRow(SequenceId(name), 1, (token,), start=SequenceStart(1, SamplingParameters()))
+        for name, token in (("good", 1), ("other", 2), ("bad", 13))
+    )
+    result = await client.step(rows)
+    assert [verdict.fault and verdict.fault.code for verdict in result.verdicts] == [None, None, RowFaultCode.INVALID]
+    assert (result.step_seconds, result.draft_seconds, result.learning) == (1.0, 0.5, learned)
 
 
 async def test_a_verdict_that_does_not_match_its_row_is_dropped() -> None:
