@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from cluster.core.errors import ConfigurationError, PilotfishError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.distillation.conversations import UNBOUNDED, AnswerPlan, BatchedTarget, Write, cached_tokens
-from workers.distill.answers import Answer, AnswerFile, read_answers
+from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.device_training import DeviceTraining, Resumed, State
 from workers.distill.eagle3.states import lengthened
 from workers.distill.eagle3.texts import continuations
@@ -91,6 +91,11 @@ def checked(chosen: argparse.Namespace, bounds: Mapping[str, tuple[int, int]]) -
         if not least <= (value := getattr(chosen, name)) <= most:
             option = f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"{option}: {value} is refused; it must be within {least} and {most}")
+    files = [*chosen.prompts, *([] if chosen.evaluate is None else [chosen.evaluate])]
+    if len({file.name for file in files}) < len(files):
+        raise ConfigurationError(
+            "--prompts and --evaluate: files of the same name are refused; answers are stored under their names"
+        )
     chosen.parts = chosen.parts or chosen.workers
     if chosen.workers > 1 and chosen.steps is None:
         raise ConfigurationError("--workers: needed --steps with several processes")
@@ -424,9 +429,7 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         held = tuple(one for one in kept if one.held_out and one.key not in names)
         judged = tuple(one for one in kept if one.key in names)
         measured = {"held out": held} | ({chosen.evaluate.stem: judged} if chosen.evaluate else {})
-        return Texts(
-            tuple(one for one in kept if not one.held_out), {name: found for name, found in measured.items() if found}
-        )
+        return Texts(trainable(kept, judged), {name: found for name, found in measured.items() if found})
 
     def _written(
         self, groups: Sequence[tuple[AnswerPlan, Iterable[Task], bool]], known: Collection[str]

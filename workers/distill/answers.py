@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -95,6 +95,12 @@ class AnswerFile:
 def read_answers(path: Path) -> tuple[Answer, ...]:
     """All answers of a file, in order. Raises `ConfigurationError` for a line that is not an answer."""
     return tuple(answer for answer, _ in _read(path))
+
+
+def trainable(answers: Sequence[Answer], measured: Iterable[Answer] = ()) -> tuple[Answer, ...]:
+    """The answers to train on: none that is empty, held out, or to the prompt of one that is held out or `measured`."""
+    unseen = {answer.prompt for answer in (*(one for one in answers if one.held_out), *measured)}
+    return tuple(one for one in answers if one.answer and not one.held_out and one.prompt not in unseen)
 
 
 def _read(path: Path) -> Iterator[tuple[Answer, int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.answers import Answer, AnswerFile, read_answers
+from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.budget import Budget
 from workers.distill.checkpoints import stored_seconds
 from workers.distill.job import DistillJob, Quota
@@ -81,8 +81,9 @@ def collect_answers(
         _generate_answers(job, EVALUATION, evaluation, 0, budget)
     answers = read_answers(options.work_directory / ANSWERS)
     keys = {f"{task.key}:0" for task in evaluation}
-    evaluated = read_answers(options.work_directory / EVALUATION) if keys else ()
-    train = tuple(answer for answer in answers if not answer.held_out and answer.answer)
+    written = read_answers(options.work_directory / EVALUATION) if keys else ()
+    evaluated = tuple(answer for answer in written if answer.key in keys)
+    train = trainable(answers, evaluated)
     if not train:
         raise ConfigurationError(
             f"answers: needed one to train on, found none; the target had {budget.answer_seconds:.0f} s of --minutes "
@@ -91,7 +92,7 @@ def collect_answers(
     return DistillData(
         train=train,
         held_out=tuple(answer for answer in answers if answer.held_out and answer.answer),
-        evaluation=tuple(answer for answer in evaluated if answer.key in keys),
+        evaluation=evaluated,
         has_generated_questions=any(not prompt.turns for prompts in files for prompt in prompts),
     )
 

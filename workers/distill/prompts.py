@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.errors import ConfigurationError, shorten
+from cluster.core.json_text import WHOLE, has_half
 
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 DOCUMENT, QUESTION = "{document}", "{question}"
@@ -72,7 +73,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     Raises `ConfigurationError`, which names the file, the line and what was found.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() splits at more, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"prompts {path}: needed a readable JSONL file; {error}") from None
     prompts = tuple(
@@ -117,9 +118,9 @@ def schedule(
     A short file is repeated while a long one is read once. The first pass over a file uses the first temperature, the
     second pass the second, and so on in a cycle. A prompt is used greedily (temperature 0) only once, unless the target
     writes a part of it, which is new at every pass. Of each file, `held_out` prompts
-    or a tenth of them, whichever is less, are held out and used once, at the first temperature. The tasks end only
-    when no temperature is above 0 and no file leaves questions to the target. Raises `ConfigurationError` for
-    temperatures outside 0 and 10.
+    or a tenth of them, whichever is less, are held out and used once, at the first temperature. No other
+    prompt of their lines is used. The tasks end only when no temperature is above 0 and no file leaves questions to the
+    target. Raises `ConfigurationError` for temperatures outside 0 and 10.
     """
     if not temperatures or any(not 0 <= temperature <= 10 for temperature in temperatures):
         raise ConfigurationError(
@@ -127,12 +128,13 @@ def schedule(
         )
     shuffled = [_shuffled(prompts, seed) for prompts in files]
     held_out_counts = [min(held_out, len(prompts) // 10) for prompts in shuffled]
-    for count_held_out, prompts in zip(held_out_counts, shuffled, strict=True):
-        for prompt in prompts[:count_held_out]:
-            yield Task(prompt, 0, temperatures[0], seed, held_out=True)
+    measured = [one for most, prompts in zip(held_out_counts, shuffled, strict=True) for one in prompts[:most]]
+    for prompt in measured:
+        yield Task(prompt, 0, temperatures[0], seed, held_out=True)
+    lines = {(prompt.source, prompt.line) for prompt in measured}
     passes = [
-        _passes(prompts[count_held_out:], temperatures, seed)
-        for count_held_out, prompts in zip(held_out_counts, shuffled, strict=True)
+        _passes([one for one in prompts if (one.source, one.line) not in lines], temperatures, seed)
+        for prompts in shuffled
     ]
     while passes:
         running = []
@@ -170,7 +172,7 @@ def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
     where = f"prompts {path}, line {number}"
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where}: needed JSON; {error}") from None
     if not isinstance(row, dict):
         raise ConfigurationError(f"{where}: needed an object, found {shorten(row)}")
@@ -238,8 +240,15 @@ def _instruction(row: Mapping[str, Any], where: str) -> list[_Turns]:
     instances = row.get("instances", [])
     if not isinstance(instances, list) or not all(isinstance(instance, dict) for instance in instances):
         raise ConfigurationError(f"{where}: instances: needed a list of objects, found {shorten(instances)}")
-    inputs = list(dict.fromkeys(str(instance.get("input", "")).strip() for instance in instances)) or [""]
+    inputs = list(dict.fromkeys(_input(instance, where) for instance in instances)) or [""]
     return [(None, [f"{instruction}\n\n{text}" if text else instruction]) for text in inputs]
+
+
+def _input(instance: Mapping[str, Any], where: str) -> str:
+    """The input of an instance; empty where it has none."""
+    value = instance.get("input")
+    is_empty = value is None or (isinstance(value, str) and not value.strip())
+    return "" if is_empty else _text(value, f"{where}: instances: input").strip()
 
 
 def _messages(row: Mapping[str, Any], where: str) -> list[_Turns]:
@@ -274,6 +283,8 @@ def _texts(value: object, where: str) -> list[str]:
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ConfigurationError(f"{where}: needed a text that is not empty, found {shorten(value)}")
+    if has_half(value):
+        raise ConfigurationError(f"{where}: needed {WHOLE}, found {shorten(value)}")
     return value
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.answers import Answer, AnswerFile, Leading, read_answers
+from workers.distill.answers import Answer, AnswerFile, Leading, read_answers, trainable
 from workers.distill.budget import Budget, StepTimes
 from workers.distill.data import ANSWERS, EVALUATION, DistillData, draft_vocabulary
 from workers.distill.job import DistillJob
@@ -88,7 +88,7 @@ def translate_all(
         evaluated = tuple(a for a in read_answers(options.work_directory / EVALUATION) if a.key in keys)
     answers = [answer for answer in read_answers(options.work_directory / ANSWERS) if answer.answer]
     data = DistillData(
-        train=tuple(answer for answer in answers if not answer.held_out),
+        train=trainable(answers, evaluated),
         held_out=tuple(answer for answer in answers if answer.held_out),
         evaluation=evaluated,
         has_generated_questions=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +18,7 @@ from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, Ro
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
 from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import load_assistant, load_target
-from deploy.bench.evaluation.tasks.jsonl import read_rows
+from deploy.bench.evaluation.tasks.jsonl import Row, read_rows
 from deploy.bench.measuring import measures
 from deploy.bench.measuring.competitors import BenchSettings, Competitor
 from deploy.bench.measuring.results import CellResult
@@ -189,27 +188,33 @@ def read_pairs(file: Path, fields: str, most: int) -> list[Pair]:
 
 
 def read_texts(file: Path) -> Iterator[str]:
-    """The texts of a JSONL file (the field `text`, or the first message of each prompt), or the lines of another file.
+    """The texts of a JSONL file (the field `text` if the first line has it, else the first message of each prompt).
+
+    Of another file, each line is one. Blank texts are left out.
 
     Raises `ConfigurationError`.
     """
+    if file.suffix != ".jsonl":
+        yield from _lines(file)
+        return
+    rows = read_rows("FILE", file)
+    if "text" in rows[0].values:
+        yield from (row.text("text") for row in rows if not _is_blank(row))
+        return
+    yield from (prompt.turns[0] for prompt in read_prompts(file) if prompt.turns)
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file that are not blank."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file}: needed a readable file of texts; {error}") from None
     if not lines:
         raise ConfigurationError(f"{file}: needed at least one line, found none")
-    if file.suffix != ".jsonl":
-        yield from lines
-        return
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            break
-        yield row["text"]
-    else:
-        return
-    yield from (prompt.turns[0] for prompt in read_prompts(file) if prompt.turns)
+    return lines
+
+
+def _is_blank(row: Row) -> bool:
+    text = row.values.get("text")
+    return isinstance(text, str) and not text.strip()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.answers import Answer, AnswerFile, Leading, read_answers
+from workers.distill.answers import Answer, AnswerFile, Leading, read_answers, trainable
 
 
 def answer(key: str, written: tuple[int, ...] = (5, 6, 2), held_out: bool = False, thoughts: bool = False) -> Answer:
@@ -82,3 +82,14 @@ def test_a_line_that_is_not_an_answer_is_refused_with_its_number(tmp_path: Path,
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"absent\.jsonl"):
         read_answers(tmp_path / "absent.jsonl")
+
+
+def test_what_is_measured_is_not_trained_on() -> None:
+    """Two lines of a file may ask the same, and a file of prompts the same as that of an evaluation."""
+    asked = [Answer(str(prompt), "", 0.0, prompt == 1, (prompt,), (7,)) for prompt in range(4)]
+    again = [Answer(f"again {prompt}", "", 0.7, False, (prompt,), (8,)) for prompt in range(4)]
+    empty = Answer("empty", "", 0.0, False, (9,), ())
+
+    found = trainable([*asked, *again, empty], measured=[Answer("evaluated", "", 0.0, True, (2,), (7,))])
+
+    assert [one.key for one in found] == ["0", "3", "again 0", "again 3"]

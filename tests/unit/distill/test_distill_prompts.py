@@ -31,6 +31,7 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("Translate.\n\nHaus",),
     ),
     "Self-Instruct without input": ({"instruction": "Sing.", "instances": [{"input": "", "output": "La"}]}, ("Sing.",)),
+    "Self-Instruct with null": ({"instruction": "Sing.", "instances": [{"input": None}]}, ("Sing.",)),
     "chat": (
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]},
         ("Hi",),
@@ -102,6 +103,12 @@ class TestReading:
             ('{"messages": "hi"}', "messages: needed a list of objects, found 'hi'"),
             ('{"messages": [{"role": "assistant", "content": "a"}]}', "role user: needed at least one text, found []"),
             ('{"instruction": "a", "instances": 3}', "instances: needed a list of objects, found 3"),
+            (
+                '{"instruction": "a", "instances": [{"input": 5}]}',
+                "instances: input: needed a text that is not empty, found 5",
+            ),
+            (r'{"prompt": "\ud83d"}', r"prompt: needed valid Unicode, without half of a surrogate pair, found '\ud"),
+            pytest.param("[" * 100_000, "needed JSON", id="deep"),
         ],
     )
     def test_an_error_names_the_file_the_line_and_what_was_found(self, tmp_path: Path, line: str, found: str) -> None:
@@ -113,6 +120,14 @@ class TestReading:
 
         assert f"{file}, line 2" in str(refused.value)
         assert found in str(refused.value)
+
+    @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+    def test_a_text_may_have_any_separator_of_lines(self, tmp_path: Path, separator: str) -> None:
+        """JSON may have them as they are, line feeds alone are escaped."""
+        file, text = tmp_path / "p.jsonl", f"One.{separator}Two."
+        file.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+
+        assert [prompt.turns for prompt in read_prompts(file)] == [(text,)]
 
     def test_a_missing_or_empty_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "empty.jsonl").write_text("\n")
@@ -157,6 +172,16 @@ class TestSchedule:
         assert Counter(prompt.source for prompt in held_out) == {"a": 4, "b": 6}  # at most a tenth of a file
         assert all(task.held_out for task in tasks[:10])
         assert not {task.prompt for task in tasks[10:]} & set(held_out)
+
+    def test_a_line_of_which_a_prompt_is_held_out_is_not_trained_on(self) -> None:
+        """A sentence in two languages has the same translation into the third."""
+        prompts = [Prompt("a", line, (f"{line} {part}",), part=part) for line in range(20) for part in range(2)]
+
+        tasks = list(schedule([prompts], (0.0,), 4, 0))
+
+        held_out = {task.prompt.line for task in tasks if task.held_out}
+        assert sum(task.held_out for task in tasks) == 4
+        assert not held_out & {task.prompt.line for task in tasks if not task.held_out}
 
     def test_the_seed_decides_the_order(self) -> None:
         def order(seed: int) -> list[str]:

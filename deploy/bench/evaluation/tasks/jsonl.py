@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.errors import ConfigurationError, shorten
+from cluster.core.json_text import WHOLE, find_half, has_half
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Row:
         value = self.values.get(key)
         if not isinstance(value, str) or not value.strip():
             raise ConfigurationError(f"{self.where}: {key}: needed a text that is not empty, found {shorten(value)}")
+        if has_half(value):
+            raise ConfigurationError(f"{self.where}: {key}: needed {WHOLE}, found {shorten(value)}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -31,13 +34,15 @@ class Row:
         value = self.values.get(key)
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
             raise ConfigurationError(f"{self.where}: {key}: needed a list of texts, found {shorten(value)}")
+        if half := find_half(value, key):
+            raise ConfigurationError(f"{self.where}: {half[0]}: needed {WHOLE}, found {shorten(half[1])}")
         return tuple(value)
 
 
 def read_rows(option: str, file: Path, most: int | None = None) -> list[Row]:
     """The first `most` lines of a file that `option` names. Raises `ConfigurationError`, also for an empty file."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines() splits at more, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{option} {file}: needed a readable JSONL file; {error}") from None
     rows: list[Row] = []
@@ -57,7 +62,7 @@ def _parse(option: str, file: Path, lines: list[str]) -> Iterator[Row]:
         where = f"{option} {file}, line {number}"
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"{where}: needed JSON; {error}") from None
         if not isinstance(values, dict):
             raise ConfigurationError(f"{where}: needed an object, found {shorten(values)}")

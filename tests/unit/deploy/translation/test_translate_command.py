@@ -36,10 +36,13 @@ class TestSources:
         with pytest.raises(InvalidRequest, match=r"line 2: .*fr.* a text under 'en'"):
             read_sources(file, "en")
 
-    @pytest.mark.parametrize("content", ["{", "[]", '{"fr": 1}'])
+    @pytest.mark.parametrize(
+        "content",
+        ["{", "[]", '{"fr": 1}', r'{"fr": "\ud83d"}', pytest.param("[" * 100_000, id="deep")],
+    )
     def test_a_line_without_the_field_is_named(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "in").write_text(f'{{"fr": "un"}}\n{content}\n')
-        with pytest.raises(InvalidRequest, match="line 2"):
+        with pytest.raises(InvalidRequest, match=f"{tmp_path / 'in'}, line 2: "):
             read_sources(tmp_path / "in", "fr")
 
     def test_a_file_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:

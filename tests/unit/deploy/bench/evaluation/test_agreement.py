@@ -139,12 +139,22 @@ def test_the_report_has_predictions_beside_measurements() -> None:
         ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
         ("a.jsonl", '{"question": "one?"}\n', ["one?"]),
         ("a.txt", "one\n\ntwo\n", ["one", "two"]),
+        ("a.txt", "one\u2028two\n", ["one\u2028two"]),
+        ("a.jsonl", '{"text": "one\u2028two"}\n{"text": ""}\n{"text": "three"}\n', ["one\u2028two", "three"]),
     ],
 )
 def test_texts_are_read_from_several_formats(name: str, content: str, texts: list[str], tmp_path: Path) -> None:
     file = tmp_path / name
-    file.write_text(content)
+    file.write_text(content, encoding="utf-8")
     assert list(read_texts(file)) == texts
+
+
+@pytest.mark.parametrize(("line", "found"), [("{", "needed JSON"), ('{"text": 5}', "text: needed a text .*, found 5")])
+def test_the_line_that_is_no_text_is_named(line: str, found: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"text": "one"}}\n{line}\n')
+    with pytest.raises(ConfigurationError, match=f"FILE .*a.jsonl, line 2: {found}"):
+        list(read_texts(file))
 
 
 def test_pairs_have_a_source_and_a_text(tmp_path: Path) -> None:

@@ -190,3 +190,14 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ConfigurationError, match="needed at least one line"):
         read_arithmetic(file, 8)
+
+
+def test_a_text_may_have_any_separator_of_lines_and_has_whole_characters(tmp_path: Path) -> None:
+    file, rows = tmp_path / "data.jsonl", [{"source": "He\u2028go .", "references": ["He\x85goes ."]}]
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    (example,) = read_correction(file, 1, 8).examples
+    assert (example.source, example.references) == ("He\u2028go .", ("He\x85goes .",))
+    for line in (r'{"source": "\ud83d", "references": ["a"]}', r'{"source": "a", "references": ["b", "\ud83d"]}'):
+        file.write_text(f"{line}\n")
+        with pytest.raises(ConfigurationError, match=r"data.jsonl, line 1: .* needed valid Unicode, .* '\\ud83d'"):
+            read_correction(file, 1, 8)
