@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
@@ -65,7 +66,7 @@ class BatchedTarget:
     ) -> None:
         """A batch has at most `cached` tokens of prompts and answers, where it has several rows."""
         self._write_all, self._tokenizer, self._plan, self._told = write, tokenizer, plan, told
-        self._rows, self._batches = plan.rows, 0
+        self._rows = plan.rows
         self._cached = cached
         self._documents: list[tuple[str, str]] = []  # questions and long answers
         self._draw = random.Random(plan.seed)  # noqa: S311 - a choice of texts, not a secret
@@ -105,7 +106,8 @@ class BatchedTarget:
         return max(1, fitting)
 
     def _answered(self, asked: Sequence[tuple[Task, Tokens]]) -> list[Answer]:
-        written = self._write([prompt for _, prompt in asked], [task.temperature for task, _ in asked], 0.0)
+        heat = [task.temperature for task, _ in asked]
+        written = self._write([prompt for _, prompt in asked], heat, 0.0, asked[0][0])
         long = (
             (task.prompt.turns[0], answer)
             for (task, _), answer in zip(asked, written, strict=True)
@@ -141,7 +143,8 @@ class BatchedTarget:
         silent = [task for task in tasks if not task.prompt.turns]
         if not silent:
             return tasks
-        written = self._write([self._opened(task) for task in silent], [1.0] * len(silent), _QUESTION_FLOOR)
+        opened = [self._opened(task) for task in silent]
+        written = self._write(opened, [1.0] * len(silent), _QUESTION_FLOOR, silent[0])
         texts = [self._tokenizer.decode(tokens).strip() for tokens in written]
         # A system message only says what is asked about in every second pass, where it is not read with the question.
         asked = [
@@ -154,11 +157,11 @@ class BatchedTarget:
         ]
         return [task for task in tasks if task.prompt.turns] + asked
 
-    def _write(self, prompts: list[Tokens], temperatures: list[float], floor: float) -> list[Tokens]:
-        self._batches += 1
+    def _write(self, prompts: list[Tokens], temperatures: list[float], floor: float, first: Task) -> list[Tokens]:
         plan = self._plan
-        # Each batch draws other numbers.
-        seed = plan.seed * 1_000_003 + self._batches
+        # Each batch draws other numbers, also than those of a run before this one.
+        name = f"{plan.seed}:{floor}:{first.key}"
+        seed = int.from_bytes(blake2b(name.encode(), digest_size=5).digest())
         writing = WritingPlan(plan.most_tokens, plan.stops, seed, floor, plan.ends)
         return self._write_all(prompts, temperatures, writing)
 

@@ -25,7 +25,10 @@ _ROUNDS = 8
 """Conversations of a batch that a cluster writes, for each of its sequences: the next one begins when one ends."""
 _SERVED_PROMPTS, _SERVED_TOKENS = 8, 64
 """Prompts that the served draft answers, and most tokens of each answer."""
-_OF_OTHER_KINDS = ("field", "layers", "student_config", "start", "int8", "search", "on_policy", "loss", "optimizer")
+_OF_OTHER_KINDS = (
+    *("field", "layers", "student_config", "start", "int8", "search", "on_policy", "loss", "optimizer"),
+    *("mix_rank", "selector_rank"),
+)
 
 
 def distill_in_one_process(job: DistillJob) -> None:
@@ -39,6 +42,11 @@ def distill_in_one_process(job: DistillJob) -> None:
     for name in (*_OF_OTHER_KINDS, *(("vocabulary_size",) if is_block else ())):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
+    if given.max_tokens >= given.max_length:
+        raise ConfigurationError(
+            f"--max-tokens: {given.max_tokens} is refused; it must be below --max-length, {given.max_length}, of which "
+            f"the prompt is a part"
+        )
     if is_encoder_decoder(job.target):
         raise ConfigurationError(
             f"--kind: {given.kind} is refused for a target with an encoder; it must be layers, heads or table"

@@ -124,7 +124,11 @@ class DistillOptions:
     learning_rate: Annotated[float, "Highest learning rate of the schedule."] = 1e-3
     batch_tokens: Annotated[int, "Tokens in a batch, prompts and padding included."] = 4096
     max_length: Annotated[int, "Maximum number of tokens in a prompt and its answer together."] = 512
-    precision: Annotated[str, "Precision of matrix products: bfloat16 or float32."] = "bfloat16"
+    precision: Annotated[
+        str,
+        "Precision of matrix products: bfloat16 or float32. For dspark and eagle3, the device decides: bfloat16 on a "
+        "GPU, float32 on a CPU.",
+    ] = "bfloat16"
     device: Annotated[str, "Device to train on: auto, cpu or cuda."] = "auto"
     workers: Annotated[
         int,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +13,10 @@ from cluster.core.errors import ConfigurationError
 from cluster.generation.text.chat_messages import Message
 from deploy.distillation import dspark
 from deploy.distillation.conversations import UNBOUNDED, AnswerPlan, BatchedTarget
+from deploy.distillation.single_process_job import distill_in_one_process
 from workers.distill.answers import Answer
+from workers.distill.eagle3.texts import Tokens, WritingPlan
+from workers.distill.options import DistillOptions
 from workers.distill.prompts import Prompt, Task
 
 MOST = 150
@@ -79,10 +85,34 @@ def test_a_question_of_the_target_is_answered_without_its_system_message_in_ever
     assert batches == [["<system>S<user>"] * 2, [f"<user>{question}", f"<system>S<user>{question}"]]
 
 
+def test_a_run_that_goes_on_draws_other_numbers_than_the_one_before() -> None:
+    """With the same numbers, the target would write the same questions for the same system message again."""
+
+    def seeds_of(*passes: int) -> list[int]:
+        seeds: list[int] = []
+
+        def write(prompts: Sequence[Tokens], _: object, plan: WritingPlan) -> list[Tokens]:
+            seeds.append(plan.seed)
+            return [prompt[-1:] * MOST for prompt in prompts]
+
+        batched = BatchedTarget(write, Letters(), AnswerPlan(MOST, 600, 8, ()), lambda _: None)  # type: ignore[arg-type]
+        assert list(batched.answers([task(0, None, turn_pass=number) for number in passes]))
+        return seeds
+
+    first, second = seeds_of(0, 1), seeds_of(2, 3)
+
+    assert first == seeds_of(0, 1)
+    assert len({*first, *second}) == 4
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (("--slots", "1"), "--slots: 1 is refused; it must be within 2 and 256"),
+        (
+            ("--evaluate", "other/none"),
+            "--prompts and --evaluate: files of the same name are refused; answers are stored under their names",
+        ),
         (("--blocks", "90", "--max-length", "64"), "--blocks: 90 is refused; it must be within 1 and 64"),
     ],
 )
@@ -90,3 +120,17 @@ def test_an_option_out_of_bounds_is_refused_before_a_model_is_loaded(given: Sequ
     with pytest.raises(ConfigurationError) as refused:
         dspark.options(["--target", "none", "--prompts", "none", "--out", "none", *given])
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@pytest.mark.parametrize("name", ["mix_rank", "selector_rank"])
+def test_an_option_of_another_kind_is_refused(kind: str, name: str) -> None:
+    options: dict[str, Any] = {"kind": kind, "prompts": (Path(__file__),), "out": Path("out"), "steps": 1, name: 8}
+    with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')}: refused for kind {kind}"):
+        distill_in_one_process(SimpleNamespace(options=DistillOptions(**options)))  # type: ignore[arg-type]
+
+
+def test_answers_that_leave_no_room_for_a_prompt_are_refused() -> None:
+    options = DistillOptions(kind="dspark", prompts=(Path(__file__),), out=Path("out"), steps=1, max_length=384)
+    with pytest.raises(ConfigurationError, match="--max-tokens: 384 is refused; it must be below --max-length, 384"):
+        distill_in_one_process(SimpleNamespace(options=options))  # type: ignore[arg-type]
