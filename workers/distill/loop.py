@@ -49,6 +49,10 @@ class Learner(Protocol):
         """The row of the head of each token; it identifies what is trained."""
 
     @property
+    def identity(self) -> str:
+        """What else the training depends on, beside the plan of the loop; empty for nothing."""
+
+    @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers; together they have all parameters. A group may have a `scale` of the learning rate."""
 
@@ -94,18 +98,18 @@ class TrainingPlan:
         if not 0 <= self.on_policy <= 1:
             raise ConfigurationError(f"on_policy: {self.on_policy} is refused; it must be within 0 and 1")
 
-    def fingerprint(self, parameters: Mapping[str, Tensor], vocabulary: Tensor) -> str:
+    def fingerprint(self, parameters: Mapping[str, Tensor], vocabulary: Tensor, identity: str) -> str:
         """A hash, equal for trainings that may continue each other's checkpoints.
 
-        `parameters` must not be trained yet; `vocabulary` is the row of the head of each token. The length of the
-        training and the answers may differ.
+        `parameters` must not be trained yet; `vocabulary` is the row of the head of each token, and
+        `identity` what else the training depends on. The length of the training and the answers may differ.
         """
         values = asdict(self) | {"steps": None, "seconds": None, "checkpoint_seconds": None}
         found = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
         for name, value in parameters.items():  # the initial weights
             found.update(f"{name} {tuple(value.shape)}".encode())
             found.update(value.detach().cpu().numpy().tobytes())
-        found.update(vocabulary.cpu().numpy().tobytes())
+        found.update(vocabulary.cpu().numpy().tobytes() + identity.encode())
         return found.hexdigest()[:16]
 
 
@@ -226,7 +230,7 @@ class TrainingLoop:
         self._answers = learnable
         self._plan = plan
         self._checkpoint = checkpoint
-        self._fingerprint = plan.fingerprint(learner.parameters, learner.vocabulary)
+        self._fingerprint = plan.fingerprint(learner.parameters, learner.vocabulary, learner.identity)
         self._early_stopping = early_stopping or _NO_MEASURES
 
     def run(self, report: Report, clock: Clock = time.monotonic) -> Progress:

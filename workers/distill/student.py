@@ -25,11 +25,10 @@ from workers.distill.output import check_replaceable, replaced_directory
 from workers.distill.vocabulary import check_size
 from workers.model.distilled import read_draft_files
 from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
+from workers.model.stretch import EACH_LAYER
 from workers.model.target_ends import decoder_vocabulary_size
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
-_EACH_LAYER = ("layer_types",)
-"""Keys of a configuration whose values are lists with one item per layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ def _config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedConfig:
         raise ConfigurationError("layers: needed at least one of the target's, or a config")
     values: dict[str, Any] = target.to_dict()
     values["num_hidden_layers"] = len(plan.layers)
-    for name in _EACH_LAYER:
+    for name in EACH_LAYER:
         if isinstance(values.get(name), list):
             values[name] = [values[name][layer] for layer in plan.layers]
     return type(target).from_dict(values)

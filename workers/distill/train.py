@@ -55,7 +55,7 @@ class StudentLearner:
         self._held_out = held_out
         self._plan = plan
         self._target = target
-        self.vocabulary = student.position_in_head
+        self.vocabulary, self.identity = student.position_in_head, ""
         self.parameters: Mapping[str, nn.Parameter] = student.own_parameters()
         groups = _groups(student, plan.weight_decay)
         self.optimizers: Sequence[torch.optim.Optimizer] = (

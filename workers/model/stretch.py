@@ -30,6 +30,8 @@ WIDER, DEEPER = "wider", "deeper"
 LARGEST_FACTOR = 64
 STRETCH = "pilotfish_stretch.json"
 """File of a stretched model's directory that describes what was done."""
+EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Keys of a configuration whose values are lists with one item per layer."""
 
 _SUFFIX = re.compile(r"(?P<path>.+)@(?:(?P<kind>wider|deeper)-)?x(?P<factor>\d{1,3})")
 _LAYER = re.compile(r"(?P<before>.*\blayers\.)(?P<number>\d+)(?P<after>\..+)")
@@ -108,8 +110,11 @@ def stretch_model(directory: Path, destination: Path, kind: str, factor: int) ->
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     plan = _plan(directory, config, kind, factor)
     changes: dict[str, Any] = {"num_hidden_layers": plan.total_layers, "intermediate_size": plan.intermediate_size}
-    if "layer_types" in config:
-        changes["layer_types"] = [config["layer_types"][source] for source, _ in _sources(plan)]
+    changes |= {
+        name: [config[name][source] for source, _ in _sources(plan)]
+        for name in EACH_LAYER
+        if isinstance(config.get(name), list)
+    }
     for file in directory.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
             shutil.copy(file, destination / file.name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, SmolLM3Config
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.models import distilled_draft, tiny
@@ -109,6 +109,19 @@ class TestMaking:
 
         with torch.inference_mode():
             torch.testing.assert_close(found, target(input_ids=tokens).logits)
+
+    def test_a_layer_without_rotary_positions_stays_one_wherever_it_comes(self, tmp_path: Path) -> None:
+        config = SmolLM3Config(
+            vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6,
+            num_key_value_heads=3, pad_token_id=0,
+        )  # fmt: skip
+        assert config.no_rope_layers == [1, 1, 1, 0]
+        target = load_target(tiny.save(tmp_path, config), CPU)
+
+        found = student_of(target, 3, 0)
+
+        assert found.module.config.no_rope_layers == [0, 1]
+        assert [layer.self_attn.use_rope for layer in found.module.model.layers] == [0, 1]
 
     @pytest.mark.parametrize(
         ("plan", "message"),

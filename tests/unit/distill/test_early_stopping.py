@@ -24,7 +24,7 @@ class Line:
         self.now = 0.0
         value = nn.Parameter(torch.zeros(()))
         self.parameters: Mapping[str, nn.Parameter] = {"value": value}
-        self.vocabulary = torch.zeros(0)
+        self.vocabulary, self.identity = torch.zeros(0), ""
         self.optimizers: Sequence[torch.optim.Optimizer] = (torch.optim.SGD([value], lr=1.0),)
 
     @property

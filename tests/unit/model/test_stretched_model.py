@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, SmolLM3Config
 
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.errors import ModelLoadError
@@ -31,6 +31,12 @@ def stretched(directory: Path, config: PreTrainedConfig, suffix: str) -> tuple[P
     return original, resolve_model_directory(f"{original}@{suffix}", directory / "cache")
 
 
+def smollm3() -> PreTrainedConfig:
+    """A list says which layers have rotary positions: all but each fourth one."""
+    sizes = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4}
+    return SmolLM3Config(**sizes, num_attention_heads=6, num_key_value_heads=3, pad_token_id=0, eos_token_id=2)
+
+
 @torch.inference_mode()
 def hidden_and_logits(directory: Path) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The residual stream before each layer and the logits, in float32."""
@@ -40,7 +46,7 @@ def hidden_and_logits(directory: Path) -> tuple[tuple[torch.Tensor, ...], torch.
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("make", [tiny.llama, tiny.qwen2, tiny.qwen3, tiny.mistral])
+@pytest.mark.parametrize("make", [tiny.llama, tiny.qwen2, tiny.qwen3, tiny.mistral, smollm3])
 def test_the_logits_are_those_of_the_original(tmp_path: Path, make: MakeConfig, suffix: str) -> None:
     original, copy = stretched(tmp_path, make(), suffix)
     (hidden, logits), (wide_hidden, wide_logits) = hidden_and_logits(original), hidden_and_logits(copy)

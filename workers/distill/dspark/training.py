@@ -58,8 +58,8 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         """Measure on texts of greedy answers, in chains and in trees."""
         self._module.eval()
         with self._autocast():
-            plan = self._plan
-            found = measure(self._module, self._head, texts, plan.trees, rows=plan.rows, blocks=plan.blocks // 2)
+            plan, blocks = self._plan, max(1, self._plan.blocks // 2)
+            found = measure(self._module, self._head, texts, plan.trees, rows=plan.rows, blocks=blocks)
         self._module.train()
         return found
 

@@ -71,7 +71,7 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
                 chosen = self._vocabulary[self._logits(output).argmax(dim=-1)]
                 is_right = (chosen[:, :-1] == batch.tokens[:, 2:]) & starts
                 # A path from i has its prediction of this depth at i + depth.
-                here, ahead = starts[:, : starts.shape[1] - depth], starts[:, depth:]
+                here, ahead = starts[:, : max(0, starts.shape[1] - depth)], starts[:, depth:]
                 counted = here & ahead & still[:, : here.shape[1]]
                 right[depth] += float((counted & is_right[:, depth:]).sum())
                 known[depth] += float(counted.sum())

@@ -66,7 +66,7 @@ def tap_batch(answers: Sequence[Answer], cache: TapSource, ends: TargetEnds, max
     for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         tokens[number, : len(row)] = torch.tensor(row)
         taps[number, : len(row)] = cache.of(answer)[: len(row)]
-        begins, count = len(answer.prompt), len(row) - len(answer.prompt)
+        begins, count = len(answer.prompt), max(0, len(row) - len(answer.prompt))
         if answer.leading is None:  # only the written token is known
             ids[number, begins : len(row), 0] = answer.answer[:count]
             log_probabilities[number, begins : len(row), 0] = 0.0

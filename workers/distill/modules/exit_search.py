@@ -50,29 +50,29 @@ def search_exit(
     firsts = [len(answer.prompt) - 1 for answer in answers]
     wanted = _choices(target, rows, firsts)
     found: list[ExitCandidate] = []
-    total, times = 2 * count, StepTimes()
+    total, times = count + 2 * max(0, count - 2), StepTimes()
 
-    def measured(layers: tuple[int, ...], number: int) -> float:
+    def measured(layers: tuple[int, ...]) -> float:
         with times.one(), only_layers(target, layers):
             chosen = _choices(target, rows, firsts)
         agreement = float((chosen == wanted).float().mean())
         found.append(ExitCandidate(layers, agreement, _speedup(agreement, len(layers) / count)))
         best = max(found, key=lambda each: each.speedup)
-        report(number / total, f"best {len(best.layers)} of {count} layers, agreement {best.agreement:.1%}")
+        report(len(found) / total, f"best {len(best.layers)} of {count} layers, agreement {best.agreement:.1%}")
         return agreement
 
     everything = tuple(range(count))
     without: dict[int, float] = {}
     for layer in everything:
         if times.one_fits(ends):
-            without[layer] = measured(tuple(each for each in everything if each != layer), layer)
+            without[layer] = measured(tuple(each for each in everything if each != layer))
     order = sorted(without, key=without.__getitem__, reverse=True)  # what matters least comes first
     for number in range(2, count):
         if times.one_fits(ends) and number <= len(order):
             skipped = set(order[:number])
-            measured(tuple(each for each in everything if each not in skipped), count + number // 2)
+            measured(tuple(each for each in everything if each not in skipped))
         if times.one_fits(ends):
-            measured(everything[:number], count + number)
+            measured(everything[:number])
     if not found:
         raise ConfigurationError("--search: no candidate was measured in the time; needed more minutes")
     return sorted(found, key=lambda each: each.speedup, reverse=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ class ModulePlan:
 
     training: TrainingPlan
     """The settings of the loop."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target after which the module reads hidden states."""
     decay: float = 0.8
     """Weight of a depth relative to the depth before."""
     paths: int = 384
@@ -150,6 +153,7 @@ class ModuleLearner:
         self._held_out = held_out
         self._plan = plan
         self.vocabulary = tapped.ends.row_of
+        self.identity = json.dumps(asdict(replace(plan, training=TrainingPlan(steps=1))), sort_keys=True)
         self.parameters: Mapping[str, nn.Parameter] = {
             name: value for name, value in tapped.module.named_parameters() if value.requires_grad
         }

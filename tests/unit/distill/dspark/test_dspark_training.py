@@ -267,6 +267,15 @@ def test_activations_that_are_computed_again_give_the_same_gradients(target: Any
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def test_the_number_of_blocks_of_a_row_changes_no_measure(target: Any, texts: TextRows) -> None:
+    module = random_module(target, texts)
+    plans = (BlockPlan(rows=4, blocks=blocks, trees=(4,), is_bfloat16=False) for blocks in (1, 16))
+
+    one, many = (BlockTraining(head_of(target), module, plan).measure(texts) for plan in plans)
+
+    assert one == many
+
+
 @pytest.mark.slow
 def test_a_drafter_learns_to_draft_the_texts(target: Any, texts: TextRows) -> None:
     torch.manual_seed(0)

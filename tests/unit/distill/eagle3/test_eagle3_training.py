@@ -131,6 +131,16 @@ def test_weights_are_spread_over_small_files(directory: Path, tmp_path: Path) ->
     torch.testing.assert_close(module.tensors["fc.weight"], head.fc.weight.detach())
 
 
+def test_texts_shorter_than_a_roll_out_are_measured(target: PreTrainedModel) -> None:
+    """Of a prompt of two tokens and an answer of three, a draft can predict two."""
+    texts = TextStates(target, [Answer("a", "", 0.0, False, (3, 4), (5, 6, 7))], TAPS, max_length=64, batch_tokens=64)
+    plan = RollOutPlan(steps=1, depths=8, is_bfloat16=False)
+
+    found = RollOutTraining(target, random_head(shape()), torch.tensor(DRAFTED), plan).measure(texts)
+
+    assert len(found.slots) == 8 and found.slots[2:] == (0.0,) * 6
+
+
 @pytest.mark.slow
 def test_a_head_learns_to_draft_the_texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> None:
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
 from workers.distill.loop import TrainingPlan
 from workers.distill.modules.batches import tap_batch
+from workers.distill.modules.exit_search import search_exit
 from workers.distill.modules.learner import ModulePlan, ModuleTraining, TappedModule, measure
 from workers.distill.modules.module_pipeline import count_successors
+from workers.distill.modules.module_plan import module_training_plan
 from workers.distill.modules.paths import predict
 from workers.distill.modules.start import copy_layers, fit_context
 from workers.distill.modules.tap_cache import TapCache, taps_of
+from workers.distill.options import DistillOptions
 from workers.model.draft_shapes import BlockShape, EagleShape, LayerShape, TableShape
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
@@ -118,6 +122,21 @@ def test_an_interruption_changes_no_weight(
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("changes", [{"optimizer": "adamw"}, {"taps": (2,)}])
+def test_a_checkpoint_of_another_optimizer_or_of_other_hidden_states_is_refused(
+    ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    cache, begun = tap_cache_of((3,)), ModulePlan(plan(steps=2), (3,), paths=12)
+    train(module_of(ends, "heads"), ends, cache, answers, tmp_path, begun)
+
+    with pytest.raises(ConfigurationError, match="it belongs to a training with other settings"):
+        train(module_of(ends, "heads"), ends, cache, answers, tmp_path, replace(begun, **changes))
+
+
+def test_the_plan_of_a_training_names_its_hidden_states() -> None:
+    assert module_training_plan(DistillOptions(kind="heads", plan=True, steps=1, taps=(3,))).taps == (3,)
+
+
 class TestPaths:
     @pytest.mark.parametrize("kind", ["heads", "block", "eagle"])
     def test_a_path_depends_on_nothing_that_serving_does_not_know(
@@ -191,6 +210,20 @@ class TestStart:
 
         after = measure(TappedModule(block, ends, cache), answers, 64, 2, autocast=False)
         assert after.reached[0] > 0.6 * after.paths > before.reached[0]
+
+    def test_a_prompt_that_fills_the_whole_length_is_context_alone(
+        self, ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...]
+    ) -> None:
+        """Stored hidden states may be of longer texts than a training has."""
+        cache = tap_cache_of((1, 2, 3))
+
+        batch = tap_batch(answers[:2], cache, ends, 4)
+
+        assert batch.tokens.tolist() == [list(answer.prompt[:4]) for answer in answers[:2]]
+        assert not bool(batch.drafted.any()) and bool((batch.leading == -1).all())
+        block = module_of(ends, "block")
+        assert isinstance(block, BlockDrafter)
+        fit_context(block, ends, [batch])
 
     def test_layers_of_another_shape_are_refused(self, target: torch.nn.Module, ends: TargetEnds) -> None:
         layer = LayerShape(48, 6, 3, 8, 64)
@@ -269,6 +302,15 @@ def test_a_table_has_the_tokens_that_the_target_ranks_highest(answers: tuple[Ans
     assert known == len({first.prompt[-1], *first.answer[:-1]})
     if first.prompt[-1] not in first.answer[:-1]:
         assert table.successors[first.prompt[-1]].tolist() == first.leading.tokens[0, :3].tolist()
+
+
+def test_the_share_of_a_search_for_layers_ascends_to_all(target: torch.nn.Module, answers: tuple[Answer, ...]) -> None:
+    shares: list[float] = []
+
+    found = search_exit(target, answers[:2], 64, lambda share, _: shares.append(share))
+
+    assert shares == sorted(set(shares)) and shares[-1] == 1
+    assert len(shares) == len(found)
 
 
 def _stop_at(progress: Progress, step: int) -> None:
