@@ -15,6 +15,8 @@ from deploy.draft_origins import summed
 from deploy.network.https_client import refusal_hint, why_silent
 
 _PATH = "/v1/chat/completions"
+_LONGEST_EVENT = 80
+"""Most characters of an event that an error shows."""
 
 
 class EndpointContestant:
@@ -78,11 +80,16 @@ class StreamReader:
         self._origins: list[dict[str, int]] = []
 
     def line(self, line: str) -> None:
-        """Read one line of the event stream. Raises `WorkerUnavailable` for an error in the stream."""
+        """Read one line of the event stream. Raises `WorkerUnavailable` for an error, and for what is no event."""
         payload = line.removeprefix("data:").strip()
         if not line.startswith("data:") or payload == "[DONE]":
             return
-        event = json.loads(payload)
+        try:
+            event = json.loads(payload)
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict):
+            raise WorkerUnavailable(f"the server sent no event, but {payload[:_LONGEST_EVENT]!r}")
         if "error" in event:
             raise WorkerUnavailable(f"the server ended the answer with an error: {event['error']}")
         self._usage = event.get("usage") or self._usage

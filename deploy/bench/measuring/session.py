@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from cluster.core.errors import PilotfishError
 from deploy.bench.contestants.answers import BenchPass, BenchTasks, PassRequest
+from deploy.bench.contestants.endpoint import EndpointContestant
 from deploy.bench.contestants.local import LocalContestant
 from deploy.bench.measuring.competitors import Skipped
 from deploy.bench.measuring.exactness import Gap, Judge, compare
@@ -129,13 +130,16 @@ class BenchSession:
     async def _warm(self, contestant: Contestant) -> None:
         """Answer a few prompts at each batch, so that all is compiled and the controller has measured times.
 
-        Where passes share stored blocks, all prompts are answered, so that each is stored before the measurements.
+        Where passes share stored blocks, all prompts are answered, so that each is stored before the measurements: else
+        later passes would find what earlier ones have stored. A server elsewhere keeps no passes apart.
         """
         prompts = [prompt for found in self.tasks.values() for prompt in found]
         for batch in self.schedule.batches:
             warming = Cell("", batch, self.schedule.temperatures[0])
             some = (prompts * (2 * batch))[: max(2, 2 * batch)]
-            is_stored = isinstance(contestant, LocalContestant) and contestant.options.reuses_cache
+            is_stored = isinstance(contestant, EndpointContestant) or (
+                isinstance(contestant, LocalContestant) and contestant.options.reuses_cache
+            )
             with suppress(PilotfishError):  # every cell reports the reason again
                 await contestant.answer(replace(self._request(warming), prompts=prompts if is_stored else some))
 

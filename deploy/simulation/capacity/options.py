@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -62,12 +63,17 @@ class CapacityOptions:
     out: Annotated[Path | None, "Directory for capacity.json, capacity.md and capacity.png."] = None
 
     def __post_init__(self) -> None:
-        not_negative = ("drafters", "in_flight", "max_nodes", "network_delay", "drafter_delay", "pass_seconds")
+        not_negative = ("drafters", "in_flight", "max_nodes")
         least = {"targets": 1, "target_gpus": 1, "max_sequences": 1, "kv_tokens": 1024, "sample": 0, "seed": 0}
         check_at_least(self, least | dict.fromkeys(not_negative, 0))
-        for name in ("arrivals", "seconds", "target_parameters", "bytes_per_parameter", "bandwidth", "flops"):
+        positive = ("arrivals", "seconds", "target_parameters", "bytes_per_parameter")
+        for name in (*positive, "bandwidth", "flops"):
             if not getattr(self, name) > 0:
                 refuse(self, name, "it must be above 0")
+        others = ("network_delay", "drafter_delay", "pass_seconds", "draft_parameters", "kv_bytes_per_token")
+        for name in (*positive, *others):
+            if not 0 <= getattr(self, name) < math.inf:
+                refuse(self, name, "it must be finite and at least 0")
         if not 0 <= self.acceptance <= 1:
             refuse(self, "acceptance", "it must be within 0 and 1")
         if self.sample > self.targets:
@@ -98,7 +104,8 @@ class CapacityOptions:
             prompt, answer, *spread = (float(part) for part in self.lengths.split(":"))
         except ValueError:
             raise ConfigurationError(f"--lengths: {self.lengths!r} is refused; PROMPT:ANSWER[:SPREAD]") from None
-        if prompt < 1 or answer < 1 or len(spread) > 1 or any(not 0 <= value <= 2 for value in spread):
+        is_length = 1 <= prompt < math.inf and 1 <= answer < math.inf
+        if not is_length or len(spread) > 1 or any(not 0 <= value <= 2 for value in spread):
             raise ConfigurationError(f"--lengths: {self.lengths!r} is refused; at least 1:1, spread within 0 and 2")
         return prompt, answer, spread[0] if spread else 0.0
 

@@ -104,6 +104,12 @@ def plot(kept: Curve, again: Curve, file: Path) -> None:
     write(f"plot: {file}")
 
 
+def new_prompts(options: Options, lengths: Sequence[int], repeat: int) -> dict[int, tuple[int, ...]]:
+    """A prompt of each length. None begins like another one, of this repetition or of an earlier one."""
+    first = 1 + repeat * len(lengths)
+    return {length: options.long_prompt(length, first + index) for index, length in enumerate(lengths)}
+
+
 async def _between_requests(options: Options) -> None:
     """Measure two clusters in turn, with and without the prefix cache."""
     heading("Prefix: time to the first token of a prompt asked twice")
@@ -119,9 +125,8 @@ async def _between_requests(options: Options) -> None:
             clients[name] = await stack.enter_async_context(connected(cluster.grpc_address))
             await ask(clients[name], options.long_prompt(lengths[0], 0), 4)
         for repeat in range(options.repeats):
-            for length in lengths:
+            for length, prompt in new_prompts(options, lengths, repeat).items():
                 for name, client in clients.items():
-                    prompt = options.long_prompt(length, 1 + repeat)
                     seconds = [(await ask(client, prompt, 2)).first_token_seconds for _ in range(2)]
                     for values, value in zip(times.setdefault((name, length), ([], [])), seconds, strict=True):
                         values.append(value)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from tests.bench.drafting import Passes
 from tests.bench.processes import clusters
 from tests.bench.processes.role_process import Distant, Role
 from tests.bench.sections import round as round_section
+from tests.bench.sections.prefix import new_prompts
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
@@ -90,3 +92,11 @@ def test_the_parts_of_a_prompts_way_add_up(monkeypatch: pytest.MonkeyPatch) -> N
         times = round_section.first_token(client, "http://server", (5, 6, 7))
     assert (times["steps"], times["loop"]) == (250.0, 125.0)
     assert times["first"] == pytest.approx(times["steps"] + times["loop"] + times["rest"])
+
+
+def test_no_prompt_that_is_asked_for_the_first_time_begins_like_an_earlier_one() -> None:
+    """The prefix cache would have the beginning of a long one that a short one was before."""
+    options: Any = SimpleNamespace(long_prompt=lambda length, which: (which,) * length)
+    asked = [prompt for repeat in range(3) for prompt in new_prompts(options, (2, 5), repeat).values()]
+    assert [len(prompt) for prompt in asked] == [2, 5] * 3
+    assert len({prompt[0] for prompt in asked}) == len(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,17 @@ def test_wrong_times_and_options_are_refused_by_name(tmp_path: Path) -> None:
         CapacityOptions(targets=2, sample=3)
     with pytest.raises(ConfigurationError, match="--acceptance"):
         CapacityOptions(acceptance=1.5)
+
+
+@pytest.mark.parametrize("name", ["arrivals", "seconds", "network_delay", "target_parameters", "kv_bytes_per_token"])
+def test_an_endless_load_or_time_is_refused(name: str) -> None:
+    """A simulation of it would not end."""
+    for value in (math.inf, math.nan, -1.0):
+        with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')}: {value} is refused"):
+            CapacityOptions(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", ["inf:1", "1:nan", "nan:1"])
+def test_endless_texts_are_refused(lengths: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--lengths: '{lengths}' is refused"):
+        CapacityOptions(lengths=lengths)

@@ -70,6 +70,14 @@ async def test_failures_are_counted_by_reason() -> None:
     assert found.errors == {"HTTP 429": 1, "error in the stream": 1}
 
 
+@pytest.mark.parametrize("event", ["{", "7", "[" * 100_000], ids=["cut off", "a number", "deep"])
+async def test_what_is_no_event_is_a_failed_request(event: str) -> None:
+    options = LoadOptions(model="m", num_prompts=2, random_input_len=1, max_concurrency=(1,))
+    responses = [events(OK), httpx.Response(200, text=f"data: {event}\n\n"), events(OK)]
+    ((found,), _) = await measure(options, answering(responses))
+    assert (len(found.completed), found.errors) == (1, {"error in the stream": 1})
+
+
 async def test_a_cancelled_test_keeps_what_has_ended() -> None:
     served = 0
 

@@ -11,6 +11,9 @@ import pytest
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.contestants.answers import BenchPrompt, PassRequest
 from deploy.bench.contestants.endpoint import EndpointContestant, StreamReader
+from deploy.bench.measuring.exactness import Judge
+from deploy.bench.measuring.results import BenchResults, Cost, Entry
+from deploy.bench.measuring.session import BenchSession, Schedule, Started
 
 
 def events(*bodies: dict[str, Any]) -> str:
@@ -78,3 +81,20 @@ async def test_an_error_of_the_server_names_its_address() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         with pytest.raises(WorkerUnavailable, match=r"http://server/v1/chat/completions answered 404: no such model"):
             await EndpointContestant(client, "m").answer(PassRequest((BenchPrompt((), "One?"),), 1, 0.0, 0, 4))
+
+
+async def test_a_server_has_answered_every_prompt_before_its_first_measured_pass() -> None:
+    """Its prefix cache would have the prompts in all passes but the first."""
+    asked: list[str] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content)["messages"][0]["content"])
+        return httpx.Response(200, text=events(chunk("a")))
+
+    texts = [f"{number}?" for number in range(6)]
+    tasks = {"questions": tuple(BenchPrompt((), text) for text in texts)}
+    session = BenchSession(Schedule(4), tasks, BenchResults("", {}, ""), lambda *_: None, lambda _: None, 1)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(serve), base_url="http://server") as client:
+        entry = Entry("http://server", "endpoint", (), Cost())
+        await session.measure([Started(entry, EndpointContestant(client, "m"), Judge(0.0))], None)
+    assert asked == texts * 2
