@@ -6,10 +6,8 @@ operator `pilotfish::experts` is opaque to the compiler, as products of linear l
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -18,7 +16,7 @@ from torch import nn
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_experts import PackedExperts
 from workers.forward.native.packed_linear import can_pack
-from workers.forward.operators import define
+from workers.forward.operators import Entries, define
 from workers.forward.weights.choice import store
 from workers.forward.weights.experts import (
     WHOLE_LAYER,
@@ -72,8 +70,7 @@ class _Entry:
 
 FIRST_EXPERT = "first_expert"
 """Attribute of a layer of `transformers` of which each rank has whole experts: the number of this rank's first one."""
-_entries: dict[int, _Entry] = {}
-_handles = count()
+_entries: Entries[_Entry] = Entries()
 
 
 class FastExperts(nn.Module):
@@ -83,10 +80,7 @@ class FastExperts(nn.Module):
         """`part`: what `kernel` has of the layer's experts."""
         super().__init__()
         self.kernel = kernel
-        handle = next(_handles)
-        _entries[handle] = _Entry(kernel, part)
-        weakref.finalize(self, _entries.pop, handle, None)
-        self.register_buffer("handle", torch.tensor(handle), persistent=False)
+        self.register_buffer("handle", _entries.enter(self, _Entry(kernel, part)), persistent=False)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`x` `[tokens, hidden]` → the weighted sum of its experts' outputs, `[tokens, hidden]`.

@@ -9,20 +9,18 @@ attention returns. The logits are the same up to rounding.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_experts import Routing, c_function
-from workers.forward.native.packed_linear import PackedMatrix, can_pack, kernel_layout
+from workers.forward.native.packed_experts import Routing
+from workers.forward.native.packed_linear import PackedMatrix, c_function, can_pack, kernel_layout
 from workers.forward.native.structures import Matrix
-from workers.forward.operators import define
+from workers.forward.operators import Entries, define
 from workers.forward.weights.base import KernelLayout, LinearKernel, Storage
 from workers.forward.weights.plain import PlainStorage
 
@@ -70,8 +68,8 @@ class LatentHeads(nn.Module):
         super().__init__()
         self.key_dim, self.latent, self.value_dim, self.rotary = keys.shape[1], keys.shape[2], values.shape[1], rotary
         absorbing, expanding = (_product(one, directory) for one in (keys.transpose(1, 2), values))
-        self.register_buffer("absorbing", _enter(self, absorbing), persistent=False)
-        self.register_buffer("expanding", _enter(self, expanding), persistent=False)
+        self.register_buffer("absorbing", _entries.enter(self, absorbing), persistent=False)
+        self.register_buffer("expanding", _entries.enter(self, expanding), persistent=False)
 
     def absorb(self, query: torch.Tensor, scaling: float | None) -> tuple[torch.Tensor, float]:
         """Queries `[1, heads, tokens, key dim + rotary]` for latents, `[1, heads, tokens, latent + rotary]`.
@@ -109,16 +107,7 @@ def _product(matrices: torch.Tensor, directory: str | None) -> HeadProduct:
     return _SingleHeads([one.kernel(None) for one in heads]) if library is None else PackedHeads(heads, library)
 
 
-_entries: dict[int, HeadProduct] = {}
-_handles = count()
-
-
-def _enter(owner: object, product: HeadProduct) -> torch.Tensor:
-    """Register a product for the lifetime of `owner`. Returns its handle."""
-    handle = next(_handles)
-    _entries[handle] = product
-    weakref.finalize(owner, _entries.pop, handle, None)
-    return torch.tensor(handle)
+_entries: Entries[HeadProduct] = Entries()
 
 
 def multiply_heads(x: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:  # noqa: ARG001 - for the compiler

@@ -12,10 +12,8 @@ serves all layers of a model.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import cast
 
 import torch
@@ -24,7 +22,7 @@ from torch import nn
 from workers.forward.gpu_product import gpu_product
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedProduct, can_pack, kernel_layout
-from workers.forward.operators import define
+from workers.forward.operators import Entries, define
 from workers.forward.weights.base import KernelLayout, LinearKernel, Storage
 from workers.forward.weights.plain import DenseKernel
 from workers.ranks import sum_over_ranks
@@ -56,8 +54,7 @@ class _Entry:
     """Added after the all-reduce."""
 
 
-_entries: dict[int, _Entry] = {}
-_handles = count()
+_entries: Entries[_Entry] = Entries()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ class FastLinear(nn.Module):
         """`reduce` sums the outputs of all ranks before `bias` is added."""
         super().__init__()
         self.out_features = width
-        self.register_buffer("handle", _enter(self, _Entry(kernel, reduce, bias)), persistent=False)
+        self.register_buffer("handle", _entries.enter(self, _Entry(kernel, reduce, bias)), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[…, in]` → `[…, out]`."""
@@ -170,7 +167,7 @@ def merge_linears(kernel: LinearKernel, widths: Sequence[int]) -> tuple[MergedLi
     They stay correct if they are called on different inputs.
     """
     merged = _MergedProjection(widths)
-    handle = _enter(merged, _Entry(kernel))
+    handle = _entries.enter(merged, _Entry(kernel))
     return tuple(MergedLinear(merged, part, handle) for part in range(len(widths)))
 
 
@@ -191,14 +188,6 @@ def make_linear_kernel(
     # Integers of the activations would round them in float32; a model's whole pass in the kernels may do so.
     layout = KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
     return PackedKernel(PackedProduct(storage, library, bias, layout=layout))
-
-
-def _enter(owner: object, entry: _Entry) -> torch.Tensor:
-    """Register an entry for the lifetime of `owner`. Returns its handle."""
-    handle = next(_handles)
-    _entries[handle] = entry
-    weakref.finalize(owner, _entries.pop, handle, None)
-    return torch.tensor(handle)
 
 
 def _linear(x: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:  # noqa: ARG001 - for the compiler

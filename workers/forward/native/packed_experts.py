@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from workers.forward.native.packed_linear import PackedMatrix, gate_up_order, kernel_layout
+from workers.forward.native.packed_linear import PackedMatrix, c_function, gate_up_order, kernel_layout
 from workers.forward.native.structures import Matrix
 from workers.forward.weights.base import KernelLayout, taken_rows
 from workers.forward.weights.experts import Expert, Gate, gated_rows, swiglu
@@ -84,10 +84,3 @@ def _interleaved(expert: Expert, columns: int) -> Expert:
     order = gate_up_order(expert.second.inputs, columns)
     bias = None if expert.first_bias is None else taken_rows(expert.first_bias, order)
     return replace(expert, first=expert.first.take_outputs(order), first_bias=bias)
-
-
-def c_function(function: Callable[..., None], pointers: int, numbers: int) -> Callable[..., None]:
-    """A function of the kernels that takes so many addresses, then so many numbers, and returns nothing."""
-    function.argtypes = [*[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers]  # type: ignore[attr-defined]
-    function.restype = None  # type: ignore[attr-defined]
-    return function

@@ -76,9 +76,7 @@ class PackedProduct:
             self._structure = _InputNorm(norm.plain, norm.group, norm.epsilon, self._norm_weight.data_ptr())
             self._norm_address = ctypes.addressof(self._structure)
         self._multiply = linear_function(library)
-        self._multiply_bfloat16: Callable[..., None] = library.pilotfish_linear_bfloat16
-        self._multiply_bfloat16.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
-        self._multiply_bfloat16.restype = None
+        self._multiply_bfloat16 = c_function(library.pilotfish_linear_bfloat16, 3, 1)
         is_rounded = self.matrix.matrix.kind == Kind.BFLOAT16 and bool(library.pilotfish_has_bfloat16_products())
         self._has_input = is_rounded or norm is not None
         self.takes_bfloat16 = is_rounded and norm is None
@@ -164,9 +162,13 @@ def linear_function(library: ctypes.CDLL) -> Callable[..., None]:
 
     The buffer holds the rows after the norm, float32, or rounded to bfloat16 for weights of that type.
     """
-    function = library.pilotfish_linear
-    function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64]
-    function.restype = None
+    return c_function(library.pilotfish_linear, 5, 1)
+
+
+def c_function(function: Callable[..., None], pointers: int, numbers: int) -> Callable[..., None]:
+    """A function of the kernels that takes so many addresses, then so many numbers, and returns nothing."""
+    function.argtypes = [*[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers]  # type: ignore[attr-defined]
+    function.restype = None  # type: ignore[attr-defined]
     return function
 
 
