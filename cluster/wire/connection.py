@@ -65,6 +65,14 @@ class Connection:
                 )
         return self._channel
 
+    async def call(self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout_seconds: float) -> Any:
+        """Call the method of a channel and return its answer. Raises what `channel`, `checked` and `failed` say."""
+        channel = await self.channel()
+        try:
+            return self.checked(await method(channel)(request, timeout=timeout_seconds, metadata=self.metadata))
+        except grpc.aio.AioRpcError as error:
+            raise self.failed(error, channel) from error
+
     def is_open(self, channel: grpc.aio.Channel) -> bool:
         """Whether the next call uses this channel: its server was not lost, and `close` was not called."""
         return channel is self._channel

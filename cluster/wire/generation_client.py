@@ -98,12 +98,7 @@ class GenerationClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _call(self, method: Callable[[grpc.aio.Channel], Any], request: Any) -> Any:
-        channel = await self._connection.channel()
-        try:
-            answer = await method(channel)(request, timeout=SHORT_CALL_SECONDS, metadata=self._connection.metadata)
-            return self._connection.checked(answer)
-        except grpc.aio.AioRpcError as error:
-            raise self._connection.failed(error, channel) from error
+        return await self._connection.call(method, request, SHORT_CALL_SECONDS)
 
 
 def _stub(channel: grpc.aio.Channel) -> Any:

@@ -53,17 +53,13 @@ class Lease:
                 await self._renew()
 
     async def _renew(self) -> None:
+        request = lease_pb2.RenewRequest(client=self.client)
         try:
-            channel = await self._connection.channel()
+            await self._connection.call(_renewal, request, SHORT_CALL_SECONDS)
         except PilotfishError as error:
             log.debug("the lease is not renewed: %s", error)
-            return
-        stub: Any = lease_pb2_grpc.LeaseServiceStub(channel)
-        try:
-            await stub.Renew(
-                lease_pb2.RenewRequest(client=self.client),
-                timeout=SHORT_CALL_SECONDS,
-                metadata=self._connection.metadata,
-            )
-        except grpc.aio.AioRpcError as error:
-            log.debug("the lease is not renewed: %s", self._connection.failed(error, channel))
+
+
+def _renewal(channel: grpc.aio.Channel) -> Any:
+    stub: Any = lease_pb2_grpc.LeaseServiceStub(channel)
+    return stub.Renew
