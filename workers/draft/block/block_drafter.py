@@ -153,10 +153,6 @@ class BlockTreeDrafter(LearningDrafter, PathDrafter[BlockSession]):
             most=settings.sequences,
         )
 
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
-        self._sessions.release(sequence_ids)
-
     @torch.inference_mode()
     def _update(
         self, rows: Sequence[DraftRow], proposals: dict[SequenceId, Proposal]

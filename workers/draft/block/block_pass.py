@@ -12,7 +12,6 @@ from workers.draft.common.modules.layer_stack import LayerStack, RotaryTable
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import make_product
 from workers.forward.native.packed_linear import InputNorm
-from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.layer import ContextProjection, DrafterLayer
@@ -75,9 +74,6 @@ class BlockPass:
         common = self._entry(torch.cat([tokens, fused], dim=-1))
         residual = (common.unsqueeze(1) + self._slots).flatten(0, 1)  # [rows × block, hidden size]
         positions = [anchor + slot for anchor in anchors for slot in range(block)]
-        pieces = []
-        for window, anchor in zip(windows, anchors, strict=True):
-            keys, values, begin = window.scratch(anchor, block)
-            pieces.append(WindowPiece(keys, values, begin, block, window.seen(anchor, block)))
+        pieces = [window.block(anchor, block) for window, anchor in zip(windows, anchors, strict=True)]
         residual = self._layers.run(residual, positions, pieces)
         return rms_norm(residual, self._output_norm, self._epsilon).view(rows, block, -1)

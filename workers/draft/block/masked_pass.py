@@ -11,7 +11,6 @@ from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextRows,
 from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack
 from workers.draft.common.modules.layer_stack import RotaryTable
 from workers.draft.common.modules.module_settings import Weights
-from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.fusion import public_fusion
 from workers.model.drafting.public import PublicModule
@@ -78,10 +77,7 @@ class MaskedBlockPass:
         tokens = self._shape.embedding_scale * embedded.unsqueeze(1)
         residual = torch.cat([tokens, self._masks.expand(len(last), -1, -1)], dim=1).flatten(0, 1)
         positions = [anchor + slot for anchor in anchors for slot in range(slots)]
-        pieces = []
-        for window, anchor in zip(windows, anchors, strict=True):
-            keys, values, begin = window.scratch(anchor, slots)
-            pieces.append(WindowPiece(keys, values, begin, slots, window.seen(anchor, slots)))
+        pieces = [window.block(anchor, slots) for window, anchor in zip(windows, anchors, strict=True)]
         residual = self._layers.run(residual, positions, pieces)
         found = rms_norm(residual, self._output_norm, self._epsilon).view(len(last), slots, -1)
         return found[:, slots - self.depths :]

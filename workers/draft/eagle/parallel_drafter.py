@@ -67,16 +67,12 @@ class ParallelTreeDrafter(PathDrafter[ParallelSession]):
         self._ranker = ranker
         self._siblings = form.siblings
         shape, store = head.context_shape, memory.store
-        sessions = Sessions(
+        self._sessions = Sessions(
             lambda start: ParallelSession(start, shape, store, head.device),
             vocabulary_size=head.vocabulary_size,
             most=memory.sequences,
         )
-        self._context = HeadContext(PassOfSalt(head), TextCollector(taps), sessions)
-
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
-        self._context.release(sequence_ids)
+        self._context = HeadContext(PassOfSalt(head), TextCollector(taps), self._sessions)
 
     @torch.inference_mode()
     def _update(

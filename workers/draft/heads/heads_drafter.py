@@ -100,10 +100,6 @@ class HeadsDrafter(LearningDrafter, PathDrafter[HeadsSession]):
         self._siblings = form.siblings
         self._sessions = Sessions(HeadsSession, self._collector.finish, vocabulary_size=heads.own.vocabulary_size)
 
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
-        self._sessions.release(sequence_ids)
-
     def _update(
         self, rows: Sequence[DraftRow], proposals: dict[SequenceId, Proposal]
     ) -> Iterator[tuple[DraftRow, HeadsSession]]:

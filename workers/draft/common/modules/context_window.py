@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.forward.native.window_layers import WindowPiece
 from workers.transfer import onto
 
 BooleanArray = npt.NDArray[np.bool_]
@@ -130,12 +131,14 @@ class ContextWindow:
         """Mark positions as known, whose slots of `scratch` were written."""
         self._known[first - self._origin : end - self._origin] = True
 
-    def seen(self, position: int, count: int) -> Tensor | None:
-        """Which slots of `scratch` are known or among the `count` last, bool [slots]; `None` if all are."""
+    def block(self, position: int, count: int) -> WindowPiece:
+        """The `count` positions from `position` on, which attend to each other and to all known slots before them."""
+        keys, values, begin = self.scratch(position, count)
         flags = self.known_before(position)
-        if flags.all():
-            return None
-        return onto(self._device, torch.from_numpy(np.concatenate([flags, np.ones(count, dtype=np.bool_)])))
+        is_seen = None
+        if not flags.all():
+            is_seen = onto(self._device, torch.from_numpy(np.concatenate([flags, np.ones(count, dtype=np.bool_)])))
+        return WindowPiece(keys, values, begin, count, is_seen)
 
     def _reserve(self, first: int, end: int) -> None:
         """Make slots up to position `end - 1`: shift older positions out, or grow."""

@@ -14,6 +14,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.common.modules.pass_of_salt import PassOfSalt, ValueOfSalt
 from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, TreeForm, draft_paths
+from workers.draft.common.sessions import Sessions
 from workers.draft.common.trees.calibration import KINDS
 from workers.sampling.context import Branch, DecisionContext
 
@@ -112,10 +113,16 @@ class Wanted(NamedTuple, Generic[SessionType]):
 
 
 class PathDrafter(ABC, Generic[SessionType]):
-    """Drafts trees of ranked paths, the rows of a call together. A `DraftMethod`, but for `release`."""
+    """Drafts trees of ranked paths, the rows of a call together. It is a `DraftMethod`."""
+
+    _sessions: Sessions[Any]
 
     def __init__(self, trees: PathTrees) -> None:
         self._trees = trees
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Drop what is stored for these sequences. Unknown ones are no error."""
+        self._sessions.release(sequence_ids)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         """Propose a tree for each row, in order."""

@@ -24,8 +24,8 @@ def window() -> ContextWindow:
 
 def visible(stored: ContextWindow, position: int) -> list[int]:
     """The positions that a block at `position` attends to, besides its own."""
-    keys, values, begin = stored.scratch(position, SHAPE.scratch)
-    seen = stored.seen(position, SHAPE.scratch)
+    piece = stored.block(position, SHAPE.scratch)
+    keys, values, begin, seen = piece.keys, piece.values, piece.slot, piece.is_seen
     assert keys.shape[2] == values.shape[2] == begin + SHAPE.scratch
     assert seen is None or bool(seen[begin:].all())
     found = [int(key) for index, key in enumerate(keys[1, 0, :begin, 0]) if seen is None or seen[index]]
