@@ -73,8 +73,6 @@ class SimulatedTarget:
         self.memory = memory
         self.sequences: dict[SequenceId, _Stored] = {}
         self.steps = 0
-        self.exhausted = 0
-        """Number of rows that got no blocks."""
         self._step_time = step_time
         self._drafter = drafter
         self._info = TargetInfo(
@@ -179,7 +177,6 @@ class SimulatedTarget:
         try:
             self.memory.reserve(stored.table, before, row.base_len + len(row.tree))
         except KvPoolExhausted as error:
-            self.exhausted += 1
             if before == 0:
                 self.release([row.sequence_id])
             return _fault(row, RowFaultCode.KV_EXHAUSTED, str(error), before)

@@ -270,7 +270,6 @@ class _Message:
     def __init__(self, request_id: str) -> None:
         self._id = f"msg_{request_id}"
         self._model = ""
-        self._input_tokens = 0
         self._blocks: list[Json] = []
         self._arguments = ""
         self._ending: Json = {"stop_reason": None, "stop_sequence": None}
