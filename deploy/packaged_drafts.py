@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from cluster.core.config.target_section import TargetSection
 from workers.draft.registry import METHODS
 from workers.model.draft_card import WEIGHTS, is_distilled, read_card
 from workers.model.packaged.catalogue import PACKAGED_MODELS
+from workers.model.weight_files import read_config
 
 INSTALL = "pip install pilotfish-drafts"
 """Installs the weights of the packaged drafts. Their cards come with Pilotfish itself."""
@@ -60,11 +60,7 @@ def _is_translator(target: str) -> bool:
     known = PACKAGED_MODELS.get(target)
     if known is not None:
         return known.is_marian
-    try:
-        config = json.loads((Path(target).expanduser() / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False  # loading the model reports it
-    return isinstance(config, dict) and config.get("model_type") == "marian"
+    return read_config(Path(target).expanduser()).get("model_type") == "marian"
 
 
 def implied_paths(values: Mapping[str, Any]) -> dict[str, str]:

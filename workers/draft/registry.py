@@ -7,7 +7,6 @@ package import torch only inside their factories, so that reading the settings s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from cluster.core.drafting import DescribedMethod, EvidenceNeeds, Tap
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.common.combination import combined
+from workers.model.weight_files import is_encoder_decoder
 
 Factory = Callable[[Any, DraftSection, TargetSection], DraftMethod]
 """Makes a method from its own settings, the common settings of drafting, and the target's settings."""
@@ -229,14 +229,6 @@ def check_learning(draft: DraftSection) -> None:
         raise ConfigurationError(
             f"draft.learn: on is refused with draft.placement: {draft.placement}; it must be target"
         )
-
-
-def is_encoder_decoder(directory: Path) -> bool:
-    """Whether the configuration of a model says so; false without a readable one, which loading the model reports."""
-    try:
-        return bool(json.loads((directory / "config.json").read_text("utf-8")).get("is_encoder_decoder"))
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def _order(tap: Tap) -> int:

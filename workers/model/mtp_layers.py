@@ -110,7 +110,7 @@ def load_mtp_layer(
     `attention` names a function that is registered with `transformers`. Raises `ModelLoadError`.
     """
     stored_in = draft or directory
-    checkpoint = Checkpoint.read(stored_in) or Checkpoint(stored_in, {})
+    checkpoint = Checkpoint.read(stored_in)
     config = _config(directory) if draft is None else _nested_config(checkpoint)
     layout, names = _own_tensors(checkpoint, config, LAYOUTS if draft is None else _OF_SPECULATORS)
     parts = {part: names.pop(name) for name, part in layout.parts.items()}

@@ -1,13 +1,31 @@
-"""The files of a model's weights. A directory may have others: another library's form of them, or another type."""
+"""The files of a model: its configuration and its weights.
+
+A directory may have other weights: another library's form of them, or another type.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from cluster.core.errors import ModelLoadError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The object in a model's `config.json`; empty without a readable one, which loading the model reports."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_encoder_decoder(directory: Path) -> bool:
+    """Whether a model reads a source with an encoder and writes with a decoder, as its configuration says."""
+    return bool(read_config(directory).get("is_encoder_decoder"))
 
 
 def weight_files(directory: Path) -> list[Path]:

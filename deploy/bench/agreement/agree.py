@@ -16,7 +16,6 @@ from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.agreement.positions import Text, compare
 from deploy.bench.agreement.report import ANSWERS, AgreementReport, Measured, RoundTimes, markdown
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass, BenchPrompt, BenchTasks
-from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import load_assistant, load_target
 from deploy.bench.evaluation.tasks.jsonl import Row, read_rows
 from deploy.bench.measuring import measures
@@ -32,6 +31,7 @@ from deploy.terminal import notices
 from workers.distill.prompts import read_prompts
 from workers.forward.loaded_model import GenerationDefaults
 from workers.model.encoder_decoder.generation_defaults import read_generation_defaults
+from workers.model.weight_files import is_encoder_decoder
 
 _TASK = "texts"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from cluster.wire.origin_counts import origins_as_json
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest, RequestOptions
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
+from workers.model.weight_files import is_encoder_decoder
 
 COUNTERS = {
     "pilotfish:proposed_nodes_total": "proposed_tokens",
@@ -183,8 +183,3 @@ async def local_contestant(
             seconds = configuration.limits.max_timeout_seconds
             reads_source = is_encoder_decoder(Path(configuration.target.path))
             yield LocalContestant(client, seconds, predicts=predicts, options=options, reads_source=reads_source)
-
-
-def is_encoder_decoder(directory: Path) -> bool:
-    """Whether the model in a directory reads a source with an encoder and writes with a decoder."""
-    return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("is_encoder_decoder", False))

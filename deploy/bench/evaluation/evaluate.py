@@ -12,7 +12,6 @@ from transformers.utils import logging as transformers_logging
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
-from deploy.bench.contestants.local import is_encoder_decoder
 from deploy.bench.contestants.peers import GENERATE, PEERS, Peer
 from deploy.bench.evaluation.evaluation import Evaluation, Scoreboard
 from deploy.bench.evaluation.report import markdown, roofline
@@ -44,6 +43,7 @@ from deploy.progress import ProgressReporter
 from deploy.settings import Settings
 from deploy.terminal import notices
 from workers.model.stretch import read_stretch
+from workers.model.weight_files import is_encoder_decoder
 
 _WARM_TOKENS = 64
 """Most tokens of the answers before the measurements. In these, every task has a bound of its own."""

@@ -18,8 +18,9 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.common.trees.expansion_settings import ExpansionSettings
 from workers.draft.common.trees.tree_drafter import TreeDrafter
-from workers.draft.registry import Placement, Places, is_encoder_decoder, register
+from workers.draft.registry import Placement, Places, register
 from workers.model.draft_card import LAYERS
+from workers.model.weight_files import is_encoder_decoder
 from workers.sampling.acceptance import RULES, DrawnDrafts
 
 

@@ -91,7 +91,7 @@ def find_format(directory: Path, sizes: Sizes | None = None) -> tuple[DraftForma
 
     `sizes` are those of its tensors where the directory has only the configuration.
     """
-    checkpoint = Checkpoint.read(directory, sizes) or Checkpoint(directory, {}, known_sizes=sizes)
+    checkpoint = Checkpoint.read(directory, sizes)
     return next(((one, checkpoint) for one in formats() if one.recognises(checkpoint)), None)
 
 
