@@ -32,13 +32,8 @@ from workers.model.formats.eagle3_layout import PARALLEL_KEYS
 def mask_token_of(directory: Path) -> int | None:
     """The mask token of a PARD model; `None` for other models. Raises `ModelLoadError` for one out of bounds."""
     config = Checkpoint.read(directory)
-    key = None if config is None else next((one for one in PARALLEL_KEYS if config.config.get(one) is not None), None)
-    if config is None or key is None:
-        return None
-    token, size = config.count(key, least=0), config.count("vocab_size")
-    if token >= size:
-        config.refuse(key, f"it must be below vocab_size, {size}")
-    return token
+    key = next((one for one in PARALLEL_KEYS if config.config.get(one) is not None), None)
+    return None if key is None else config.token(key, config.count("vocab_size"))
 
 
 class ParallelSession(DrawingSession):
@@ -81,10 +76,6 @@ class ParallelModelDrafter(PathDrafter[ParallelSession]):
             model.vocabulary_size,
         )
         self._runner.warm_up()
-
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
-        self._sessions.release(sequence_ids)
 
     def _update(
         self, rows: Sequence[DraftRow], proposals: dict[SequenceId, Proposal]

@@ -10,7 +10,7 @@ from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import decoder_shape
-from workers.model.formats.draft_vocabulary import ENDS, MAPS, ends_sizes, read_ends
+from workers.model.formats.draft_vocabulary import MAPS, ends_sizes, read_ends
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import ConvolutionShape, MarkovShape, MaskedBlockShape, SelectorShape
 
@@ -70,7 +70,7 @@ def block_card(
         body=layers,
         slots=slots,
         taps=len(taps),
-        mask_token=_mask_token(config, vocabulary),
+        mask_token=config.token("mask_token_id", vocabulary),
         predicts_next=predicts_next,
         markov=markov,
         confidence=_confidence(config, markov),
@@ -98,9 +98,7 @@ def block_weights(checkpoint: Checkpoint, card: DraftDescription) -> DraftWeight
     """The tensors of a checkpoint with this card. Raises `ModelLoadError`."""
     if not isinstance(card.shape, MaskedBlockShape):
         raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
-    names = card.shape.tensors().keys()
-    found = checkpoint.tensors([*names, *ENDS, *MAPS])
-    return read_ends(checkpoint, card, found, {name: found[name] for name in names})
+    return read_ends(checkpoint, card, {name: name for name in card.shape.tensors()})
 
 
 def taps_after(config: Checkpoint, target_layers: int | None) -> tuple[int, ...] | None:
@@ -126,13 +124,6 @@ def _slots(config: Checkpoint) -> int:
     if slots > _MOST_SLOTS:
         config.refuse("block_size", f"it must be at most {_MOST_SLOTS}")
     return slots
-
-
-def _mask_token(config: Checkpoint, vocabulary: int) -> int:
-    token = config.count("mask_token_id", least=0)
-    if token >= vocabulary:
-        config.refuse("mask_token_id", f"it must be below vocab_size, {vocabulary}")
-    return token
 
 
 def _markov(config: Checkpoint, vocabulary: int, rows: int, predicts_next: bool) -> MarkovShape | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.core.errors import ModelLoadError, shorten
 from workers.model.public_shapes import Sizes
-from workers.model.weight_files import weight_files
+from workers.model.weight_files import read_config, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,13 +78,9 @@ class Checkpoint:
     """The sizes of all tensors, where the weights are elsewhere."""
 
     @classmethod
-    def read(cls, directory: Path, known_sizes: Sizes | None = None) -> Checkpoint | None:
-        """The checkpoint in a directory; `None` without a configuration that is an object."""
-        try:
-            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return cls(directory, config, known_sizes=known_sizes) if isinstance(config, dict) else None
+    def read(cls, directory: Path, known_sizes: Sizes | None = None) -> Checkpoint:
+        """The checkpoint in a directory, with an empty configuration where there is none that is an object."""
+        return cls(directory, read_config(directory), known_sizes=known_sizes)
 
     def fail(self, problem: str) -> NoReturn:
         """Raise `ModelLoadError` with the directory and the problem."""
@@ -167,6 +163,13 @@ class Checkpoint:
         found = default if found is None else found
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             self.refuse(key, f"it must be a whole number of at least {least}")
+        return found
+
+    def token(self, key: str, vocabulary: int) -> int:
+        """A token of the configuration, which must be below `vocabulary`. Raises `ModelLoadError`."""
+        found = self.count(key, least=0)
+        if found >= vocabulary:
+            self.refuse(key, f"it must be below vocab_size, {vocabulary}")
         return found
 
     def number(self, key: str, default: float) -> float:

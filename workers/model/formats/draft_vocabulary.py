@@ -37,13 +37,16 @@ def ends_sizes(checkpoint: Checkpoint, vocabulary: int, reduced: int, size: int,
     return wanted
 
 
-def read_ends(
-    checkpoint: Checkpoint, card: DraftDescription, found: Mapping[str, Tensor], tensors: dict[str, Tensor]
-) -> DraftWeights:
-    """The weights of a draft from its own `tensors` and what else was `found` in its files. Raises `ModelLoadError`."""
+def read_ends(checkpoint: Checkpoint, card: DraftDescription, names: Mapping[str, str]) -> DraftWeights:
+    """The weights of a draft with its own ends and maps. `names` are those in the files by those of its shape.
+
+    Raises `ModelLoadError`.
+    """
+    found = checkpoint.tensors([*names.values(), *ENDS, *MAPS])
     vocabulary = None
     if card.vocabulary_size is not None:
         vocabulary = _tokens(checkpoint, found[_OFFSETS], found.get(_IS_DRAFTED), card.target_vocabulary_size)
+    tensors = {name: found[stored] for name, stored in names.items()}
     return DraftWeights(tensors, vocabulary, found.get(_EMBEDDING), found.get(_HEAD))
 
 

@@ -11,7 +11,7 @@ from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS, decoder_shape
-from workers.model.formats.draft_vocabulary import ENDS, ends_sizes, read_ends
+from workers.model.formats.draft_vocabulary import ends_sizes, read_ends
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import FeatureShape
 
@@ -72,9 +72,7 @@ class EagleFormat:
         """Read the head; see `DraftFormat.weights`."""
         if not isinstance(card.shape, FeatureShape):
             raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
-        names = card.shape.tensors().keys()
-        found = checkpoint.tensors([*names, *ENDS])
-        return read_ends(checkpoint, card, found, {name: found[name] for name in names})
+        return read_ends(checkpoint, card, {name: name for name in card.shape.tensors()})
 
 
 register(EagleFormat())

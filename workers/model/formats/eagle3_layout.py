@@ -12,7 +12,7 @@ from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import decoder_shape
-from workers.model.formats.draft_vocabulary import ENDS, MAPS, ends_sizes, read_ends
+from workers.model.formats.draft_vocabulary import MAPS, ends_sizes, read_ends
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import MASK_HIDDEN, FeatureShape, Sizes, TapNorm
 
@@ -105,15 +105,10 @@ class Eagle3Layout:
         """The tensors of a checkpoint with this card. Raises `ModelLoadError`."""
         if not isinstance(card.shape, FeatureShape):
             raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
-        names = {name: self.stored(name) for name in card.shape.tensors()}
-        found = checkpoint.tensors([*names.values(), *ENDS, *MAPS])
-        return read_ends(checkpoint, card, found, {name: found[stored] for name, stored in names.items()})
+        return read_ends(checkpoint, card, {name: self.stored(name) for name in card.shape.tensors()})
 
 
 def _mask_token(config: Checkpoint, vocabulary: int) -> int:
     """The mask token of P-EAGLE. Raises `ModelLoadError` unless a key names one."""
     named = next((key for key in MASK_KEYS if config.config.get(key) is not None), MASK_KEYS[0])
-    token = config.count(named, least=0)
-    if token >= vocabulary:
-        config.refuse(named, f"it must be below vocab_size, {vocabulary}")
-    return token
+    return config.token(named, vocabulary)
