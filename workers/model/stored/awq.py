@@ -6,7 +6,7 @@ its version `gemm`. A weight is scale * (integer - zero).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Awq:
         if settings.get("zero_point", True) is not True:
             raise ValueError("zero_point is false; it must be true")
 
-    def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
+    def is_quantized(self, names: Collection[str]) -> bool:
         """Whether a layer has packed weights."""
         return "qweight" in names
 

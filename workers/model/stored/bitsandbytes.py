@@ -9,7 +9,7 @@ scales of their own (`weight.nested_absmax`, `weight.nested_quant_map`); `weight
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -41,7 +41,7 @@ class BitsAndBytes:
         if storage != "uint8":
             raise ValueError(f"bnb_4bit_quant_storage is {storage!r}; it must be uint8")
 
-    def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
+    def is_quantized(self, names: Collection[str]) -> bool:
         """Whether a layer has scales."""
         return "weight" in names and any(scale in names for scale in self.scales)
 

@@ -9,7 +9,7 @@ Quantization of activations, which a checkpoint may ask for, is not applied: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from workers.forward.weights.base import CutRefused, Storage
 from workers.forward.weights.int8 import Int8Storage
 from workers.forward.weights.integers import group_storage, groups_in_order, groups_of_integers, unpacked
 from workers.model.stored.fp8 import Fp8
-from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region, check_cut, words
+from workers.model.stored.parts import Parts, QuantizedFormat, Region, check_cut, scales_of, words
 
 _BITS = (2, 4, 8)
 _FORMATS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
@@ -73,9 +73,9 @@ class CompressedTensors:
         """`bits` are those of the groups of layers."""
         self._bits = bits
 
-    def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
+    def is_quantized(self, names: Collection[str]) -> bool:
         """Whether a layer has a scale."""
-        return "weight_packed" in names or {"weight", "weight_scale"} <= names
+        return "weight_packed" in names or {"weight", "weight_scale"}.issubset(names)
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         """Outputs and inputs of the matrix."""
@@ -91,7 +91,7 @@ class CompressedTensors:
         """A region of a matrix."""
         shape = self.shape(parts)
         inputs, bits = shape[1], self._packed_bits(parts, shape)
-        scales = self._scales(parts, shape)
+        scales = scales_of(parts, "weight_scale", shape)
         size = -(-inputs // scales.shape[1])
         group_of, own = groups_in_order(inputs, scales.shape[1]), slice(0, scales.shape[1])
         is_cut = (region.inputs.start, region.inputs.stop) != (0, inputs)
@@ -133,20 +133,6 @@ class CompressedTensors:
         if is_cut and not torch.equal(given, in_order):
             raise CutRefused("weights in activation order (weight_g_idx) cannot be cut along their inputs")
         return given
-
-    @staticmethod
-    def _scales(parts: Parts, shape: tuple[int, int]) -> torch.Tensor:
-        """The scales `[out, groups]`."""
-        scales = parts.get("weight_scale")
-        outputs, inputs = shape
-        if scales.numel() == 1:
-            return parts.checked("weight_scale", FLOATS, scales.shape).reshape(1, 1).expand(outputs, 1)
-        if scales.dim() == 1:
-            return parts.checked("weight_scale", FLOATS, (outputs,))[:, None]
-        count = int(scales.shape[-1])
-        if not 1 <= count <= inputs:
-            raise ValueError(f"weight_scale has {count} groups of {inputs} inputs; it must have 1 to {inputs}")
-        return parts.checked("weight_scale", FLOATS, (outputs, count))
 
     def _packed_bits(self, parts: Parts, shape: tuple[int, int]) -> int:
         """Bits of the layer's integers: those of the settings that fit the size of its words."""

@@ -8,14 +8,14 @@ these checkpoints ask for, is not applied: the logits are those of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from workers.forward.weights.base import Storage
 from workers.forward.weights.floats import e4m3_storage
-from workers.model.stored.parts import FLOATS, Parts, Region, check_cut
+from workers.model.stored.parts import FLOATS, Parts, Region, check_cut, scales_of
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 
@@ -36,7 +36,7 @@ class Fp8:
             raise ValueError(f"weight_block_size is {block!r}; it must have two sizes of at least 1")
         self._block = None if block is None else (int(block[0]), int(block[1]))
 
-    def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
+    def is_quantized(self, names: Collection[str]) -> bool:
         """Whether a layer has a scale."""
         return "weight" in names and any(scale in names for scale in _SCALES)
 
@@ -65,19 +65,16 @@ class Fp8:
 
     def _scales(self, parts: Parts, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, int]:
         """The scales `[out / rows, groups]`, and how many outputs share a row of them."""
-        scales = parts.get(name)
         outputs, inputs = shape
         if self._block is not None:
             rows, columns = self._block
             return parts.checked(name, FLOATS, (-(-outputs // rows), -(-inputs // columns))), rows
-        if scales.numel() == 1:
-            return parts.checked(name, FLOATS, scales.shape).reshape(1, 1), outputs
-        if scales.dim() == 1:
-            return parts.checked(name, FLOATS, (outputs,))[:, None], 1
-        count = int(scales.shape[-1])
-        if not 1 <= count <= inputs or inputs % count:
-            raise ValueError(f"{name} has {count} groups of {inputs} inputs; their number must divide the inputs")
-        return parts.checked(name, FLOATS, (outputs, count)), 1
+        scales = scales_of(parts, name, shape)
+        if inputs % scales.shape[1]:
+            raise ValueError(
+                f"{name} has {scales.shape[1]} groups of {inputs} inputs; their number must divide the inputs"
+            )
+        return scales, 1
 
 
 def _is_block(block: Any) -> bool:

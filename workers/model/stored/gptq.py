@@ -8,7 +8,7 @@ store each zero less one, those of `gptq_v2` as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Gptq:
             except re.error as error:
                 raise ValueError(f"dynamic has {pattern!r}, which is no pattern: {error}") from error
 
-    def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
+    def is_quantized(self, names: Collection[str]) -> bool:
         """Whether a layer has packed weights."""
         return "qweight" in names
 
@@ -80,7 +80,7 @@ class Gptq:
         packed = parts.checked("qweight", (torch.int32,), (inputs * bits // 32, outputs))
         zeros = parts.checked("qzeros", (torch.int32,), (count, -(-outputs * bits // 32)))
         scales = parts.checked("scales", FLOATS, (count, outputs))
-        group_of, own = torch.arange(inputs) // size, slice(0, count)
+        group_of = torch.arange(inputs) // size
         if "g_idx" in parts:
             given = parts.checked("g_idx", (torch.int32, torch.int64), (inputs,)).long()
             if int(given.min()) < 0 or int(given.max()) >= count:
@@ -88,10 +88,9 @@ class Gptq:
             if not torch.equal(given, group_of) and (region.inputs.start, region.inputs.stop) != (0, inputs):
                 raise CutRefused("weights in activation order (g_idx) cannot be cut along their inputs")
             group_of = given
-        if (region.inputs.start, region.inputs.stop) != (0, inputs):
-            check_cut(region.inputs, inputs, size)
-            own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
-            group_of = group_of[region.inputs] - own.start
+        check_cut(region.inputs, inputs, size)
+        own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
+        group_of = group_of[region.inputs] - own.start
         rows, among = words(region.inputs, bits)
         held = packed[rows, region.outputs].t().clone(memory_format=torch.contiguous_format)  # [out, words]
         if among.start:  # the groups begin within a word

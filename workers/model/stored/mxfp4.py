@@ -6,7 +6,7 @@ exponent, plus 127), `gate_up_proj_bias` `[experts, out]`, and the same for `dow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Mxfp4:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """There are no settings."""
 
-    def is_quantized(self, module: str, names: frozenset[str]) -> bool:  # noqa: ARG002 - of the Protocol
+    def is_quantized(self, names: Collection[str]) -> bool:  # noqa: ARG002 - of the Protocol
         """Whether a linear layer is: none."""
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,7 +71,7 @@ class QuantizedFormat(Protocol):
         """Those of these that have the scales; a matrix has one of them."""
         ...
 
-    def is_quantized(self, module: str, names: frozenset[str]) -> bool:
+    def is_quantized(self, names: Collection[str]) -> bool:
         """Whether a layer's matrix is stored quantized: `names` are the last words of its tensors' names."""
         ...
 
@@ -109,6 +109,22 @@ def check_cut(inputs: slice, of: int, size: int) -> None:
     """Raise `CutRefused` unless some of `of` inputs are whole groups of `size` inputs."""
     if inputs.start % size or (inputs.stop % size and inputs.stop != of):
         raise CutRefused(f"inputs {inputs.start} to {inputs.stop} cut groups of {size} inputs into parts")
+
+
+def scales_of(parts: Parts, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """The scales `[out, groups]` of a matrix of this shape, which are stored so, one per output, or one for all.
+
+    Raises `ValueError`.
+    """
+    scales, (outputs, inputs) = parts.get(name), shape
+    if scales.numel() == 1:
+        return parts.checked(name, FLOATS, scales.shape).reshape(1, 1).expand(outputs, 1)
+    if scales.dim() == 1:
+        return parts.checked(name, FLOATS, (outputs,))[:, None]
+    count = int(scales.shape[-1])
+    if not 1 <= count <= inputs:
+        raise ValueError(f"{name} has {count} groups of {inputs} inputs; it must have 1 to {inputs}")
+    return parts.checked(name, FLOATS, (outputs, count))
 
 
 def words(span: slice, bits: int) -> tuple[slice, slice]:

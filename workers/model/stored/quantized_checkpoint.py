@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from workers.model.stored.gptq import Gptq
 from workers.model.stored.mxfp4 import ExpertRegion, Mxfp4, expert_storages
 from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
 from workers.model.stored.source import stored_file
-from workers.model.weight_files import weight_files
+from workers.model.weight_files import read_config, weight_files
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "awq": Awq,
@@ -42,10 +42,7 @@ DEQUANTIZED = FORMATS.keys() - {"mxfp4"}
 
 def quantization_of(directory: Path) -> dict[str, Any] | None:
     """The `quantization_config` of a model directory, or `None` for plain weights or an unreadable configuration."""
-    try:
-        found = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return None
+    found = read_config(directory).get("quantization_config")
     return found if isinstance(found, dict) else None
 
 
@@ -56,15 +53,6 @@ def _split(name: str) -> tuple[str, str]:
         return module, f"weight.{rest}"
     module, _, word = name.rpartition(".")
     return module, word
-
-
-def _stated_dtype(directory: Path) -> str:
-    """The type of numbers that a model's configuration states; empty if it states none."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return str(config.get("dtype") or config.get("torch_dtype") or "") if isinstance(config, dict) else ""
 
 
 class QuantizedCheckpoint:
@@ -81,7 +69,8 @@ class QuantizedCheckpoint:
         self.path = directory
         self._dtype = dtype
         settings = quantization_of(directory) or {}
-        self._stated = _stated_dtype(directory)
+        config = read_config(directory)
+        self._stated = str(config.get("dtype") or config.get("torch_dtype") or "")
         method = str(settings.get("quant_method"))
         if method not in FORMATS:
             raise ModelLoadError(
@@ -113,7 +102,7 @@ class QuantizedCheckpoint:
     def is_quantized(self, parameter: str) -> bool:
         """Whether a parameter is the weight of a layer whose matrix is stored quantized."""
         module, _, word = parameter.rpartition(".")
-        return word == "weight" and self.format.is_quantized(module, frozenset(self._words.get(module, ())))
+        return word == "weight" and self.format.is_quantized(self._words.get(module, ()))
 
     def matrix_of(self, name: str) -> str | None:
         """The parameter of whose quantized matrix a tensor is a part; `None` for any other tensor."""
@@ -145,15 +134,11 @@ class QuantizedCheckpoint:
             kept = tensor if region is None else tensor[region.outputs, region.inputs]
             kept = kept.to(self._dtype or kept.dtype, copy=True, memory_format=torch.contiguous_format)
             return PlainStorage(kept)
-        try:
+        with self._naming(module):
             parts = self._parts(module, self._words[module] & self.format.parts)
             found = self.format.shape(parts)
             self._check(parameter, found, shape)
             return self.format.storage(parts, Region.whole(found) if region is None else region)
-        except CutRefused:
-            raise
-        except (ValueError, RuntimeError, IndexError, SafetensorError) as error:
-            raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter; that of a quantized matrix is what it stands for. Raises `ModelLoadError`."""
@@ -200,10 +185,8 @@ class QuantizedCheckpoint:
 
     def _quantized_shape(self, parameter: str) -> tuple[int, int]:
         module = parameter.rpartition(".")[0]
-        try:
+        with self._naming(module):
             return self.format.shape(self._parts(module, self._words[module] & self.format.parts))
-        except (ValueError, RuntimeError, SafetensorError) as error:
-            raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
 
     def experts(self, parameter: str, shape: Sequence[int], region: ExpertRegion) -> list[Storage] | None:
         """A region of the experts' matrices as they are stored, `None` if they are plain. See `expert_storages`.
@@ -213,12 +196,8 @@ class QuantizedCheckpoint:
         module, _, name = parameter.rpartition(".")
         if f"{parameter}_blocks" not in self:
             return None
-        try:
+        with self._naming(module):
             return expert_storages(self._parts(module, self._words[module]), name, shape, region)
-        except CutRefused:
-            raise
-        except (ValueError, RuntimeError, SafetensorError) as error:
-            raise ModelLoadError(f"quantized model {str(self.path)!r}: {module!r}: {error}") from error
 
     def _parts(self, module: str, words: Iterable[str]) -> Parts:
         names = {word: f"{module}.{word}" for word in words}
@@ -235,6 +214,16 @@ class QuantizedCheckpoint:
             raise self._without_scale(parameter, tensor)
         return tensor.clone()
 
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Inside, an error of a format or of a file becomes a `ModelLoadError` that names a layer or a tensor."""
+        try:
+            yield
+        except CutRefused:
+            raise
+        except (ValueError, RuntimeError, IndexError, SafetensorError) as error:
+            raise ModelLoadError(f"quantized model {str(self.path)!r}: {name!r}: {error}") from error
+
     def _without_scale(self, parameter: str, tensor: torch.Tensor) -> ModelLoadError:
         return ModelLoadError(
             f"quantized model {str(self.path)!r}: {parameter!r} is {tensor.dtype} and has no scale that is read; "
@@ -250,10 +239,8 @@ class QuantizedCheckpoint:
     def _plain(self, parameter: str) -> torch.Tensor:
         if parameter not in self._file_of:
             raise ModelLoadError(f"quantized model {str(self.path)!r}: there is no tensor for {parameter!r}")
-        try:
+        with self._naming(parameter):
             return self._mapped(parameter)
-        except SafetensorError as error:
-            raise ModelLoadError(f"quantized model {str(self.path)!r}: {parameter!r}: {error}") from error
 
     def _check(self, parameter: str, found: tuple[int, ...], shape: tuple[int, int] | None) -> None:
         if shape is not None and tuple(found) != tuple(shape):
