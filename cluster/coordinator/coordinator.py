@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from types import TracebackType
 from typing import Self
 
 from cluster.coordinator.admit import AdmissionController
@@ -82,9 +81,7 @@ class Coordinator:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop(0.0)
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
@@ -58,9 +57,7 @@ class RankWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
         self._runner.close()
 

@@ -9,7 +9,6 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 import uvicorn
@@ -95,9 +94,7 @@ class LocalCluster:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def _start(self) -> None:
@@ -195,9 +192,7 @@ class LocalDrafter:
         await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._restarting is not None and self._stopping is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, self._stopping, return_exceptions=True)

@@ -9,7 +9,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TextIO
 
 from workers.serve.logs import MOST_BYTES, SOCKET, JsonFormatter, set_logging
@@ -47,9 +46,7 @@ class LogStream:
         logging.captureWarnings(True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Write what other processes have sent, and stop."""
         self._ending.set()
         if self._reader is not None:

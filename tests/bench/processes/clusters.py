@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from cluster.core.config.sections import Configuration
@@ -42,9 +41,7 @@ class RoleProcess:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.stop()
 
     def draft_seconds(self) -> float:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.bench.processes.staged_serve import PREFIX
@@ -75,9 +74,7 @@ class ServeCommand:
         lines = (line.split(maxsplit=2) for line in self._printed().splitlines() if line.startswith(PREFIX))
         return [(name, float(seconds)) for _, seconds, name in lines]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(END_SECONDS)

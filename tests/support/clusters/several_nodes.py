@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -30,9 +29,7 @@ class SeveralNodes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.stop()
 
     def deploy(self, configuration: Configuration) -> None:

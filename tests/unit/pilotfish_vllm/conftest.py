@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -70,9 +69,7 @@ class Served:
         self.address = self._host.address
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._host.stop(), self._loop).result(20.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20.0)
