@@ -18,11 +18,9 @@ class Drafter(Protocol):
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """Return one proposal per row, in order. Raises `DrafterUnavailable`."""
-        ...
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Release the sequences; unknown ones are not an error. Raises `DrafterUnavailable`."""
-        ...
 
 
 class Target(Protocol):
@@ -33,29 +31,24 @@ class Target(Protocol):
 
         Raises `TargetUnavailable`.
         """
-        ...
 
     async def step(self, batch: StepBatch) -> StepResult:
         """Compute the rows in one forward pass. A repeated row returns the same verdict.
 
         Raises `TargetUnavailable`.
         """
-        ...
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Free the sequences' blocks; unknown sequences are not an error. Raises `TargetUnavailable`."""
-        ...
 
     async def release_all(self) -> None:
         """Free all sequences of this coordinator. One that starts calls this before anything else.
 
         Raises `TargetUnavailable`.
         """
-        ...
 
     async def info(self) -> TargetInfo:
         """Return the description of this target. Raises `TargetUnavailable`."""
-        ...
 
 
 class DraftMethod(Protocol):
@@ -67,11 +60,9 @@ class DraftMethod(Protocol):
         The rows are of distinct sequences. A row that cannot be served gets a fault and does not affect the others.
         Repeating a row repeats its proposal.
         """
-        ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Free everything that is stored for the sequences. Unknown sequences are no error."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +98,15 @@ class DraftPasses(Protocol):
     @property
     def has_probabilities(self) -> bool:
         """Whether tokens have probabilities. With several ranks they have none: each rank has a part of the logits."""
-        ...
 
     def sampling(self, sequence_id: SequenceId) -> SamplingParameters | None:
         """The sampling parameters of a stored sequence; `None` if it is not stored."""
-        ...
 
     def reserved(self, lengths: Mapping[SequenceId, int]) -> AbstractContextManager[frozenset[SequenceId]]:
         """Reserve KV blocks for `lengths[id]` tokens after the stored ones of each sequence, and free them on exit.
 
         Yields the ids for which this succeeded. Sequences that are not stored, or without room, are missing.
         """
-        ...
 
     def next_tokens(self, paths: Sequence[DraftedPath], count: int) -> list[tuple[tuple[int, float], ...]]:
         """Compute the paths in one pass. Returns the best `count` tokens after each, best first, with probabilities.
@@ -126,7 +114,6 @@ class DraftPasses(Protocol):
         The probability is the part's own confidence. Without probabilities, it is 1 and there is one token at most. No
         token is returned where all logits are NaN or -inf.
         """
-        ...
 
 
 class DraftingTarget(Protocol):
@@ -135,11 +122,9 @@ class DraftingTarget(Protocol):
     @property
     def layers(self) -> int:
         """Number of layers; of an encoder-decoder model, those of the decoder."""
-        ...
 
     def passes(self, part: TargetPart) -> DraftPasses:
         """Passes through this part. Raises `ConfigurationError` if the target has no such part."""
-        ...
 
 
 @runtime_checkable
@@ -148,7 +133,6 @@ class DraftsByTarget(Protocol):
 
     def bind(self, target: DraftingTarget) -> None:
         """Use this target from now on. It is called once, before the first proposal. Raises `ConfigurationError`."""
-        ...
 
 
 class SourceStates(Protocol):
@@ -156,7 +140,6 @@ class SourceStates(Protocol):
 
     def of(self, source: Sequence[int], salt: str) -> HiddenStates | None:
         """The encoder's output for a source with this cache salt; `None` where only keys and values are stored."""
-        ...
 
 
 @runtime_checkable
@@ -165,7 +148,6 @@ class ReadsSourceStates(Protocol):
 
     def read_sources_from(self, states: SourceStates) -> None:
         """Use these states from now on. It is called once, before the first proposal."""
-        ...
 
 
 @runtime_checkable
@@ -175,4 +157,3 @@ class ReadsHiddenStates(Protocol):
     @property
     def reads_hidden(self) -> bool:
         """Whether a later proposal will read hidden states of the next step."""
-        ...

@@ -19,7 +19,6 @@ class GenerateClient(Protocol):
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float, /
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of one request. Closing the iterator cancels the call."""
-        ...
 
 
 class AbortClient(Protocol):
@@ -27,7 +26,6 @@ class AbortClient(Protocol):
 
     async def abort(self, request_id: str, client: str = "", /) -> bool:
         """Abort a request of the client with that name. Returns whether it was running."""
-        ...
 
 
 class ModelClient(Protocol):
@@ -35,11 +33,9 @@ class ModelClient(Protocol):
 
     async def list_models(self) -> Sequence[generation_pb2.Model]:
         """Return the served models."""
-        ...
 
     async def get_model(self, name: str, /) -> generation_pb2.Model:
         """Return one served model. Raises `UnknownModel`."""
-        ...
 
 
 class TextClient(Protocol):
@@ -47,11 +43,9 @@ class TextClient(Protocol):
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest, /) -> generation_pb2.TokenizeResponse:
         """Convert text or a conversation to token ids."""
-        ...
 
     async def detokenize(self, request: generation_pb2.DetokenizeRequest, /) -> generation_pb2.DetokenizeResponse:
         """Convert token ids to text."""
-        ...
 
 
 class StatusClient(Protocol):
@@ -59,15 +53,12 @@ class StatusClient(Protocol):
 
     async def metrics(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus text format and its content type."""
-        ...
 
     async def is_ready(self) -> bool:
         """Whether the service accepts requests."""
-        ...
 
     async def is_reachable(self) -> bool:
         """Whether the service answers, ready or not."""
-        ...
 
 
 class ServiceClient(GenerateClient, ModelClient, TextClient, StatusClient, Protocol):
@@ -79,4 +70,3 @@ class FullClient(ServiceClient, AbortClient, Protocol):
 
     async def close(self) -> None:
         """Close the connections."""
-        ...

@@ -133,11 +133,9 @@ class Checkpoints(Protocol):
 
     def load(self, training: DeviceTraining[Any, Any, Any]) -> Progress:
         """Give module and optimizers the last state that was saved, if there is one."""
-        ...
 
     def save(self, training: DeviceTraining[Any, Any, Any], progress: Progress) -> None:
         """Save the state of module and optimizers."""
-        ...
 
 
 class _NoCheckpoints:
@@ -158,19 +156,15 @@ class TextWriter(Protocol):
     @property
     def settings(self) -> str:
         """Names what hidden states depend on beside weights; empty if they are those that training computes itself."""
-        ...
 
     def writing(self) -> Write:
         """What writes texts. Returns once the target can. Raises `PilotfishError`."""
-        ...
 
     def reading(self, taps: Sequence[int]) -> ReadStates:
         """What computes these hidden states. Returns once the target can. Raises `PilotfishError`."""
-        ...
 
     def release(self) -> None:
         """Free all memory of the target. It is loaded again where it is needed again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ class ClosableDrafter(Drafter, Protocol):
 
     async def close(self) -> None:
         """Close the connection."""
-        ...
 
 
 class DrafterUser(Protocol):
@@ -26,11 +25,9 @@ class DrafterUser(Protocol):
 
     def add_drafter(self, name: str, drafter: Drafter) -> None:
         """Use one more drafter."""
-        ...
 
     async def remove_drafter(self, name: str) -> None:
         """Use a drafter no more."""
-        ...
 
 
 class DrafterFollower:

@@ -55,11 +55,9 @@ class Notices(Protocol):
 
     def print(self, text: str) -> None:
         """Write one line."""
-        ...
 
     def stage(self, title: str, seconds: float = math.inf) -> AbstractContextManager[StageReport]:
         """Show the progress of a stage while the context lasts. It takes at most so many seconds."""
-        ...
 
 
 class ServedTarget(Protocol):
@@ -67,11 +65,9 @@ class ServedTarget(Protocol):
 
     def read_sources(self, path: Path, field: str | None) -> tuple[str, ...]:
         """The sources in a file for an encoder-decoder target. Raises `InvalidRequest`, which names the line."""
-        ...
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a text, with the special tokens of the target."""
-        ...
 
     def answer(self, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Callable[[int], None]) -> None:
         """Append the target's answers that are not yet in `file`, until the quota is met.
@@ -79,7 +75,6 @@ class ServedTarget(Protocol):
         Conversations that have begun are finished, and held-out tasks are always answered, unless `quota.ends` comes
         first. `report` is called with the number of answer tokens so far. Raises `PilotfishError`.
         """
-        ...
 
     def draft_with(self, module: Path, kind: str, prompts: Sequence[tuple[int, ...]], most_tokens: int) -> ServedTokens:
         """Answer the prompts greedily with drafts of the module of this kind in a directory.
@@ -88,7 +83,6 @@ class ServedTarget(Protocol):
         its path, and the controller, which is off: every step drafts the largest tree, so that the figure does not
         depend on how busy the machine is. Raises `PilotfishError`, `OSError` and `torch.OutOfMemoryError`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ class Probe(Protocol):
 
     def record(self, module: nn.Module, call: AttentionCall, *, reads_source: bool) -> None:
         """Record a layer. Raises `UnsupportedModel` for what the paged attention would not compute."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,6 @@ class ExpertsKernel(Protocol):
 
         `chosen` and `weights` are `[tokens, experts of a token]`. No token's sum depends on the other tokens.
         """
-        ...
 
 
 @runtime_checkable
@@ -57,7 +56,6 @@ class StreamExperts(Protocol):
 
         `norm` is the norm's weight and epsilon.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,6 @@ class HeadProduct(Protocol):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[tokens, heads, in]` → `[tokens, heads, out]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,17 +23,14 @@ class StreamProduct(Protocol):
     @property
     def most_gated(self) -> int:
         """Most rows of gates and values that it multiplies, with the bits of `LayerKernels.silu_mul`."""
-        ...
 
     def multiply(self, x: torch.Tensor | Gated) -> torch.Tensor:
         """`x` `[rows, in]` → `[rows, out]`."""
-        ...
 
     def add_and_normalize(
         self, x: torch.Tensor | Gated, stream: torch.Tensor, norm: tuple[torch.Tensor, float]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`stream` plus the product, and the RMSNorm of that. `norm` is the norm's weight and epsilon."""
-        ...
 
 
 class LayerKernels(Protocol):
@@ -41,7 +38,6 @@ class LayerKernels(Protocol):
 
     def normalize(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """RMSNorm of each row."""
-        ...
 
     def add_and_normalize(
         self,
@@ -52,26 +48,21 @@ class LayerKernels(Protocol):
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`rows + added`, and the RMSNorm of that, in `out` if it is given."""
-        ...
 
     def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`silu(gates) * values`, of rows that may lie apart."""
-        ...
 
     def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and numbers of each row's experts, `[rows, experts of a token]` each, as `choice.of` returns them."""
-        ...
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, follows_gate: bool) -> StreamProduct | None:
         """The product with a plain matrix `[out, in]`; `None` if it is left to the layer.
 
         `follows_gate` says that it multiplies what `silu_mul` returns.
         """
-        ...
 
     def begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
         """Begin to replace a tensor by the sum of all ranks' tensors. The result waits until it is there."""
-        ...
 
 
 class ReferenceKernels:

@@ -54,7 +54,6 @@ class NativeForward(Protocol):
 
     def bind(self, pool: KvPool) -> None:
         """Use this pool's blocks from now on."""
-        ...
 
     def compute(
         self,
@@ -69,7 +68,6 @@ class NativeForward(Protocol):
         `tokens` are the rows' tokens, one row after another; `selected` are the indices of those whose logits are
         wanted. Returns float32 logits, and the hidden states of `taps`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +85,9 @@ class SourceReader(Protocol):
 
     def encode(self, sources: Sequence[Sequence[int]], device: torch.device) -> Iterator[EncodedSources]:
         """Read the sources, in batches."""
-        ...
 
     def project(self, hidden: torch.Tensor) -> EncodedSources:
         """The keys and values of one source, from this encoder's output `[tokens, hidden]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,6 @@ class AcceptanceRule(Protocol):
     @property
     def is_lossless(self) -> bool:
         """Whether the output has the target's own distribution."""
-        ...
 
     @property
     def needs_distribution(self) -> bool:
@@ -135,11 +134,9 @@ class AcceptanceRule(Protocol):
 
         They need the whole vocabulary, so with several ranks the first one walks the trees, for all of them.
         """
-        ...
 
     def accept(self, step: DecidedTree) -> Accepted:
         """Accept a path of the tree. Raises `ValueError` if log-probabilities are needed and missing."""
-        ...
 
 
 Factory = Callable[[Any], AcceptanceRule]

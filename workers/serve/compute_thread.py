@@ -27,7 +27,6 @@ class RowAnswer(Protocol):
     @property
     def fault(self) -> RowFault | None:
         """Why the row was not computed."""
-        ...
 
 
 Answer = TypeVar("Answer", bound=RowAnswer)

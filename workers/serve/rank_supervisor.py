@@ -29,19 +29,15 @@ class Ranks(Protocol):
 
     async def start(self) -> str:
         """Start all ranks. Returns the address of `TargetService`. Raises the error of the rank that failed."""
-        ...
 
     async def ended(self) -> str:
         """Return once the ranks can compute no more, with the reason."""
-        ...
 
     async def stop(self) -> None:
         """Let the ranks finish the calls in flight and release what they hold, then end their processes."""
-        ...
 
     def kill(self) -> None:
         """End the processes of all ranks at once. Killing again does nothing."""
-        ...
 
 
 class RankSupervisor:

@@ -38,23 +38,18 @@ class StepEngine(Protocol):
 
     def step(self, batch: StepBatch) -> StepResult:
         """Verify the rows. The state stays consistent when this raises. Raises `TargetUnavailable`."""
-        ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         """Free the sequences' blocks; unknown ids are no error."""
-        ...
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
         """Create sequences, each with as much of its KV as is already stored."""
-        ...
 
     def info(self) -> TargetInfo:
         """Describe this target."""
-        ...
 
     def close(self) -> None:
         """Free memory and files outside of Python objects, and stop the worker ranks. Closing twice is harmless."""
-        ...
 
 
 class TargetServicer(LeasedServicer[KvOccupancy], target_pb2_grpc.TargetServiceServicer):

@@ -43,25 +43,21 @@ class Decider(Protocol):
         Every rank returns the same tokens. With `with_distribution`, the decisions of the first rank have
         `log_probabilities`.
         """
-        ...
 
     def accept(self, walk: Callable[[], list[Accepted]], trees: Sequence[TokenTree]) -> list[Accepted]:
         """Return what `walk` accepts of the trees, the same on all ranks: the first one calls it.
 
         It is for a walk that needs the `log_probabilities`.
         """
-        ...
 
     def largest(self, logits: torch.Tensor) -> list[int] | None:
         """Decide where the largest logit of each row of `logits` decides, which is so where `leaders_of` is 1.
 
         `None` if `decide` must. All ranks return tokens, or none does.
         """
-        ...
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Return `[rows, vocabulary]` from all ranks' parts of rows of logits; `None` on all ranks but the first."""
-        ...
 
     def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
         """The tokens with the largest logits, best first, int64 `[rows, count or the size of a smaller vocabulary]`.
@@ -69,7 +65,6 @@ class Decider(Protocol):
         `logits` is `[rows, vocabulary (this rank's part)]`; `None` on all ranks but the first. Which of equal logits
         comes first is not defined.
         """
-        ...
 
 
 class LocalDecider:

@@ -35,55 +35,42 @@ class DraftSource(Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether no call is under way and no probe waits for its step."""
-        ...
 
     def start(self, vocabulary_size: int) -> None:
         """Draft for a target that was reached for the first time or again; all tokens are within its vocabulary."""
-        ...
 
     def plan_with(self, wanted: WantedDrafts) -> WantedDrafts:
         """The trees of the round that is planned next, when the controller wants `wanted` for the next drafts."""
-        ...
 
     def split(self, plan: Plan) -> tuple[Plan, Plan]:
         """Split the rows into those of this round and those that are drafted for meanwhile; often there are none."""
-        ...
 
     async def propose(self, rows: Iterable[PlannedRow], patience: Callable[[int, int], float]) -> Proposed:
         """Get drafts for the rows that want any. `patience` bounds the wait, from the number of rows and the depth."""
-        ...
 
     def next_budgets(self, plan: Plan, *, is_probe_near: bool) -> Mapping[SequenceId, DraftBudget]:
         """The budgets to send to the target with the rows of a step; empty if drafts come from elsewhere."""
-        ...
 
     def work_during_step(self, later: Plan, unprefilled: Iterable[core.Sequence]) -> None:
         """Draft for the rows of `later`, and let drafters prefill sequences, while the target computes."""
-        ...
 
     def receive(self, rows: Sequence[VerifyRow], step: StepResult, drafts: RoundDrafts) -> DraftTime:
         """Take what a step brought: evidence for drafters, or the drafts of the target. Returns what drafting cost."""
-        ...
 
     def probe(self, requests: Mapping[SequenceId, DraftRequest]) -> bool:
         """Draft in the background; nothing of it is verified. Returns whether a probe has begun."""
-        ...
 
     def take_probe(self) -> Probe | None:
         """The probe, once after it has ended."""
-        ...
 
     def prefill_seconds(self, sequence: core.Sequence) -> float:
         """Expected time to prefill the sequence, in seconds; 0 when it needs none or nothing was measured."""
-        ...
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
         """Release sequences that have ended."""
-        ...
 
     async def close(self, timeout_seconds: float) -> None:
         """Cancel the calls under way and send the queued releases."""
-        ...
 
 
 def deepest(requests: Mapping[SequenceId, DraftRequest]) -> int:

@@ -15,19 +15,15 @@ class RequestTracer(Protocol):
 
     def begin(self, request: LiveRequest) -> None:
         """A request was admitted."""
-        ...
 
     def round_decided(self, request_ids: Iterable[RequestId]) -> None:
         """A step has decided tokens of these requests, which may repeat. They are emitted next."""
-        ...
 
     def round_ended(self, record: RoundRecord) -> None:
         """The tokens of the latest step are emitted."""
-        ...
 
     def end(self, request: LiveRequest, now: float, error: Exception | None) -> None:
         """A request has ended."""
-        ...
 
 
 class NoTracer:

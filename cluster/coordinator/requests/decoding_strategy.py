@@ -40,23 +40,19 @@ class DecodingStrategy(Protocol):
     @property
     def slots(self) -> int:
         """Most sequences that the request runs at a time."""
-        ...
 
     @property
     def answers(self) -> tuple[int, ...]:
         """The indices of the answers, at least one. The reader gets one commit with `finish` for each."""
-        ...
 
     def start(self) -> tuple[NewSequence, ...]:
         """The first sequences."""
-        ...
 
     def advance(self, slot: int, commit: Commit) -> StrategyStep:
         """Return the new sequences and the reader's commits after a commit of the sequence in `slot`.
 
         Raises `InvalidRequest` for a commit that the strategy cannot use.
         """
-        ...
 
 
 class ParallelSampling:

@@ -22,7 +22,6 @@ class Plugin(Protocol):
     @property
     def settings(self) -> type[PluginSettings]:
         """The class of the plug-in's settings section."""
-        ...
 
 
 PluginType = TypeVar("PluginType", bound=Plugin, covariant=True)

@@ -17,19 +17,15 @@ class Vocabulary(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the token ids of a text that the model reads. Special tokens in the text become their ids."""
-        ...
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text that the model writes, without added special tokens."""
-        ...
 
     def piece(self, token: int) -> str | None:
         """Return the piece of a token id; `None` for an unused id."""
-        ...
 
     def token(self, piece: str) -> int | None:
         """Return the token id of a piece; `None` if there is none."""
-        ...
 
 
 class JsonVocabulary:

@@ -43,30 +43,24 @@ class ChatAdapter(Protocol):
 
     def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
         """The request was admitted."""
-        ...
 
     def add(self, part: Part) -> Iterable[Event]:
         """More of the answer has arrived."""
-        ...
 
     def score(self, logprobs: Iterable[Json]) -> None:
         """Take the log-probabilities of the tokens whose parts are added next, as chats report them."""
-        ...
 
     def end(self, finished: generation_pb2.GenerationFinished, receipt: Json, *, with_calls: bool) -> Iterable[Event]:
         """The answer has ended, `with_calls` of tools that are whole.
 
         The receipt says what it took, and how to get it again.
         """
-        ...
 
     def whole(self) -> Json:
         """Return the whole response, after the end."""
-        ...
 
     def error(self, error: ErrorResponse) -> Event:
         """Return the event of an error in a stream."""
-        ...
 
 
 @contextmanager

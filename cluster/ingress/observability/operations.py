@@ -23,7 +23,6 @@ class MetricsSource(Protocol):
 
     def exposition(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus text format and its content type."""
-        ...
 
 
 class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):

@@ -11,11 +11,9 @@ class CallSpan(Protocol):
     @property
     def traceparent(self) -> str:
         """The span as the parent of others, in W3C's form."""
-        ...
 
     def end(self, name: str, status: int, error: str | None) -> None:
         """End the span. `error` is the name of the error that ended the request."""
-        ...
 
 
 class CallTracer(Protocol):
@@ -23,4 +21,3 @@ class CallTracer(Protocol):
 
     def begin(self, traceparent: str) -> CallSpan:
         """Start the span of a request whose caller names its own span, or none."""
-        ...

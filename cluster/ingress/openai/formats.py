@@ -92,27 +92,21 @@ class EndpointFormat(Protocol):
 
     def logprobs(self, choice: Choice, delta: generation_pb2.GenerationDelta) -> list[Json]:
         """Return one log-probability entry per token of the delta."""
-        ...
 
     def prompt_logprobs(self, choice: Choice, started: generation_pb2.GenerationStarted) -> list[Json]:
         """Return one log-probability entry per token of the prompt, for an answer that begins with its prompt."""
-        ...
 
     def begin(self, choice: Choice, started: generation_pb2.GenerationStarted) -> None:
         """Prepare a choice when its request starts."""
-        ...
 
     def whole(self, choice: Choice, logprobs: Json | None) -> Json:
         """Return the content of a complete choice."""
-        ...
 
     def chunk(self, choice: Choice, text: str | None) -> tuple[Json, bool]:
         """Return the content of a chunk's choice, and whether there is any. `text` is `None` in the last chunk."""
-        ...
 
     def join(self, entries: Sequence[Json]) -> Json:
         """Group log-probability entries as the endpoint does."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ class Contestant(Protocol):
 
     async def answer(self, request: PassRequest) -> BenchPass:
         """Answer all prompts of the request. Raises `PilotfishError`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,9 @@ class BlockPasses(Protocol):
 
     def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
         """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
-        ...
 
     def draft(self, last: Sequence[int], anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
         """Normalised hidden vectors for the head, [rows, depths, hidden size]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

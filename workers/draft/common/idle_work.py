@@ -17,11 +17,9 @@ class IdleWork(Protocol):
 
         Returns false when nothing is left or there is no room. Unknown sequences are no error.
         """
-        ...
 
     def run_ahead(self) -> bool:
         """Do one piece of work that makes the next proposals ready sooner.
 
         Returns false when there is none left before the next `propose`.
         """
-        ...

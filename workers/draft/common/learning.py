@@ -200,7 +200,6 @@ class LearnedWeights(Protocol):
     @property
     def bytes_each(self) -> int:
         """Most memory that the learned weights of one salt take, in bytes."""
-        ...
 
     @property
     def saved_bytes(self) -> int:
@@ -208,15 +207,12 @@ class LearnedWeights(Protocol):
 
         Raises `OSError`, and `ValueError` where the draft's files cannot be read.
         """
-        ...
 
     def of(self, key: str) -> Mapping[str, Tensor]:
         """The parameters by name, float32, that draft for the requests of a salt with this key."""
-        ...
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise `ValueError` for parameters of other names or shapes, or with values that are not finite."""
-        ...
 
     def replace(self, key: str, weights: Mapping[str, Tensor] | None) -> None:
         """Draft with these parameters for the requests of one salt from the next call of `propose` on.
@@ -224,21 +220,18 @@ class LearnedWeights(Protocol):
         `None` takes the parameters of the draft's files. Raises `ValueError` as `check` does, and `RuntimeError` where
         the method cannot compute with them.
         """
-        ...
 
     def save(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a draft of these parameters, in the format of the draft's files, into an existing directory.
 
         What else these files have is copied. Raises `OSError`, and `ValueError` for files that cannot be read.
         """
-        ...
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
         """The parameters of a draft that `save` wrote, float32.
 
         Raises `ValueError` for a draft of another target or of other sizes, and as `check` does.
         """
-        ...
 
 
 @runtime_checkable
@@ -248,16 +241,13 @@ class LearnsOnline(DraftMethod, Protocol):
     @property
     def weights(self) -> LearnedWeights | None:
         """The weights; `None` where the format of the draft cannot be trained."""
-        ...
 
     @property
     def default_text_bytes(self) -> int:
         """Memory for texts where `draft.learn_text_bytes` is unset, in bytes: enough for trainings, within bounds."""
-        ...
 
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
-        ...
 
 
 @lru_cache(1024)

@@ -31,15 +31,12 @@ class HeadPass(Protocol):
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
-        ...
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
         """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size]."""
-        ...
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
-        ...
 
 
 class HeadContext(Generic[SessionType]):

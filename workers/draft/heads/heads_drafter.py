@@ -48,7 +48,6 @@ class Heads(Protocol):
         self, taps: Sequence[Tensor], last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
     ) -> list[RankedPaths]:
         """Rank the candidates of each row at each depth; see `ParallelHeads`."""
-        ...
 
 
 class HeadsSession(DraftingSession):

@@ -36,7 +36,6 @@ class Estimate(Protocol):
         `weight` of the `total` weight of all continuations have the token there. `match_length` is the longest match
         before it, the path in the tree included.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

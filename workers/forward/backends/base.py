@@ -207,7 +207,6 @@ class AttentionBackend(Protocol[Metadata]):
         Values of `Feature.LATENTS` are the first numbers of their keys, and are stored with them. NaN and infinities
         are replaced by finite numbers: the next sequence that gets the block may read it, masked.
         """
-        ...
 
     def write_rotated(self, layer: int, fresh: Projections, metadata: Metadata) -> torch.Tensor:
         """Rotate queries and keys, and store keys and values. Returns the queries `[tokens, heads, dim]`."""
@@ -220,7 +219,6 @@ class AttentionBackend(Protocol[Metadata]):
 
         `scaling` multiplies the products of queries and keys; `None` stands for dim ** -0.5.
         """
-        ...
 
     def attend_with_sinks(
         self,

@@ -67,7 +67,6 @@ class RecurrenceKernels(Protocol):
         `[slots, channels, inputs]` hold the last inputs, at least `width - 1` of them. `activation` is `silu` or
         `None`.
         """
-        ...
 
     def gated_delta_rule(self, of: DeltaInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
         """The gated delta rule (Yang et al. 2024, equation 10), → `[tokens, heads, value_dim]`.
@@ -75,11 +74,9 @@ class RecurrenceKernels(Protocol):
         `S = exp(log_decay) S; S += key ⊗ beta (value − Sᵀ key); output = Sᵀ query`, with states S float32
         `[slots, heads, key_dim, value_dim]`.
         """
-        ...
 
     def state_space(self, of: SpaceInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
         """A selective state space model (Mamba-2, Dao and Gu 2024), → `[tokens, heads, head_dim]`.
 
         `h = exp(step a) h + step x ⊗ b; output = h c + d x`, with states h float32 `[slots, heads, head_dim, state]`.
         """
-        ...

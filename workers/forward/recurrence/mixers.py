@@ -27,7 +27,6 @@ class Mixer(Protocol):
 
     def compute(self, hidden: torch.Tensor, states: LayerState, plan: RecurrencePlan) -> torch.Tensor:
         """`[1, tokens, hidden]` → the module's output of the same shape. Reads and writes the layer's slots."""
-        ...
 
 
 class _Convolution:

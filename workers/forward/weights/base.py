@@ -104,7 +104,6 @@ class LinearKernel(Protocol):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[…, in]` → `[…, out]`. On CPU no row's product depends on the other rows."""
-        ...
 
 
 class Storage(Protocol):
@@ -116,62 +115,49 @@ class Storage(Protocol):
     @property
     def outputs(self) -> int:
         """Number of outputs."""
-        ...
 
     @property
     def inputs(self) -> int:
         """Number of inputs."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored numbers."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Where the stored numbers are."""
-        ...
 
     @property
     def is_widened(self) -> bool:
         """Whether torch multiplies only a widened copy of the numbers, so that Pilotfish's kernels are faster."""
-        ...
 
     def to(self, device: torch.device) -> Self:
         """The matrix on a device; the same object if it is there already."""
-        ...
 
     def dequantized(self) -> torch.Tensor:
         """The matrix that this storage stands for, float32 `[out, in]`: the reference for every product."""
-        ...
 
     def take_outputs(self, outputs: slice | torch.Tensor) -> Self:
         """Some of the outputs, in the given order: a rank's share, or another order. An index of −1 gives zeros."""
-        ...
 
     def take_inputs(self, inputs: slice) -> Self:
         """Some of the inputs: a rank's share. Raises `CutRefused` if that cuts what has one scale into two."""
-        ...
 
     def joined(self, others: Sequence[Storage]) -> Storage:
         """The outputs of this matrix, then those of others with the same inputs."""
-        ...
 
     def kernel(self, bias: torch.Tensor | None) -> LinearKernel:
         """Products by torch's operators, on the device of the weights. `bias` is `[out]`, or none."""
-        ...
 
     def words(self) -> Words:
         """The matrix as the product on GPUs reads it, on the device of the stored numbers, as small as they are.
 
         Raises `NoGpuProduct` for a storage that it does not read.
         """
-        ...
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         """The matrix as the CPU kernels read it, its weight in a tensor from `take`."""
-        ...
 
 
 def taken_rows(values: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:

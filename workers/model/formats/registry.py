@@ -43,15 +43,12 @@ class DraftFormat(Protocol):
     @property
     def name(self) -> str:
         """Name of the format."""
-        ...
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """Whether the checkpoint has this format. It reads names alone, so that `card` can say what is wrong."""
-        ...
 
     def kind(self, checkpoint: Checkpoint) -> str:
         """The kind of the draft, which says what methods load it. Raises `ModelLoadError`."""
-        ...
 
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
         """Describe the draft. `taps` take the place of those that the checkpoint names.
@@ -59,11 +56,9 @@ class DraftFormat(Protocol):
         Raises `ModelLoadError` for a tensor of an unexpected name or size, and for a key that changes the arithmetic
         in a way that is not supported.
         """
-        ...
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         """Read the tensors of a draft whose card was read. Raises `ModelLoadError`."""
-        ...
 
 
 _FORMATS: dict[str, DraftFormat] = {}

@@ -56,11 +56,9 @@ class StoredCheckpoint(Protocol):
 
         Raises `ModelLoadError`, and `CutRefused` for a region that cannot be cut out.
         """
-        ...
 
     def vector(self, parameter: str) -> torch.Tensor:
         """A parameter that no linear layer multiplies with. Raises `ModelLoadError`."""
-        ...
 
 
 def load_stored(

@@ -64,24 +64,19 @@ class QuantizedFormat(Protocol):
     @property
     def parts(self) -> frozenset[str]:
         """The last words of the names of a matrix's tensors."""
-        ...
 
     @property
     def scales(self) -> tuple[str, ...]:
         """Those of these that have the scales; a matrix has one of them."""
-        ...
 
     def is_quantized(self, names: Collection[str]) -> bool:
         """Whether a layer's matrix is stored quantized: `names` are the last words of its tensors' names."""
-        ...
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         """Outputs and inputs of the matrix. Raises `ValueError`."""
-        ...
 
     def storage(self, parts: Parts, region: Region) -> Storage:
         """A region of a matrix as it is stored. Raises `ValueError`, and `CutRefused` if the region cuts a group."""
-        ...
 
 
 def integer(settings: Mapping[str, Any], field: str, allowed: Sequence[int]) -> int:

@@ -53,7 +53,6 @@ class PathSession(Protocol):
     @property
     def is_greedy(self) -> bool:
         """Whether the target decodes this sequence greedily."""
-        ...
 
 
 class PathTrees:

@@ -21,15 +21,12 @@ class Slots(Protocol):
 
     def logits(self, depth: int, previous: Tensor) -> Tensor:
         """Logits [rows, parents, draft vocabulary] of a slot below each token of `previous` [rows, parents]."""
-        ...
 
     def confidences(self, found: Tensor) -> Tensor:
         """The probabilities of the slot's candidates; `found` are those by its logits, [rows, parents, siblings]."""
-        ...
 
     def follow(self, origins: Tensor) -> None:
         """Go on with new parents: each is below the parent `origins` [rows, parents] of the depth before, by index."""
-        ...
 
 
 def rank_slots(

@@ -20,32 +20,25 @@ class BranchMemory(Protocol):
     @property
     def blocks_total(self) -> int:
         """Number of blocks."""
-        ...
 
     @property
     def blocks_free(self) -> int:
         """Number of blocks that belong to no table."""
-        ...
 
     def new_table(self) -> BlockTable:
         """Create an empty table."""
-        ...
 
     def fork(self, table: BlockTable, length: int) -> BlockTable:
         """Create a table that begins with the first `length` stored tokens of `table`; it takes no block yet."""
-        ...
 
     def reserve(self, table: BlockTable, length: int) -> object:
         """Make room for `length` tokens. Raises `KvPoolExhausted`, having changed nothing."""
-        ...
 
     def truncate(self, table: BlockTable, length: int) -> None:
         """Free the blocks beyond `length` tokens."""
-        ...
 
     def release(self, table: BlockTable) -> None:
         """Free all blocks of the table."""
-        ...
 
 
 class OpenSource(Protocol):
@@ -53,7 +46,6 @@ class OpenSource(Protocol):
 
     def close(self) -> None:
         """Free it, unless another sequence reads the same source."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +69,14 @@ class Expander(Protocol):
     @property
     def memory(self) -> BranchMemory:
         """The memory that holds the tables."""
-        ...
 
     @property
     def max_context_len(self) -> int:
         """Largest number of tokens after which the model can draft another."""
-        ...
 
     @property
     def vocabulary_size(self) -> int | None:
         """All tokens are below this value; `None` where any token is valid."""
-        ...
 
     def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
         """Run one forward pass: commit each row's tokens to its table and draft the tokens that may follow.
@@ -95,7 +84,6 @@ class Expander(Protocol):
         Returns one entry per row, in order, the most probable token first. An entry is empty where `is_last` is false
         or nothing can be drafted. No two rows share a table.
         """
-        ...
 
 
 @runtime_checkable
@@ -104,8 +92,6 @@ class ReadsSources(Protocol):
 
     def open_source(self, start: SequenceStart) -> OpenSource | None:
         """Make room for the source of a sequence; `None` if it has none. Raises `KvPoolExhausted`."""
-        ...
 
     def read_sources_from(self, states: SourceStates) -> None:
         """Use the output of the target's encoder instead of reading sources, if the model's encoder is the same."""
-        ...
