@@ -20,7 +20,7 @@ from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.ports import DraftMethod
-from cluster.core.request import TokenLogprobs
+from cluster.core.request import SequenceStart, TokenLogprobs
 from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import (
     OpenResult,
@@ -242,21 +242,29 @@ class TargetEngine:
         if sequence is not None and (verdict := sequence.repeated(row)) is not None:
             return verdict
         if row.start is not None and row.start_len == 0:
-            source = self._sources.share(row.start.source, row.start.cache_salt)
-            self.release([row.sequence_id])
-            table = self._pool.new_table(sequence_salt(row.start))
-            self._pool.mark_prompt(table, row.start.prompt_len)
-            grammar = None if sequence is None or sequence.start != row.start else sequence.grammar
-            if grammar is not None:  # a row that has waited for its grammar is sent again
-                grammar.restart()
-            sequence = SequenceState(row.start, table, source=source, grammar=grammar)
-            self._sequences[row.sequence_id] = sequence
+            sequence = self._begin(row.sequence_id, row.start)
         if sequence is None or row.start_len != len(sequence.tokens):
             stored = 0 if sequence is None else len(sequence.tokens)
             message = f"{stored} tokens are stored, not {row.start_len}"
             return fault_verdict(row, RowFaultCode.OUT_OF_SYNC, message, stored)
         if problem := source_problem(sequence.start.source, self._model.source):
             return fault_verdict(row, RowFaultCode.INVALID, problem)
+        return sequence
+
+    def _begin(self, sequence_id: SequenceId, start: SequenceStart) -> SequenceState:
+        """The sequence without stored tokens: the one that is held, if it has none, else a new one in its place."""
+        held = self._sequences.get(sequence_id)
+        grammar = None if held is None or held.start != start else held.grammar
+        if grammar is not None:  # a row that has waited for its grammar is sent again
+            grammar.restart()
+        if held is not None and held.start == start and not held.tokens:
+            return held  # `open` found nothing stored, but its table may know which states to keep
+        source = self._sources.share(start.source, start.cache_salt)
+        self.release([sequence_id])
+        table = self._pool.new_table(sequence_salt(start))
+        self._pool.mark_prompt(table, start.prompt_len)
+        sequence = SequenceState(start, table, source=source, grammar=grammar)
+        self._sequences[sequence_id] = sequence
         return sequence
 
     def _prepare(self, row: VerifyRow, sequence: SequenceState, masks: GrammarMasks, later: int) -> ReadyRow | Verdict:

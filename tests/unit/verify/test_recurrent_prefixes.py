@@ -67,7 +67,8 @@ def decode(
     tokens, pending = list(prompt), tuple(prompt[stored:])
     while len(tokens) < len(prompt) + count:
         tree = propose(tokens) if len(tokens) > len(prompt) else TokenTree()
-        verdict = verify(engine, VerifyRow(SequenceId("a"), len(tokens), pending, tree))
+        begins = start if len(pending) == len(tokens) else None  # as a coordinator sends it
+        verdict = verify(engine, VerifyRow(SequenceId("a"), len(tokens), pending, tree, start=begins))
         assert verdict.fault is None
         tokens, pending = [*tokens, *verdict.tokens], verdict.tokens[-1:]
     engine.release([SequenceId("a")])
