@@ -23,6 +23,7 @@ class LiveSequence:
     __slots__ = (
         "_has_been_open",
         "_has_drafts",
+        "_has_source",
         "_is_open",
         "_losses",
         "_lost_row",
@@ -57,6 +58,7 @@ class LiveSequence:
         self._is_open = False
         self._has_been_open = False
         self._has_drafts = True
+        self._has_source = False
         self._losses = 0
         self._lost_row: VerifyRow | None = None
 
@@ -115,6 +117,7 @@ class LiveSequence:
 
     def mark_sent(self) -> None:
         """Record that the target may hold KV of the sequence from now on."""
+        self._has_source = self._has_source or self.kv_source is not None  # a fork reads the source of its parent
         self._is_open = self._has_been_open = True
         self._parent = None
 
@@ -125,7 +128,7 @@ class LiveSequence:
     def mark_released(self) -> None:
         """Record that the target holds no KV of the sequence."""
         self.sequence.opened(0)
-        self._is_open = False
+        self._is_open = self._has_source = False
 
     def mark_forked(self) -> None:
         """Record that no later sequence will share the KV of this one."""
@@ -143,6 +146,7 @@ class LiveSequence:
 
         Losses count until it gets past the lost row: before, it may be lost there again.
         """
+        self._has_source = True
         if self._lost_row is None or _is_past(self._lost_row, row, accepted):
             self._losses, self._lost_row = 0, None
 
@@ -164,7 +168,7 @@ class LiveSequence:
             shared_len=shared,
             draft=draft,
             max_draft_tokens=self.max_draft_tokens,
-            source_len=0 if self._is_open or source is not None else len(sequence.request.source),
+            source_len=0 if self._has_source or source is not None else len(sequence.request.source),
             forced=len(sequence.forced),
             turn=self.turn,
             priority=sequence.request.priority,

@@ -83,8 +83,8 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
 
     Each needs free blocks for its whole length (without shared blocks) and one more, in addition to the blocks that the
     sequences before it still need. The step's tokens bound the number of running sequences too, so that each can have
-    one token in every step. The sources that an encoder reads for sequences that start together take at most the tokens
-    of a step, or `max_prompt_tokens` while others run; a single longer one is read alone.
+    one token in every step. The sources that an encoder must still read, those of running sequences included, take at
+    most the tokens of a step, or `max_prompt_tokens` while others run; a single longer one is read alone.
     """
     if not state.waiting:
         return []
@@ -93,12 +93,14 @@ def _admissible(state: State, running: Sequence[SequenceView]) -> list[SequenceV
     most = min(state.limits.max_sequences, state.limits.max_step_tokens)
     free = state.kv.blocks_free
     free -= sum(max(0, layout.peak(view.length + 1, step_tokens) - layout.held(view.stored_len)) for view in running)
+    unread = [view.source_len for view in running if view.source_len]
+    free -= sum(map(layout.held, unread))
     admitted: list[SequenceView] = []
     prompt_tokens = state.limits.max_prompt_tokens if running else None
-    source_tokens = step_tokens if prompt_tokens is None else prompt_tokens
+    source_tokens = max(0, (step_tokens if prompt_tokens is None else prompt_tokens) - sum(unread))
     for view in sorted(state.waiting, key=_order):
         alone = not running and not admitted
-        if admitted and view.source_len > source_tokens:
+        if (admitted or unread) and view.source_len > source_tokens:
             break
         source_tokens = max(0, source_tokens - view.source_len)
         shared = layout.held(view.shared_len // layout.block_size * layout.block_size)

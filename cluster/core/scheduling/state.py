@@ -31,7 +31,7 @@ class SequenceView:
     max_draft_tokens: int | None = None
     """Most nodes of a tree that the request allows; `None` leaves it to the server."""
     source_len: int = 0
-    """Tokens that an encoder must read before a waiting sequence starts. They take blocks as a sequence's tokens do."""
+    """Tokens that an encoder must read before the first row of the sequence. They take blocks as its own tokens do."""
     forced: int = 0
     """Tokens that the grammar forces next. A chain of them is verified even where no other draft is wanted."""
     turn: int = 0

@@ -10,7 +10,8 @@ import pytest
 
 from cluster.core.errors import InvalidRequest, Overloaded
 from cluster.core.ids import RequestId
-from tests.support.fakes.fake_cluster import read, request, serving, tokens_of, until
+from cluster.core.verification import TargetInfo
+from tests.support.fakes.fake_cluster import all_tokens, read, request, serving, tokens_of, until
 from tests.support.fakes.fake_drafters import WrongDrafter
 from tests.support.fakes.fake_target import FakeTarget
 
@@ -70,6 +71,24 @@ async def test_two_live_requests_cannot_have_the_same_id() -> None:
             with pytest.raises(InvalidRequest, match="request_id"):
                 await read(coordinator, request("same"))
         assert await tokens_of(coordinator, request("same")) == target.answer(request())
+
+
+class FakeTranslator(FakeTarget):
+    """A fake encoder-decoder target."""
+
+    async def info(self) -> TargetInfo:
+        return replace(await super().info(), decoder_start=(0,), max_source_len=64)
+
+
+async def test_the_sources_that_are_read_in_one_step_are_bounded() -> None:
+    target = FakeTranslator()
+    wanted = [replace(request(f"r{number}", (0,)), source=(1,) * 10) for number in range(12)]
+    limits = {"scheduler__max_step_tokens": 32, "scheduler__max_prompt_tokens": 20}
+    async with serving(target, WrongDrafter(target), **limits) as coordinator:
+        assert await all_tokens(coordinator, wanted) == [target.answer(one) for one in wanted]
+    read_in_step = [sum(len(row.start.source) for row in batch.rows if row.start) for batch in target.batches]
+    assert sum(read_in_step) == 120
+    assert max(read_in_step) == 30
 
 
 async def test_a_source_is_refused_by_a_model_without_an_encoder() -> None:

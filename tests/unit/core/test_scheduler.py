@@ -294,3 +294,11 @@ def test_a_source_needs_blocks_of_its_own() -> None:
     waiting = (sourced(0, 12), sourced(1, 12))
     assert decide(waiting, free=8).admit == ("s0",)  # 3 + 1 blocks, then 3 + 1 and one more
     assert decide(waiting, free=9).admit == ("s0", "s1")
+
+
+def test_sources_that_running_sequences_have_not_read_count_as_well() -> None:
+    waiting = tuple(sourced(arrival, 10) for arrival in range(2, 6))
+    assert decide(waiting, (decoding(0), sourced(1, 10)), prompt_tokens=25).admit == ("s2",)
+    assert decide(waiting, (decoding(0), sourced(1, 20)), prompt_tokens=25).admit == ()
+    assert decide((sourced(2, 12),), (sourced(1, 12),), free=8).admit == ()  # 1 + 3 blocks, then 3 + 1 and one more
+    assert decide((sourced(2, 12),), (sourced(1, 12),), free=9).admit == ("s2",)
