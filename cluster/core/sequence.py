@@ -121,8 +121,6 @@ class Sequence:
         """
         if not 0 <= stored_len < len(self.tokens):
             raise InvalidRequest("stored_len", stored_len, f"between 0 and {len(self.tokens) - 1}")
-        if self._cached_len is None:
-            self._cached_len = min(stored_len, self.prompt_len)
         if self.finish is None:
             self._stored_len = stored_len
 
@@ -143,6 +141,8 @@ class Sequence:
             return None
         if bool(verdict.tokens) != (verdict.base_len == len(self.tokens)):
             return None  # the verdict decides before the end of the sequence, or does not decide at its end
+        if self._cached_len is None:
+            self._cached_len = min(self._stored_len, self.prompt_len)
         self._note_prompt(verdict)
         if not verdict.tokens:
             self._stored_len = verdict.base_len

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.verification import OpenResult, OpenRow
-from tests.support.fakes.fake_cluster import all_tokens, configure, request, requests, serving, tokens_of, value_of
+from tests.support.fakes.fake_cluster import (
+    all_tokens,
+    configure,
+    read,
+    request,
+    requests,
+    serving,
+    tokens_of,
+    value_of,
+)
 from tests.support.fakes.fake_drafters import PerfectDrafter, WrongDrafter
 from tests.support.fakes.fake_target import FakeTarget
 
@@ -59,6 +68,16 @@ async def test_sequences_admitted_together_are_opened_in_one_call() -> None:
     async with serving(target, WrongDrafter(target), scheduler__max_step_tokens=128) as coordinator:
         await all_tokens(coordinator, requests(4))
     assert calls == [4]
+
+
+async def test_an_opening_whose_answer_is_lost_does_not_hide_what_was_stored() -> None:
+    target = FakeTarget(prefix_cache=True)
+    async with serving(target, WrongDrafter(target)) as coordinator:
+        await tokens_of(coordinator, request("one", LONG))
+        target.fail_after_computing = 1
+        commits = await read(coordinator, request("two", LONG))
+    assert commits[-1].usage is not None
+    assert commits[-1].usage.cached_tokens == 28
 
 
 async def test_hits_and_queries_are_counted_in_tokens_under_the_names_of_vllm() -> None:
