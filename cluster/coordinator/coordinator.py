@@ -65,7 +65,7 @@ class Coordinator:
         self._target = TargetClient(target, step_timeout, wakeup.notify, progress.mark)
         self._pool = None if draft.is_colocated else DrafterPool(drafters, draft, metrics, clock)
         self._proposer = Proposer.of(self._pool, draft, table.running, limits.max_sequences, instruments)
-        quarantine = Quarantine(table, self._emitter.fail)
+        quarantine = Quarantine(table, self._emitter.fail, clock)
         stages = Stages(
             self._admission,
             Planner(table, self._target, quarantine, limits, self._proposer.max_draft, instruments),

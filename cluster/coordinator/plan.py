@@ -63,8 +63,11 @@ class Planner:
     async def repair(self, faults: Mapping[SequenceId, RowFaultCode]) -> None:
         """Evict sequences that the target lost, to open them again; preempt the latest arrival if blocks ran out.
 
+        Quarantined sequences that the target was not ready for let the others go first for a while.
+
         Raises `TargetUnavailable`.
         """
+        self._quarantine.defer(sequence_id for sequence_id, code in faults.items() if code is RowFaultCode.NOT_READY)
         lost = [
             live
             for sequence_id, code in faults.items()

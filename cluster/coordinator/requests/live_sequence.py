@@ -21,6 +21,7 @@ class LiveSequence:
     """
 
     __slots__ = (
+        "_deferred_until",
         "_has_been_open",
         "_has_drafts",
         "_has_source",
@@ -30,6 +31,7 @@ class LiveSequence:
         "_may_fork",
         "_parent",
         "answer",
+        "deferrals",
         "request_id",
         "sequence",
         "slot",
@@ -61,6 +63,9 @@ class LiveSequence:
         self._has_source = False
         self._losses = 0
         self._lost_row: VerifyRow | None = None
+        self.deferrals = 0
+        """How often others went first since the target last got further with the sequence."""
+        self._deferred_until = 0.0
 
     @property
     def id(self) -> SequenceId:
@@ -134,6 +139,15 @@ class LiveSequence:
         """Record that no later sequence will share the KV of this one."""
         self._may_fork = False
 
+    def is_deferred(self, now: float) -> bool:
+        """Whether others go first, although the sequence is quarantined: the target was not ready for it."""
+        return now < self._deferred_until
+
+    def defer(self, until: float) -> None:
+        """Let others go first until then, if the sequence is quarantined."""
+        self.deferrals += 1
+        self._deferred_until = until
+
     def record_loss(self, row: VerifyRow | None = None) -> int:
         """Record that a call with a row of the sequence was lost, or one that computed nothing. Returns `losses`."""
         self._has_drafts = self._has_drafts and not self.is_quarantined
@@ -147,6 +161,7 @@ class LiveSequence:
         Losses count until it gets past the lost row: before, it may be lost there again.
         """
         self._has_source = True
+        self.deferrals, self._deferred_until = 0, 0.0
         if self._lost_row is None or _is_past(self._lost_row, row, accepted):
             self._losses, self._lost_row = 0, None
 

@@ -12,13 +12,15 @@ from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.quarantine import MAX_LOSSES
 from cluster.coordinator.requests.live_sequence import QUARANTINE_LOSSES
+from cluster.core.drafting import RowFault, RowFaultCode
 from cluster.core.errors import (
     DeadlineExceeded,
     NotReady,
     Overloaded,
     TargetUnavailable,
 )
-from cluster.core.verification import StepBatch, StepResult
+from cluster.core.kv import KvOccupancy
+from cluster.core.verification import StepBatch, StepResult, Verdict
 from tests.support.fakes.fake_cluster import (
     all_tokens,
     configure,
@@ -213,6 +215,40 @@ async def test_drafts_that_crash_the_target_every_time_cost_no_answer(placement:
     assert crashes == QUARANTINE_LOSSES + 1
     assert placement == "drafter" or any(row.next_budget.max_nodes for batch in target.batches for row in batch.rows)
     assert placement == "target" or target.accepted > 0  # the other requests had drafts again
+
+
+async def test_a_quarantined_request_whose_grammar_is_being_compiled_keeps_no_other_waiting() -> None:
+    target = FakeTarget()
+    slow, others = request("slow", (9, 9, 9), max_tokens=4), requests(3, max_tokens=20)
+    original, crashes, refusals, is_compiled = target.step, 0, 0, False
+
+    async def step(batch: StepBatch) -> StepResult:
+        nonlocal crashes, refusals
+        if not any(row.start is not None and row.pending[:3] == slow.prompt for row in batch.rows):
+            return await original(batch)
+        if crashes < QUARANTINE_LOSSES:
+            crashes += 1
+            target.crash()
+            target.revive()
+            raise TargetUnavailable("it crashed")
+        (row,) = batch.rows
+        if is_compiled:
+            return await original(batch)
+        refusals += 1
+        fault = RowFault(RowFaultCode.NOT_READY, "its grammar is being compiled")
+        return StepResult(
+            (Verdict(row.sequence_id, row.base_len, fault=fault),), KvOccupancy(target.blocks, target.blocks_free)
+        )
+
+    target.step = step  # type: ignore[method-assign]
+    async with serving(target, PerfectDrafter(target)) as coordinator:
+        reading = asyncio.create_task(tokens_of(coordinator, slow))
+        assert await all_tokens(coordinator, others) == [target.answer(one) for one in others]
+        assert refusals > 0
+        is_compiled = True
+        assert await reading == target.answer(slow)
+    assert crashes == QUARANTINE_LOSSES
+    assert target.accepted > 0
 
 
 async def test_requests_that_come_and_go_do_not_shorten_the_pauses_after_lost_calls() -> None:
