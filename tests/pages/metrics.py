@@ -12,8 +12,12 @@ from cluster.ingress.observability.ingress_metrics import IngressMetrics
 _HEAD = """# Metrics
 
 Every metric of `GET /metrics`, in Prometheus' text format. This page is generated from the code by `make pages`.
-Names that begin with `vllm:` are vLLM's, with its meanings; `pilotfish:` names are this project's own. With several
-coordinators, each series also has the label `replica`.
+Names that begin with `vllm:` are vLLM's, with its meanings; `pilotfish:` names are this project's own. In a
+cluster, each series also has the label `replica`: the coordinator or the ingress that counts.
+
+An answer has the series of all coordinators, and of the one ingress that answers. With several ingresses
+(`server.ingress_replicas`), each scrape reaches one of them. Sum `rate(…)` or `increase(…)` over the label, with a
+range of many scrapes: a sum of the counters alone has only one ingress.
 """
 
 
