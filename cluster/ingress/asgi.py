@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import TypeVar
 
 from starlette.datastructures import MutableHeaders
@@ -165,19 +165,28 @@ class CountMiddleware:
 class EventStream(StreamingResponse):
     """Server-sent events, and a comment whenever none came for a while, so that proxies keep the connection open.
 
-    The generator is closed however the response ends. No empty line follows a comment: after an event with an id, the
-    client of `openai` would take it for an empty event.
+    The generator is closed and `end` called however the response ends. No empty line follows a comment: after an event
+    with an id, the client of `openai` would take it for an empty event.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None, *, silent_seconds: float
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        *,
+        silent_seconds: float,
+        end: Callable[[], Awaitable[None]],
     ) -> None:
-        """`silent_seconds` is the longest time for which nothing is sent, in seconds."""
+        """`silent_seconds` is the longest time for which nothing is sent, in seconds.
+
+        `end` frees what the events are made of: the generator does not if the client leaves before its first step.
+        """
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         self._events = events
         self._silent_seconds = silent_seconds
+        self._end = end
         self._is_sending = False
         self._sent_at = 0.0
 
@@ -187,6 +196,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
+            await self._end()
 
     async def stream_response(self, send: Send) -> None:
         """Send the whole response. Raises the error that has ended the events."""

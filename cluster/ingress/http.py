@@ -197,6 +197,12 @@ async def _generate(
         return _metadata(first, translated), replace(translated.event_id, coordinator=first.started.coordinator)
 
     beginning = asyncio.ensure_future(begin())
+
+    async def end() -> None:
+        beginning.cancel()
+        await asyncio.gather(beginning, return_exceptions=True)
+        await events.aclose()
+
     try:
         # A refused request fails here, before the status line is sent, unless it waits for long.
         await while_connected(
@@ -214,14 +220,12 @@ async def _generate(
         await events.aclose()
         raise translated.named(error) from None
     except BaseException:
-        beginning.cancel()
-        await asyncio.gather(beginning, return_exceptions=True)
-        await events.aclose()
+        await end()
         raise
     parts = chunks(
         beginning, events, choices, translated.options, lambda error: failed(request, translated.named(error))
     )
-    return EventStream(parts, translated.headers, silent_seconds=_SILENT_SECONDS)
+    return EventStream(parts, translated.headers, silent_seconds=_SILENT_SECONDS, end=end)
 
 
 def _prompt_text(request: generation_pb2.GenerateRequest) -> str:

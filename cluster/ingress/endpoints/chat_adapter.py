@@ -95,6 +95,12 @@ async def respond(
     responses = answers(client, [message], timeout_of(request, limits.max_timeout_seconds))
     answer = _Answer(ChatFormat.of(chat), adapter)
     first = asyncio.ensure_future(answer.first(responses))
+
+    async def end() -> None:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await responses.aclose()
+
     try:
         # A refused request fails here, before the status line is sent, unless it waits for long.
         await while_connected(request, asyncio.wait({first}, timeout=SILENT_SECONDS if chat.stream else None))
@@ -107,9 +113,7 @@ async def respond(
         await responses.aclose()
         raise error.renamed(names.get(error.field, error.field)) from None
     except BaseException:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await responses.aclose()
+        await end()
         raise
 
     def on_error(error: Exception) -> ErrorResponse:
@@ -117,7 +121,8 @@ async def respond(
             error = _named(error.renamed(names.get(error.field, error.field)), adapter.names)
         return failed(request, error)
 
-    return EventStream(_sent(first, responses, answer, on_error), headers, silent_seconds=SILENT_SECONDS)
+    events = _sent(first, responses, answer, on_error)
+    return EventStream(events, headers, silent_seconds=SILENT_SECONDS, end=end)
 
 
 class _Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -123,6 +124,46 @@ async def test_a_stream_that_waits_for_long_begins_with_comments(
         assert (await api.post(path, **body, stream=stream)).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}),
+    ],
+)
+async def test_a_client_that_leaves_before_the_first_step_of_a_stream_that_waits_frees_its_answer(
+    api: HttpApi, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(http, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 0.01)
+    freed, calls = [], 0
+
+    async def waiting(*_: Any) -> AsyncGenerator[Any, None]:
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            freed.append(path)
+
+    async def receive() -> Message:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return {"type": "http.request", "body": json.dumps({**body, "stream": True}).encode()}
+        if calls == 2:
+            await asyncio.Event().wait()  # the client is there until the response begins
+        return {"type": "http.disconnect"}
+
+    async def send(_: Message) -> None:
+        await asyncio.sleep(0)  # a connection that waits before it takes more
+
+    monkeypatch.setattr(api.client, "generate", waiting)
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [(b"host", b"pilotfish")]}
+    await create_app(api.client, LIMITS)(scope, receive, send)
+    assert (freed, calls) == ([path], 3)
+
+
 async def test_no_comment_is_sent_while_events_come(api: HttpApi) -> None:
     assert chunks(await api.chat(stream=True))
     closed = []
@@ -182,6 +223,6 @@ async def _sent_until(events: AsyncGenerator[bytes, None], count: int | None, sl
         if len(parts) == count:
             left.set()
 
-    stream = EventStream(events, silent_seconds=0.01)
+    stream = EventStream(events, silent_seconds=0.01, end=lambda: asyncio.sleep(0))
     await stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
     return parts
