@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_a_planted_typo_in_the_dockerfile_is_found(tmp_path: Path) -> None:
 
 def test_the_image_asks_for_its_health_with_a_module_that_exists() -> None:
     assert "HEALTHCHECK" in stages()["runtime"] and f'"-m", "{is_alive.__module__}"' in stages()["runtime"]
+
+
+def test_the_images_have_the_training_that_a_learning_draft_needs() -> None:
+    (listing,) = re.findall(r'^RUN python -c "(.*?)" > requirements\.txt', stages()["build"], re.MULTILINE | re.DOTALL)
+    command = [sys.executable, "-c", listing.replace("\\\n", "")]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    training = tomllib.loads((ROOT / "deploy" / "distillation" / "pyproject.toml").read_text("utf-8"))["project"]
+    assert {one for one in training["dependencies"] if not one.startswith("pilotfish")} <= set(found)
+    assert not [one for one in found if one.startswith("pilotfish")]
+    for stage in ("build-cpu", "build-cuda"):
+        (installed,) = re.findall(r"pip install --no-deps (.*) \.$", stages()[stage], re.MULTILINE)
+        assert "./deploy/distillation" in installed.split(), stage
 
 
 def test_the_compose_file_follows_the_specification() -> None:
