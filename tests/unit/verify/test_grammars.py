@@ -105,6 +105,20 @@ def guided(expected: Sequence[int], draw: random.Random) -> Propose:
     return draft
 
 
+def record_compilations(engine: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> list[Grammar]:
+    """The grammars that the engine compiles from now on, in this order."""
+    compiler, compiled = engine._grammars._compiler, list[Grammar]()
+    assert compiler is not None
+    compile_now = compiler._compile
+
+    def recorded(grammar: Grammar) -> LLMatcher:
+        compiled.append(grammar)
+        return compile_now(grammar)
+
+    monkeypatch.setattr(compiler, "_compile", recorded)
+    return compiled
+
+
 def text_of(directory: Path, tokens: Sequence[int]) -> str:
     return Tokenizer.load(directory).decode(tokens[:-1])
 
@@ -365,18 +379,10 @@ def test_a_limit_that_is_reached_in_a_tree_excludes_no_node_in_silence(
 def test_a_grammar_whose_matchers_cannot_go_back_is_answered_without_drafts(
     engine: TargetEngine, monkeypatch: pytest.MonkeyPatch, lark: str
 ) -> None:
-    compiler, compiled = engine._grammars._compiler, list[Grammar]()
-    assert compiler is not None
-    compile_now = compiler._compile
-
-    def counted(grammar: Grammar) -> LLMatcher:
-        compiled.append(grammar)
-        return compile_now(grammar)
-
     grammar = Grammar(GrammarKind.GRAMMAR, f'start: "(" text ")" /[0-9]{{8}}/\ntext{lark}')
     parameters = replace(SAMPLINGS["sampled"], grammar=grammar)
     plain, _ = answer(engine, parameters)
-    monkeypatch.setattr(compiler, "_compile", counted)
+    compiled = record_compilations(engine, monkeypatch)
     drafted, _ = answer(engine, parameters, guided(plain, random.Random(3)))
     assert drafted == plain
     assert 0 < len(compiled) < len(Attempt)
@@ -386,16 +392,9 @@ def test_a_step_with_more_grammars_than_are_kept_compiles_each_of_them_once(
     engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise each step would drop grammars that its own rows need, and its rows might never begin."""
-    compiler, compiled = engine._grammars._compiler, list[Grammar]()
+    compiler, compiled = engine._grammars._compiler, record_compilations(engine, monkeypatch)
     assert compiler is not None
-    compile_now = compiler._compile
-
-    def counted(grammar: Grammar) -> LLMatcher:
-        compiled.append(grammar)
-        return compile_now(grammar)
-
     monkeypatch.setattr(compiler_module, "_MOST_CACHED", 2)
-    monkeypatch.setattr(compiler, "_compile", counted)
     grammars = [Grammar(GrammarKind.REGEX, f"(swim){{{count}}}") for count in range(2, 7)]
     rows = [first_row(one.text, PROMPT, replace(SAMPLINGS["greedy"], grammar=one)) for one in grammars]
     while rows:
