@@ -27,7 +27,6 @@ _METHODS = {
     "suffix": "suffix",
 }
 """vLLM's names of methods, and those of the methods here."""
-_NGRAM = {"prompt_lookup_max": "draft.ngram.max", "prompt_lookup_min": "draft.ngram.min"}
 _LOOKUPS = ("ngram", "suffix")
 _WITHOUT_MODEL = ("mtp", *_LOOKUPS)
 """Methods that need no model; the layer of `mtp` may be in the target's own checkpoint."""
@@ -91,9 +90,12 @@ def from_speculative_config(text: str) -> list[str]:
 
 
 def _assignments(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    given = {key: value for key, value in given.items() if value is not None}  # to vLLM, null is unset
     method, model, count = (given.pop(key, None) for key in ("method", "model", "num_speculative_tokens"))
+    if method == "[ngram]" or (method is None and model in ("ngram", "[ngram]")):
+        method = "ngram"
     method = "mtp" if method in _OLDER_MTP else method
-    if method is not None and method not in _METHODS:
+    if method is not None and (not isinstance(method, str) or method not in _METHODS):
         raise ConfigurationError(
             f"{_OPTION}: method {shorten(method)} is refused; it must be one of {', '.join(_METHODS)}, or unset"
         )
@@ -105,14 +107,20 @@ def _assignments(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "draft.method", _METHODS[method]
     if method not in _LOOKUPS and model is not None:
         yield "draft.path", model
-        if (revision := given.pop("revision", None)) is not None:
-            yield "draft.revision", revision
+        if "revision" in given:
+            yield "draft.revision", given.pop("revision")
     if count is not None:
         yield from (("draft.max_depth", count), ("draft.max_nodes", count))
-    for name, key in _NGRAM.items():
-        if method == "ngram" and (value := given.pop(name, None)) is not None:
-            yield key, value
+    if method == "ngram":
+        yield from _lookup_lengths(given.pop("prompt_lookup_max", None), given.pop("prompt_lookup_min", None))
     if given.pop("draft_tensor_parallel_size", 1) != 1:
         raise ConfigurationError(f"{_OPTION}: draft_tensor_parallel_size must be 1; drafts are made on one device")
     if given:
         raise ConfigurationError(f"{_OPTION}: {sorted(given)[0]} is refused; no setting here means the same")
+
+
+def _lookup_lengths(most: Any, least: Any) -> Iterator[tuple[str, Any]]:
+    """The lengths of suffixes that prompt lookup looks up. To vLLM, one that is unset is the other."""
+    if most is not None or least is not None:
+        yield "draft.ngram.max", least if most is None else most
+        yield "draft.ngram.min", most if least is None else least

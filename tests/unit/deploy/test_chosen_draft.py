@@ -128,6 +128,23 @@ class TestOptionOfVllm:
         settings = draft.model_dump()["ngram"]
         assert (settings["max"], settings["min"]) == (5, 3)
 
+    @pytest.mark.parametrize(("name", "value"), [("max", 1), ("max", 4), ("min", 3), ("min", 12)])
+    def test_one_length_of_prompt_lookup_is_both(self, name: str, value: int) -> None:
+        given = from_speculative_config(json.dumps({"method": "ngram", f"prompt_lookup_{name}": value}))
+
+        draft = load_settings("cpu", (), {}, below=given).configuration.draft.model_dump()
+
+        assert (draft["ngram"]["max"], draft["ngram"]["min"]) == (value, value)
+
+    @pytest.mark.parametrize("given", [{"model": "ngram"}, {"model": "[ngram]"}, {"method": "[ngram]"}])
+    def test_prompt_lookup_has_several_names(self, given: dict[str, str]) -> None:
+        assert from_speculative_config(json.dumps(given)) == ['draft.method="ngram"']
+
+    def test_null_means_unset(self) -> None:
+        unset = dict.fromkeys(("model", "draft_tensor_parallel_size", "quantization", "prompt_lookup_max"))
+
+        assert from_speculative_config(json.dumps({"method": "ngram", **unset})) == ['draft.method="ngram"']
+
     @pytest.mark.parametrize("name", ["mtp", "qwen3_next_mtp"])
     def test_the_targets_own_layer(self, name: str) -> None:
         given = from_speculative_config(f'{{"method": "{name}", "num_speculative_tokens": 2}}')
@@ -152,6 +169,7 @@ class TestOptionOfVllm:
             ("{", "--speculative-config: needed a JSON object"),
             ("[1]", r"--speculative-config: \[1\] is refused; it must be a JSON object"),
             ('{"method": "mlp_speculator", "model": "a/b"}', "method 'mlp_speculator' is refused; it must be one of"),
+            ('{"method": ["eagle3"], "model": "a/b"}', r"method \['eagle3'\] is refused; it must be one of"),
             ('{"method": "eagle3"}', "model must be set, unless method is mtp or ngram or suffix"),
             ('{"method": "ngram", "model": "a/b"}', "model 'a/b' is refused; ngram drafts without a model"),
             ('{"model": "a/b", "disable_padded_drafter_batch": true}', "disable_padded_drafter_batch is refused"),
