@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,10 +72,17 @@ class Access:
 
 
 def make_access(addresses: str | Sequence[str], api_key: str | None, tls: Tls | None) -> Access:
-    """How the servers at one or several addresses are reached. Raises `ValueError` without an address."""
+    """How the servers at one or several addresses are reached.
+
+    White space around the key does not count. Raises `ValueError` without an address, and for what cannot be a key.
+    """
     found = (addresses,) if isinstance(addresses, str) else tuple(addresses)
     if not found or not all(found):
         raise ValueError(f"addresses: needed at least one HOST:PORT, found {addresses!r}")
+    if api_key is not None:
+        api_key = api_key.strip()
+        if not all("!" <= character <= "~" for character in api_key):
+            raise ValueError("api_key: needed printable ASCII characters without spaces")
     return Access(found, api_key, tls)
 
 
@@ -109,10 +117,21 @@ class ServerChannels:
         return generation_pb2_grpc.GenerationServiceStub(channel)
 
     def _open(self, address: str) -> Any:
-        tls = self._access.tls
+        tls, options = self._access.tls, self._access.options
+        if _is_loopback(address):  # a proxy that the environment names cannot reach it
+            options += (("grpc.enable_http_proxy", 0),)
         if tls is None:
-            return self._grpc.insecure_channel(address, options=self._access.options)
-        return self._grpc.secure_channel(address, tls.credentials(), options=self._access.options)
+            return self._grpc.insecure_channel(address, options=options)
+        return self._grpc.secure_channel(address, tls.credentials(), options=options)
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether `host:port` is an address of this machine alone."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _read(file: str | Path | None) -> bytes | None:

@@ -46,8 +46,8 @@ class Parameters:
     """Alternatives to report per token."""
     thinking_token_budget: int | None = None
     """Most tokens that the model thinks before it answers."""
-    stop: Sequence[str] = ()
-    """Strings that end the answer."""
+    stop: str | Sequence[str] = ()
+    """A string, or several, that end the answer."""
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     n: int | None = None
@@ -97,7 +97,7 @@ def make_request(prompt: Prompt, parameters: Parameters) -> generation_pb2.Gener
             for token, bias in parameters.logit_bias.items():
                 request.sampling.logit_bias.add(token_id=token, bias=bias)
         if parameters.stop:
-            request.stopping.stop[:] = parameters.stop
+            request.stopping.stop[:] = [parameters.stop] if isinstance(parameters.stop, str) else parameters.stop
         if parameters.stop_token_ids:
             request.stopping.stop_token_ids[:] = parameters.stop_token_ids
         _set(request, "prediction_text", parameters.prediction)

@@ -73,13 +73,20 @@ def _section(name: str, value: Any, keys: tuple[str, ...]) -> Mapping[str, Any]:
 
 def _token(file: Any, environment: Mapping[str, str]) -> str | None:
     if file is None:
-        return environment.get(TOKEN_VARIABLE, "").strip() or None
-    try:
-        token = Path(file).expanduser().read_text("ascii").strip()
-    except (OSError, TypeError, UnicodeDecodeError) as error:
-        raise RefusedSettings(f"{SECTION}.token_file: needed a readable ASCII file, found {file!r}: {error}") from None
-    if not token.isprintable() or not token:
-        raise RefusedSettings(f"{SECTION}.token_file: needed one line with the token in {file!r}")
+        token = environment.get(TOKEN_VARIABLE, "").strip()
+        if not token:
+            return None
+        source = TOKEN_VARIABLE
+    else:
+        try:
+            token = Path(file).expanduser().read_text("ascii").strip()
+        except (OSError, TypeError, ValueError) as error:
+            raise RefusedSettings(
+                f"{SECTION}.token_file: needed a readable ASCII file, found {file!r}: {error}"
+            ) from None
+        source = f"{SECTION}.token_file {file!r}"
+    if not token or not all("!" <= character <= "~" for character in token):
+        raise RefusedSettings(f"{source}: needed one line with the token, of printable ASCII characters without spaces")
     return token
 
 

@@ -62,6 +62,10 @@ def test_parameters_that_are_not_set_are_not_sent() -> None:
     assert make_request("hi", Parameters(thinking_token_budget=0, priority=-3)) == ranked
 
 
+def test_one_stop_string_is_not_its_characters() -> None:
+    assert list(make_request("hi", Parameters(stop="END")).stopping.stop) == ["END"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "parameters", "words"),
     [
@@ -166,3 +170,14 @@ def test_addresses_and_files_are_checked() -> None:
     access = make_access("a:1", "secret", None)
     assert access.metadata == (("authorization", "Bearer secret"),)
     assert "secret" not in repr(access)
+
+
+def test_a_key_may_end_a_line() -> None:
+    assert make_access("a:1", "secret\n", None).metadata == (("authorization", "Bearer secret"),)
+
+
+@pytest.mark.parametrize("key", ["sec\nret", "sec ret", "s\u00e9cret"])
+def test_what_no_metadata_holds_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key: needed printable ASCII characters without spaces") as refused:
+        make_access("a:1", key, None)
+    assert key not in str(refused.value)

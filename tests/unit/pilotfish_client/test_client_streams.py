@@ -138,6 +138,23 @@ async def test_another_address_answers_when_the_first_is_lost(cluster: LocalClus
     assert found.resumptions == 1 and len(found.text) > 0
 
 
+async def test_a_server_of_this_machine_is_not_asked_through_a_proxy_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    generation, _, _ = fake_service(tmp_path)
+    async with WireServer("127.0.0.1", 0) as server:
+        add = generation_pb2_grpc.add_GenerationServiceServicer_to_server
+        server.add("pilotfish.v1.GenerationService", add, GenerationServicer(generation))
+        port = await server.start()
+        for host in ("127.0.0.1", "localhost"):
+            async with AsyncClient(f"{host}:{port}", patience_seconds=0.5) as client:
+                assert (await client.generate("hi", Parameters(max_tokens=4))).text
+
+
 async def test_certificates_of_both_sides(tmp_path: Path) -> None:
     files = make_certificate(tmp_path / "tls")
     generation, _, _ = fake_service(tmp_path)

@@ -39,8 +39,15 @@ def test_certificates_have_the_name_of_a_clusters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "\n", "two\nlines\n"])
 def test_a_token_file_has_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(text)
-    with pytest.raises(RefusedSettings, match="token_file: needed one line with the token"):
+    with pytest.raises(RefusedSettings, match=r"token_file .*: needed one line with the token"):
         read_settings({"token_file": str(tmp_path / "token")}, ADDRESS)
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "two words", "t\u00f6ken"])
+def test_a_token_of_the_environment_has_one_line(token: str) -> None:
+    with pytest.raises(RefusedSettings, match="PILOTFISH_CLUSTER_TOKEN: needed one line with the token") as refused:
+        read_settings(None, ADDRESS | {"PILOTFISH_CLUSTER_TOKEN": token})
+    assert token not in str(refused.value)
 
 
 @pytest.mark.parametrize(
