@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -72,6 +74,16 @@ def check_at_least(options: Any, bounds: Mapping[str, float]) -> None:
     for name, bound in bounds.items():
         if not getattr(options, name) >= bound:
             refuse(options, name, f"it must be at least {bound}")
+
+
+def check_directory(options: Any, name: str) -> None:
+    """Raise `ConfigurationError` unless an option names a directory that is there or can be made, or is unset."""
+    directory: Path | None = getattr(options, name)
+    if directory is None:
+        return
+    existing = next(one for one in (directory, *directory.absolute().parents) if one.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        refuse(options, name, f"it must be a directory, in one that this user may write, and {existing} is not")
 
 
 def _parameters(options: type[Any]) -> list[inspect.Parameter]:

@@ -159,6 +159,11 @@ def port_problems(server: ServerSection) -> Iterator[Problem]:
     for api, host, port in apis:
         if port is None:
             continue
+        if reason := _why_unbindable(host, 0):
+            found = f"{host!r} ({reason})"
+            setting = f"server.{'grpc' if api == 'operations' else api}_host"
+            yield Problem(setting, "an address of this machine", found, "set it to one, such as 127.0.0.1")
+            continue
         other = taken.setdefault(port, api) if port else api
         if other != api:
             needed = f"another port than server.{other}_port"
@@ -367,6 +372,8 @@ def _why_unbindable(host: str, port: int) -> str | None:
             # With this option a port in TIME_WAIT counts as free, and a port in use does not.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+    except UnicodeError:  # an empty part between two dots, or one that is too long
+        return "a name that no host can have"
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return None

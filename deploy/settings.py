@@ -158,7 +158,7 @@ def _settle(
         ray_address=environment.get("PILOTFISH_RAY_ADDRESS") or None,
         token=find_token(environment, configuration.cluster.token_file),
         api_keys=parse_keys(environment.get("PILOTFISH_API_KEYS", "").replace(";", "\n"), "PILOTFISH_API_KEYS"),
-        api_key=environment.get("PILOTFISH_API_KEY") or None,
+        api_key=environment.get("PILOTFISH_API_KEY", "").strip() or None,
     )
 
 
@@ -230,11 +230,28 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     return overrides
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that a section has twice: one of its values would be lost."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there twice in one section")
+                seen.add(key.value)
+        return node
+
+
 def _parse(source: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)  # noqa: S506 - it makes plain values alone
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{source}: not YAML; {' '.join(str(error).split())}") from None
+    except (ValueError, LookupError, AttributeError, RecursionError) as error:  # not caught by PyYAML
+        reason = error if isinstance(error, ValueError) else "a value is not of its tag's kind, or is nested too deep"
+        raise ConfigurationError(f"{source}: refused; {reason}") from None
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.dataclass_options import check_at_least, flag, refuse
+from deploy.dataclass_options import check_at_least, check_directory, flag, refuse
 from deploy.network.https_client import CacertOption, UrlOption, server_root
 
 
@@ -74,6 +74,7 @@ class ContestOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, dict.fromkeys(self.POSITIVE, 1) | {"peer_seconds": 0})
+        check_directory(self, "out")
         if not self.batches or any(batch < 1 for batch in self.batches):
             refuse(self, "batches", "each must be at least 1")
         if not self.temperatures or any(not 0 <= temperature <= 2 for temperature in self.temperatures):
@@ -226,6 +227,7 @@ class AgreementOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, {"texts": 1, "max_tokens": 1, "text_tokens": 1})
+        check_directory(self, "out")
         if not 0 < self.temperature <= 10:
             refuse(self, "temperature", "it must be above 0, at most 10")
 
@@ -295,6 +297,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, dict.fromkeys(_AT_LEAST_ONE, 1))
+        check_directory(self, "out")
         if not self.request_rate or any(not rate > 0 for rate in self.request_rate):
             refuse(self, "request_rate", "each must be above 0")
         if not self.max_concurrency or any(bound < 0 for bound in self.max_concurrency):

@@ -44,9 +44,14 @@ def drafts(
         raise ConfigurationError("draft.learn_directory: needed the directory with the learned versions, found none")
     directory = Path(settings.draft.learn_directory).expanduser()
     key = None if client is None else salt_key(scoped_salt(client, "", shares_between_keys=False))
-    if action is Action.ROLLBACK:
-        roll_back(directory, key)
-    output.print(_table([one for one in versions_of(directory) if key in (None, one.key, one.client)]))
+    try:
+        if action is Action.ROLLBACK:
+            roll_back(directory, key)
+        found = [one for one in versions_of(directory) if key in (None, one.key, one.client)]
+    except OSError as error:
+        needed = "may read" if action is Action.LIST else "may write"
+        raise ConfigurationError(f"draft.learn_directory: needed one that this user {needed}; {error}") from None
+    output.print(_table(found))
 
 
 def _table(found: list[SaltVersions]) -> Table:

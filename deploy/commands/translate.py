@@ -10,7 +10,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from cluster.core.errors import InvalidRequest
+from cluster.core.errors import ConfigurationError, InvalidRequest
 from deploy.commands.client.connection import ChosenServer, connected
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
@@ -44,6 +44,8 @@ def translate(
     Without --url, the model is loaded in this process.
     """
     options = TranslateOptions(max_tokens, beams)
+    if out is not None and out.resolve() == file.resolve():
+        raise ConfigurationError("--out: needed another file than FILE, found the same")
     if in_flight < 1:
         raise InvalidRequest("in_flight", in_flight, "at least 1")
     sources = read_sources(file, field)
@@ -56,7 +58,7 @@ def translate(
             client = await stack.enter_async_context(connected(server, notify))
             translator = Translator(client, str(client.base_url), options)
             await translator.choose_model(model if url is not None else None)
-            file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
+            file = None if out is None else stack.enter_context(_opened(out))
             report = stack.enter_context(ProgressReporter(notices, "translating"))
             await write_translations(translator, sources, in_flight, file, report)
 
@@ -65,6 +67,13 @@ def translate(
     except KeyboardInterrupt:
         notify(f"stopped; {out or 'the output'} has the translations of the first lines")
         raise
+
+
+def _opened(out: Path) -> TextIO:
+    try:
+        return out.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--out {out}: needed a file that can be written; {error}") from None
 
 
 async def write_translations(

@@ -72,7 +72,7 @@ class _TerminalNotices:
     """Lines and progress bars on stderr. It is a `Notices`."""
 
     def print(self, text: str) -> None:
-        notices.print(text)
+        notices.print(text, markup=False)
 
     def stage(self, title: str, seconds: float = math.inf) -> AbstractContextManager[ProgressReporter]:
         return ProgressReporter(notices, title, seconds=seconds)

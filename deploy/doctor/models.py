@@ -76,11 +76,16 @@ def _packaged(key: str, path: str) -> Finding:
 
 
 def _on_hub(key: str, path: str) -> Finding:
+    refused = Finding(key, path, f"give a directory, a .gguf file, owner/name or one of {', '.join(PACKAGED_MODELS)}")
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        return Finding(key, path, f"give a directory, a .gguf file, owner/name or one of {', '.join(PACKAGED_MODELS)}")
+        return refused
     # Importing it takes a while, and most models need no hub.
     from huggingface_hub import try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+    try:
+        file = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # a name that the hub does not allow
+        return refused
+    if isinstance(file, str):
         return Finding(key, f"{path}, in the hub's cache")
     return Finding(key, f"{path}, not fetched yet: the first start fetches it, or `pilotfish prepare`")

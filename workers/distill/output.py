@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -38,7 +39,10 @@ def replaced_directory(directory: Path, card: str, pictures: dict[str, bytes]) -
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raise `ConfigurationError` unless `directory` is absent, is empty, or holds a draft."""
+    """Raise `ConfigurationError` unless this user may write `directory` and it is absent, empty, or holds a draft."""
+    existing = next((one for one in directory.absolute().parents if one.exists()), directory)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"--out {directory}: needed a directory that this user may write, found {existing}")
     if directory.is_dir() and (is_written_here(directory) or not any(directory.iterdir())):
         return
     if directory.exists():

@@ -155,24 +155,29 @@ def _identity(files: Sequence[Path], reading: str = "") -> str:
 def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path:
     """Call `convert(directory, scratch)` to fill `destination`, unless that was done before.
 
-    `scratch` is a directory that lasts as long as the conversion.
+    `scratch` is a directory that lasts as long as the conversion. Raises `ModelLoadError` where nothing can be written.
     """
     if (destination / "config.json").is_file():
         return _checked(destination)
     transformers_logging.disable_progress_bar()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", dir=destination.parent))
+    building: Path | None = None
     try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", dir=destination.parent))
         with tempfile.TemporaryDirectory(prefix=f"{destination.name}.parts.", dir=destination.parent) as scratch:
             convert(building, Path(scratch))
         # The rename is atomic, so a directory of this name with a configuration is complete.
         building.chmod(0o755)
         building.rename(destination)
-    except OSError:
+    except OSError as error:
         if not (destination / "config.json").is_file():  # another process may have converted it first
-            raise
+            raise ModelLoadError(
+                f"{destination}: the converted model cannot be stored; {error}; set PILOTFISH_CACHE_DIR to a directory "
+                "with room that this user may write"
+            ) from error
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        if building is not None:
+            shutil.rmtree(building, ignore_errors=True)
     return _checked(destination)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from cluster.core.errors import ConfigurationError
-from deploy.dataclass_options import check_at_least, refuse
+from deploy.dataclass_options import check_at_least, check_directory, refuse
 from deploy.simulation.capacity.step_times import Times, measured_times
 from deploy.simulation.simulated_drafter import DrafterSpeed
 
@@ -66,6 +66,7 @@ class CapacityOptions:
         not_negative = ("drafters", "in_flight", "max_nodes")
         least = {"targets": 1, "target_gpus": 1, "max_sequences": 1, "kv_tokens": 1024, "sample": 0, "seed": 0}
         check_at_least(self, least | dict.fromkeys(not_negative, 0))
+        check_directory(self, "out")
         positive = ("arrivals", "seconds", "target_parameters", "bytes_per_parameter")
         for name in (*positive, "bandwidth", "flops"):
             if not getattr(self, name) > 0:

@@ -32,3 +32,12 @@ def test_a_client_is_meant_with_all_its_salts(tmp_path: Path, capsys: pytest.Cap
         drafts(Action.ROLLBACK, None, settings, "carol")
     drafts(Action.ROLLBACK, None, settings)
     assert {one.key: one.served for one in versions_of(tmp_path)} == {OWN: 0, OTHER: 0, BOB: 1}
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / OWN / "000001").mkdir(parents=True)
+    (tmp_path / OWN / SERVED).write_text("1\n")
+    (tmp_path / ".lock").mkdir()  # as root, a test may write everything else
+    with pytest.raises(ConfigurationError, match=r"needed one that this user may write; .*\.lock"):
+        drafts(Action.ROLLBACK, None, [f"draft.learn_directory={tmp_path}"])
+    assert versions_of(tmp_path)[0].served == 1

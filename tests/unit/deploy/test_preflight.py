@@ -100,10 +100,13 @@ def test_a_port_in_use_is_named() -> None:
     assert line.startswith(f"server.http_port: needed 127.0.0.1:{port} free, found address already in use;")
 
 
-def test_an_address_of_another_machine_is_named() -> None:
-    assert "192.0.2.77:0" in only(
-        preflight.port_problems(ServerSection(http_port=0, grpc_port=0, grpc_host="192.0.2.77"))
-    )
+@pytest.mark.parametrize("host", ["192.0.2.77", "a..b", "x" * 64, ""])
+def test_an_address_that_this_machine_does_not_have_is_named(host: str) -> None:
+    for port in (0, 9000):
+        line = only(preflight.port_problems(ServerSection(http_port=0, grpc_port=port, grpc_host=host)))
+        assert line.startswith(f"server.grpc_host: needed an address of this machine, found {host!r} (")
+    twice = ServerSection(http_port=0, grpc_port=0, operations_port=9001, grpc_host=host)
+    assert {str(one).partition(":")[0] for one in preflight.port_problems(twice)} == {"server.grpc_host"}
 
 
 def test_one_port_for_both_apis_is_refused() -> None:

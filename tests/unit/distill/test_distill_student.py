@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel, SmolLM3Config
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.models import distilled_draft, tiny
+from workers.distill.output import check_replaceable
 from workers.distill.student import Student, StudentPlan, export, make_student
 from workers.distill.target_model import load_target
 from workers.distill.vocabulary import frequent_tokens, stored_vocabulary
@@ -276,6 +277,8 @@ class TestExport:
             export(student_of(target, 0), tmp_path / "letters", "t", "", {})
 
         assert (tmp_path / "letters" / "dear.txt").read_text() == "Dear"
+        with pytest.raises(ConfigurationError, match=r"needed a directory that this user may write, found .*dear"):
+            check_replaceable(tmp_path / "letters" / "dear.txt" / "draft")
 
     def test_an_older_draft_is_replaced_completely(self, target: PreTrainedModel, tmp_path: Path) -> None:
         export(student_of(target, 1, 2), tmp_path / "draft", "t", "", {"old.png": b"old"})

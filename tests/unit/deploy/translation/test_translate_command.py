@@ -177,6 +177,20 @@ async def test_the_command_translates_a_file(tmp_path: Path, capsys: pytest.Capt
         assert "line 2: prompt is too long:" in captured.err
 
 
+async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text(f"{FRENCH[0]}\n")
+    (tmp_path / "link").symlink_to(tmp_path / "in.txt")
+    async with translator(tmp_path / "model") as served, listening(served.app) as url:
+        out = str(tmp_path / "absent" / "out.txt")
+        assert await run(str(tmp_path / "in.txt"), "--url", url, "--out", out) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pilotfish: ")]
+        assert line.startswith(f"pilotfish: --out {out}: needed a file that can be written; ")
+        for same in ("in.txt", "link"):
+            assert await run(str(tmp_path / "in.txt"), "--url", url, "--out", str(tmp_path / same)) == 2
+            assert "--out: needed another file than FILE, found the same" in capsys.readouterr().err
+    assert (tmp_path / "in.txt").read_text() == f"{FRENCH[0]}\n"
+
+
 @pytest.mark.parametrize("wrong", [("--beams", "0"), ("--max-tokens", "0"), ("--in-flight", "0")])
 async def test_wrong_options_are_refused(
     tmp_path: Path, wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]
