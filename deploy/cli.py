@@ -5,6 +5,7 @@ Exit codes: 2 for an error in the configuration or the request, 1 for other erro
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -57,6 +58,7 @@ _COMMANDS: dict[str, str | _Added] = {
 def main() -> NoReturn:
     """Run the command line. This is the `pilotfish` console script."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of libraries; Pilotfish shows its own
+    _accept_any_text()
     try:
         key = _completed_key(os.environ)
         command_line(sys.argv[1:])(standalone_mode=True, prog_name="pilotfish", obj=key)
@@ -67,6 +69,17 @@ def main() -> NoReturn:
     except (Interrupted, KeyboardInterrupt):
         sys.exit(SIGNALLED)
     sys.exit(0)
+
+
+def _accept_any_text() -> None:
+    """Let the standard streams read bytes and write characters that their encoding does not have.
+
+    A byte that is read so becomes half of a surrogate pair, as in the arguments of the process; a character is written
+    as a backslash and its code, as on stderr.
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _completed_key(environment: MutableMapping[str, str]) -> str:

@@ -6,8 +6,8 @@ import sys
 
 from rich.console import Console
 
-output = Console(highlight=False, soft_wrap=True)
-notices = Console(stderr=True, highlight=False, soft_wrap=True)
+output = Console(highlight=False, soft_wrap=True, emoji=False)
+notices = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 def write_text(text: str) -> None:

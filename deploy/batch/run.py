@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import httpx
 
 from cluster.core.errors import ConfigurationError, shorten
-from deploy.network.https_client import why_silent
+from deploy.network.https_client import JSON_HEADERS, to_json, why_silent
 
 Report = Callable[[float, str], None]
 """Called with the share of the lines that are done, and a description."""
@@ -71,7 +71,8 @@ class BatchRun:
             raise ConfigurationError(f"--input-file {source}: needed at least one line, found none")
         lines = read_lines(source)
         try:
-            opened = out.open("w", encoding="utf-8")
+            # UTF-8 has no half of a surrogate pair. Replaced by a backslash and its code, it is one in JSON.
+            opened = out.open("w", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise ConfigurationError(f"--output-file {out}: needed a file that can be written; {error}") from None
         with opened as file:
@@ -109,9 +110,10 @@ class BatchRun:
     async def _send(self, number: int, request: BatchRequest) -> BatchResult:
         """Send a request until the server answers it, or refuses it for good."""
         failures, pause = 0, _FIRST_PAUSE_SECONDS
+        content = to_json(request.body)
         while True:
             try:
-                response = await self._client.post(request.url, json=dict(request.body))
+                response = await self._client.post(request.url, content=content, headers=JSON_HEADERS)
             except httpx.HTTPError as error:
                 failures += 1
                 if failures >= _CONNECTION_ATTEMPTS:

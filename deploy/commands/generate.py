@@ -78,7 +78,8 @@ class Answer:
 
     def add(self, chunk: Any) -> str:
         """Take over one chunk of the stream. Returns the text that it adds."""
-        self.model, self.seed, self.lossless = chunk["model"], chunk["seed"], chunk["lossless"]
+        self.model, self.seed = chunk.get("model", self.model), chunk.get("seed", self.seed)
+        self.lossless = chunk.get("lossless", self.lossless)
         if usage := chunk.get("usage"):
             self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         added = ""
@@ -147,7 +148,8 @@ async def answer_prompt(server: ChosenServer, prompt: Prompt, write: Write, noti
             write(added)
         answer.seconds = time.perf_counter() - begun
         write("\n")
-        notice(str(answer))
+        if answer.draft_method:  # only a server of Pilotfish says what it took
+            notice(str(answer))
     return answer
 
 

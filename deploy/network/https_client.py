@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import httpx
@@ -28,6 +30,8 @@ CacertOption = Annotated[
 
 NO_API = "is it the address of an OpenAI-compatible server?"
 """What to ask about a server whose answers have another form."""
+JSON_HEADERS = {"content-type": "application/json"}
+"""The headers of a request whose body is `to_json`."""
 
 _LONGEST_REASON = 200
 _CONNECT_SECONDS = 10.0
@@ -64,9 +68,11 @@ def open_client(
 
     It opens as many connections as its user has requests in flight. `verify` comes from `verification`. A server that
     `is_own`, or has a loopback address, is on this machine: a proxy that the environment names cannot reach it. Raises
-    `ConfigurationError` for what is no address; it names the option.
+    `ConfigurationError` for what is no address; it names the option. It also does for a key that no header can hold.
     """
     root = server_root(url, option)
+    if api_key is not None and not all("!" <= character <= "~" for character in api_key):
+        raise ConfigurationError("PILOTFISH_API_KEY: needed an API key of printable ASCII characters without spaces")
     return httpx.AsyncClient(
         base_url=root,
         headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
@@ -121,6 +127,32 @@ def refusal_hint(status: int) -> str:
     if status == httpx.codes.FORBIDDEN:
         return "; set PILOTFISH_API_KEY to the key of an operator"
     return ""
+
+
+def to_json(value: object) -> bytes:
+    """Return a value as JSON in UTF-8, for the body of a request.
+
+    It holds all that Python reads from JSON, also half of a surrogate pair and NaN. Servers refuse these with a
+    message, where `httpx` raises `ValueError`.
+    """
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
+async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield the lines of a stream of events as they arrive, without their ends. LF or CRLF ends a line.
+
+    `httpx` also ends lines at other characters, such as U+2028, which a text in JSON may hold. Raises
+    `httpx.HTTPError`.
+    """
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, last = part.split(b"\n")
+        for line in lines:
+            yield (rest + line).removesuffix(b"\r").decode(errors="replace")
+            rest = b""
+        rest += last
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 def json_of(response: httpx.Response) -> Any:

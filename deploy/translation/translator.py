@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from deploy.network.https_client import check_reachable, json_of, refusal_hint, why_silent
+from deploy.network.https_client import JSON_HEADERS, check_reachable, json_of, refusal_hint, to_json, why_silent
 
 _TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
 """Status codes of a server that may answer later."""
@@ -110,9 +110,11 @@ class Translator:
         """Return the server's answer. A server that is busy or away is asked again."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._options.patience_seconds
+        content = None if body is None else to_json(body)
         while True:
             try:
-                response = await self._client.request(method, f"{self._url}{path}", json=body)
+                url = f"{self._url}{path}"
+                response = await self._client.request(method, url, content=content, headers=JSON_HEADERS)
             except httpx.HTTPError as error:
                 reason = f"{self._url}{path}: {why_silent(error)}"
             else:

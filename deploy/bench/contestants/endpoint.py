@@ -12,7 +12,7 @@ import httpx
 from cluster.core.errors import WorkerUnavailable
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest
 from deploy.draft_origins import summed
-from deploy.network.https_client import refusal_hint, why_silent
+from deploy.network.https_client import JSON_HEADERS, lines_of, refusal_hint, to_json, why_silent
 
 _PATH = "/v1/chat/completions"
 _LONGEST_EVENT = 80
@@ -56,12 +56,12 @@ class EndpointContestant:
             body["prediction"] = {"type": "content", "content": prompt.prediction}
         read = StreamReader()
         try:
-            async with self._client.stream("POST", _PATH, json=body) as response:
+            async with self._client.stream("POST", _PATH, content=to_json(body), headers=JSON_HEADERS) as response:
                 if response.status_code != httpx.codes.OK:
                     text = (await response.aread()).decode(errors="replace")[:500]
                     hint = refusal_hint(response.status_code)
                     raise WorkerUnavailable(f"{response.request.url} answered {response.status_code}: {text}{hint}")
-                async for line in response.aiter_lines():
+                async for line in lines_of(response):
                     read.line(line)
         except httpx.HTTPError as error:
             raise WorkerUnavailable(f"{self._client.base_url}: {why_silent(error)}") from error

@@ -19,7 +19,7 @@ from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.measuring.setup import describe_machine, read_tasks
 from deploy.bench.options import Endpoint, LoadOptions, parse_goodput
 from deploy.commands.client.connection import get, server_client
-from deploy.network.https_client import check_reachable, why_silent
+from deploy.network.https_client import JSON_HEADERS, check_reachable, lines_of, to_json, why_silent
 from deploy.settings import Settings
 
 Report = Callable[[float, str], None]
@@ -89,16 +89,17 @@ class LoadTest:
 
     async def _send(self, request: LoadRequest, begun: float) -> LoadRecord:
         """Send one request and read its answer. A failure becomes a record with its reason."""
-        body = request.body(self._options.endpoint, self._model)
+        content = to_json(request.body(self._options.endpoint, self._model))
         sent = time.perf_counter() - begun
         reader = StreamReader()
         try:
             async with asyncio.timeout(self._options.timeout):
-                async with self._client.stream("POST", self._options.endpoint.path, json=body) as response:
+                path = self._options.endpoint.path
+                async with self._client.stream("POST", path, content=content, headers=JSON_HEADERS) as response:
                     if response.status_code != httpx.codes.OK:
                         await response.aread()
                         return LoadRecord(sent, error=f"HTTP {response.status_code}")
-                    async for line in response.aiter_lines():
+                    async for line in lines_of(response):
                         reader.line(line)
         except TimeoutError:
             return LoadRecord(sent, error="timeout")

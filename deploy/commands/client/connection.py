@@ -16,7 +16,18 @@ import typer
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, NotReady, WorkerUnavailable
 from cluster.wire.address import http_url, reachable_host
-from deploy.network.https_client import NO_API, ask, json_of, open_client, refusal_hint, verification, why_silent
+from deploy.network.https_client import (
+    JSON_HEADERS,
+    NO_API,
+    ask,
+    json_of,
+    lines_of,
+    open_client,
+    refusal_hint,
+    to_json,
+    verification,
+    why_silent,
+)
 from deploy.settings import Settings, load_settings
 
 InProcessOption = Annotated[
@@ -128,14 +139,14 @@ def listening_url(configuration: Configuration) -> str | None:
         address = (reachable_host(server.http_host), server.http_port)
         with socket.create_connection(address, timeout=_CONNECT_SECONDS):
             return configured_url(configuration)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for what is no name of a host
         return None
 
 
 async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Any:
     """Return the JSON of an answer. Raises `WorkerUnavailable`, `NotReady`."""
     try:
-        response = await client.post(path, json=body)
+        response = await client.post(path, content=to_json(body), headers=JSON_HEADERS)
     except httpx.HTTPError as error:
         raise WorkerUnavailable(f"{client.base_url}: {why_silent(error)}") from None
     return json_of(_checked(response))
@@ -151,17 +162,17 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
 
     Raises `WorkerUnavailable`, `NotReady`.
     """
-    last, attempts = "", 0
+    last, attempts, content = "", 0, to_json(body)
     while True:
-        headers = {"Last-Event-ID": last} if last else {}
+        headers = JSON_HEADERS | ({"Last-Event-ID": last} if last else {})
         try:
-            async with client.stream("POST", path, json=body, headers=headers) as response:
+            async with client.stream("POST", path, content=content, headers=headers) as response:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
                     _checked(response)
                 if not response.headers.get("content-type", "").startswith("text/event-stream"):
                     raise WorkerUnavailable(f"{response.request.url} answered without events; {NO_API}")
-                async for line in response.aiter_lines():
+                async for line in lines_of(response):
                     name, _, value = line.partition(": ")
                     if name == "id":
                         last, attempts = value, 0
@@ -194,7 +205,12 @@ def _checked(response: httpx.Response) -> httpx.Response:
 
 
 def _chunk(data: str) -> Any:
-    chunk = json.loads(data)
+    try:
+        chunk = json.loads(data)
+    except (ValueError, RecursionError):
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise WorkerUnavailable(f"the server sent what is no event; {NO_API}")
     if "error" in chunk:
         raise WorkerUnavailable(f"the server ended the answer with an error: {chunk['error'].get('message')}")
     return chunk

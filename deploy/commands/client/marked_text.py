@@ -49,9 +49,16 @@ class ReceivedAnswer:
 
 
 def write_parts(console: Console, answer: ReceivedAnswer) -> None:
-    """Write what the last chunk added: drafted tokens in green, if the console has colours."""
+    """Write what the last chunk added: drafted tokens in green on a terminal, the text exactly as it is elsewhere.
+
+    On a terminal, tabs become spaces, and control characters are left out.
+    """
     for text, is_drafted in answer.parts:
-        console.print(Text(text, DRAFTED_STYLE if is_drafted else ""), end="")
+        if console.is_terminal:
+            console.print(Text(text, DRAFTED_STYLE if is_drafted else ""), end="")
+        else:
+            console.file.write(text)
+            console.file.flush()
 
 
 def statistics(receipt: dict[str, Any], tokens: int, seconds: float) -> str:

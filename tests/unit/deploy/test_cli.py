@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from google.protobuf import json_format
 from cluster.core.errors import ConfigurationError
 from cluster.ingress.openai.parse import parse
 from cluster.ingress.openai.requests import ChatRequest
-from deploy import settings
+from deploy import settings, terminal
 from deploy.commands.serve import usage_examples
+from deploy.distillation.command import _TerminalNotices
 from deploy.placement import Resources
 from pilotfish.v1 import generation_pb2
 from tests.support.models import tiny
@@ -88,6 +90,10 @@ class TestSettings:
             ("cpu", "target.dtyp=float32", "target.dtyp: unknown key; the nearest valid one is target.dtype"),
             ("cpu", "target.dtype=float8", "target.dtype: 'float8' is refused"),
             ("cpu", "target.path=[", "--set target.path: not YAML"),
+            ("cpu", "target.served_name=2024-13-01", "--set target.served_name: refused; month must be in 1..12"),
+            ("cpu", f"target.threads={'9' * 5000}", "--set target.threads: refused; "),
+            ("cpu", f"target.aliases={'[' * 5000}", "--set target.aliases: refused; a value is not of its tag's kind"),
+            ("cpu", "target.kv={block_size: 8, block_size: 16}", "--set target.kv: refused; line 1: block_size is"),
         ],
     )
     def test_a_mistake_is_reported_with_its_key(self, config: str, assignment: str | None, words: str) -> None:
@@ -102,6 +108,23 @@ class TestSettings:
 
         with pytest.raises(ConfigurationError, match="needed sections with keys, found list"):
             settings.load_settings(str(file), environment={})
+
+    def test_a_section_that_a_file_has_twice_is_refused(self, tmp_path: Path) -> None:
+        """YAML itself would forget the first one."""
+        file = tmp_path / "mine.yaml"
+        file.write_text("target:\n  dtype: bfloat16\ndraft:\n  method: none\ntarget:\n  threads: 2\n")
+
+        with pytest.raises(ConfigurationError, match=r"mine\.yaml: refused; line 5: target is there twice"):
+            settings.load_settings(str(file), environment={})
+
+    def test_anchors_and_merged_sections_of_yaml_are_read(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.yaml"
+        merged = "draft: {model: {kv: {<<: *kv, window: 64, block_size: 32}}}"
+        file.write_text(f"target: {{kv: &kv {{block_size: 8}}}}\n{merged}\n")
+
+        found = settings.load_settings(str(file), environment={}).configuration
+
+        assert (found.target.kv.block_size, found.draft.model_dump()["model"]["kv"]["block_size"]) == (8, 32)
 
 
 class TestCommands:
@@ -146,6 +169,13 @@ class TestCommands:
     ) -> None:
         assert run_command("plan", "--set", f"target.path={tmp_path}") == 1
         assert "a model directory needs config.json and .safetensors files" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("name", ["my models/one", "models/one.", "a/b--c"])
+    def test_a_plan_refuses_what_is_neither_a_directory_nor_a_name_of_the_hub(
+        self, capsys: pytest.CaptureFixture[str], name: str
+    ) -> None:
+        assert run_command("plan", "--set", f"target.path={name}") == 1
+        assert "give a directory, a .gguf file, owner/name or one of" in capsys.readouterr().out
 
     def test_the_preset_for_gpus_starts_on_one_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         node = Resources(cpus=8, gpus=1, memory_bytes=1 << 36, gpu_memory_bytes=24 << 30)
@@ -245,9 +275,40 @@ class TestCommands:
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert ended.stdout.startswith("pilotfish ") and ended.stderr == ""
 
+    def test_what_is_printed_keeps_the_names_of_pictures(self, capsys: pytest.CaptureFixture[str]) -> None:
+        terminal.output.print('{"text": ":smile:"}', markup=False)
+        terminal.notify("draft.path: :fish:")
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err) == ('{"text": ":smile:"}\n', "draft.path: :fish:\n")
+
+    def test_a_character_that_the_encoding_of_the_output_lacks_is_printed_as_its_code(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shown = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+
+        assert run_command("plan", "--node", "cpus=8", "--set", "target.path=/mod\u00e8le") == 0
+
+        assert rb"/mod\xe8le" in shown.getvalue()
+
+    def test_a_notice_of_a_distillation_keeps_its_brackets(self, capsys: pytest.CaptureFixture[str]) -> None:
+        _TerminalNotices().print("/models/[new]: agrees")
+        assert capsys.readouterr().err == "/models/[new]: agrees\n"
+
     def test_a_missing_model_is_exit_code_1(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run_command("prepare", "--set", "target.path=./nowhere") == 1
         assert "no such directory" in capsys.readouterr().err
+
+    def test_a_cache_that_cannot_be_written_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "cache").touch()
+        monkeypatch.setenv("PILOTFISH_CACHE_DIR", str(tmp_path / "cache"))
+        assert run_command("prepare") == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        directory = tmp_path / "cache" / "smollm2-135m-instruct"
+        assert line.startswith(f"pilotfish: {directory}: the converted model cannot be stored;")
+        assert line.endswith("set PILOTFISH_CACHE_DIR to a directory with room that this user may write")
 
     def test_the_three_usage_examples_are_well_formed_and_name_the_model_and_both_addresses(self) -> None:
         configuration = settings.load_settings(

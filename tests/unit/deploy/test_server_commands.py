@@ -212,6 +212,62 @@ async def test_the_key_of_the_environment_opens_the_server(
         assert await run(command, "--url", url) == (0, [])
 
 
+@pytest.mark.parametrize("command", ["generate", "top"])
+async def test_a_key_may_end_a_line(run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PILOTFISH_API_KEY", "root-key-0123456789\n")
+    keys = KeyRing(parse_keys("root root-key-0123456789 admin", "here"))
+    async with serving(tmp_path, keys=keys) as url:
+        assert await run(command, "--url", url) == (0, [])
+
+
+KEYS_OF_NO_HEADER = ("alice-key\n0123456789", "alice key 0123456789", "cl\u00e9-0123456789", "a\udcff")
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [*((command, KEYS_OF_NO_HEADER[0]) for command in COMMANDS), *(("complete", key) for key in KEYS_OF_NO_HEADER[1:])],
+)
+async def test_what_no_header_holds_is_refused_and_not_shown(
+    run: Run, command: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PILOTFISH_API_KEY", key)
+    assert await run(command, "--url", NOWHERE) == (
+        2,
+        ["pilotfish: PILOTFISH_API_KEY: needed an API key of printable ASCII characters without spaces"],
+    )
+
+
+async def test_a_host_that_cannot_be_is_no_running_server(run: Run) -> None:
+    status, lines = await run("complete", "--set", "server.http_host=a..b", "--set", "target.path=./nowhere")
+    assert (status, len(lines)) == (1, 1) and "no such directory" in lines[0]
+
+
+async def test_generate_asks_servers_of_others() -> None:
+    chunk = '{"model": "theirs", "choices": [{"index": 0, "delta": {"content": "hello"}, "finish_reason": "stop"}]}'
+    written: list[str] = []
+    events = PlainTextResponse(f"data: {chunk}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
+    async with listening(events) as url:
+        answer = await answer_prompt(ChosenServer(load_settings(), url), Prompt("hi"), written.append, written.append)
+    assert (answer.model, answer.text, answer.finish_reason) == ("theirs", "hello", "stop")
+    assert written == ["hello", "\n"]
+
+
+@pytest.mark.parametrize("command", ["bench serve", "bench race", "bench tasks"])
+@pytest.mark.parametrize("out", ["in.jsonl", "in.jsonl/results"])
+async def test_a_place_where_results_cannot_be_written_is_refused_before_anything_is_measured(
+    run: Run, command: str, out: str
+) -> None:
+    status, (line,) = await run(command, "--url", NOWHERE, "--out", out)
+    assert (status, line.startswith(f"pilotfish: --out: {out} is refused; it must be a directory, in one")) == (2, True)
+
+
+def test_a_simulation_is_not_begun_where_its_results_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("simulate", "capacity", "--out", "in.jsonl/results") == 2
+    assert "--out: in.jsonl/results is refused" in capsys.readouterr().err
+    assert run_command("bench", "agreement", "in.jsonl", "--out", "in.jsonl") == 2
+    assert "--out: in.jsonl is refused" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["bench race", "bench tasks"])
 async def test_a_benchmark_without_a_measurement_fails(run: Run, command: str, tmp_path: Path) -> None:
     async with serving(tmp_path) as url:

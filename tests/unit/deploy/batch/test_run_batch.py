@@ -75,6 +75,21 @@ async def test_every_line_has_its_answer_or_its_error(apis: BothApis, tmp_path: 
     assert len(texts.splitlines()) == 6
 
 
+async def test_half_of_a_surrogate_pair_and_nan_are_errors_of_their_lines(apis: BothApis, tmp_path: Path) -> None:
+    source = write(
+        tmp_path,
+        line("text", messages=[{"role": "user", "content": "\ud83d"}]),
+        line("number", messages=HI, temperature=float("nan")),
+        line("\ud83d", messages=HI, max_tokens=8),
+        line("fine", messages=HI, max_tokens=8),
+    )
+    out = await run(open_client(str(apis.http.base_url), None, verification(None), 30.0), source)
+    statuses = {name: row["response"]["status_code"] for name, row in out.items()}
+    assert statuses == {"text": 400, "number": 400, "\ud83d": 200, "fine": 200}
+    assert "half of a surrogate pair" in out["text"]["response"]["body"]["error"]["message"]
+    assert out["number"]["response"]["body"]["error"]["param"] == "temperature"
+
+
 def served_by(handler: Callable[[httpx.Request], httpx.Response]) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(handler))
 

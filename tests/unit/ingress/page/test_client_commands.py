@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -16,9 +16,10 @@ from rich.console import Console
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
 from deploy.commands.client import complete as complete_command
 from deploy.commands.client.chat import Interrupts, talk
-from deploy.commands.client.connection import ChosenServer, connected, stream
+from deploy.commands.client.connection import ChosenServer, connected, post, stream
 from deploy.commands.client.conversation import Conversation
 from deploy.commands.client.marked_text import ReceivedAnswer, write_parts
+from deploy.network.https_client import lines_of
 from deploy.settings import load_settings
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import HttpApi
@@ -139,6 +140,13 @@ async def test_drafted_tokens_are_green_where_there_are_colours(api: HttpApi) ->
     assert answer.receipt["accepted"] > 0
 
 
+def test_where_there_is_no_terminal_the_text_is_exactly_the_models() -> None:
+    shown, text = console(), "all:\n\tcc -o a a.c  \r\n\x0b:smile: [b]"
+    for part in (text[:6], text[6:]):
+        write_parts(shown, ReceivedAnswer(parts=[(part, True)]))
+    assert written(shown) == text
+
+
 async def test_complete_prints_the_text_or_the_response(tmp_path: Path) -> None:
     api, settings = HttpApi(tmp_path, TEXT), load_settings(environment={})
     body = {"prompt": "hi", "max_tokens": 30, "seed": 4}
@@ -176,3 +184,47 @@ async def test_a_stream_that_breaks_off_continues_after_its_last_event() -> None
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://pilotfish") as client:
         found = [chunk["n"] async for chunk in stream(client, "/v1/completions", {})]
     assert (found, seen) == ([1, 2], [None, "a"])
+
+
+def answering(content: bytes, part_bytes: int) -> httpx.AsyncClient:
+    """A client of a server that streams these bytes as events, in parts of so many bytes."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for begin in range(0, len(content), part_bytes):
+            yield content[begin : begin + part_bytes]
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=parts(), headers={"content-type": "text/event-stream"})
+
+    return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://pilotfish")
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 1000])
+@pytest.mark.parametrize("text", ["one\u2028two", "one\u2029two", "one\x85two", "\u2028", "é\u00a0🐟"])
+async def test_a_text_may_hold_characters_that_end_a_line_elsewhere(text: str, part_bytes: int) -> None:
+    event = json.dumps({"text": text}, ensure_ascii=False)
+    async with answering(f"data: {event}\r\n\r\ndata: {event}\n\ndata: [DONE]\n\n".encode(), part_bytes) as client:
+        assert [chunk["text"] async for chunk in stream(client, "/v1/completions", {})] == [text, text]
+
+
+async def test_the_last_line_of_a_stream_needs_no_end() -> None:
+    async with answering(b"one\r\n\ntwo", 2) as client, client.stream("GET", "/") as response:
+        assert [line async for line in lines_of(response)] == ["one", "", "two"]
+
+
+@pytest.mark.parametrize("data", [b"hello", b"5", b"[" * 5000])
+async def test_what_is_no_event_is_named(data: bytes) -> None:
+    async with answering(b"data: %b\n\n" % data, 100) as client:
+        with pytest.raises(WorkerUnavailable, match=r"no event; is it the address of an OpenAI-compatible server\?"):
+            await anext(stream(client, "/v1/completions", {}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("prompt", "caf\udce9"), ("temperature", float("nan"))])
+async def test_the_server_says_what_is_wrong_with_a_value_that_json_should_not_hold(
+    api: HttpApi, field: str, value: object
+) -> None:
+    body = {"prompt": "hi", field: value}
+    with pytest.raises(WorkerUnavailable, match=f"answered 400: {field}"):
+        await post(api.http, "/v1/completions", body)
+    with pytest.raises(WorkerUnavailable, match=f"answered 400: {field}"):
+        await anext(stream(api.http, "/v1/completions", {**body, "stream": True}))

@@ -62,6 +62,14 @@ def events(*bodies: dict[str, Any]) -> httpx.Response:
 OK: dict[str, Any] = {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}
 
 
+async def test_an_answer_may_hold_characters_that_end_a_line_elsewhere() -> None:
+    event = json.dumps({**OK, "choices": [{"text": "a\u2028b\x85"}]}, ensure_ascii=False)
+    responses = [httpx.Response(200, content=f"data: {event}\n\ndata: [DONE]\n\n".encode()) for _ in range(2)]
+    options = LoadOptions(model="m", num_prompts=1, random_input_len=1, max_concurrency=(1,))
+    ((found,), _) = await measure(options, answering(responses))
+    assert (len(found.completed), found.errors) == (1, {})
+
+
 async def test_failures_are_counted_by_reason() -> None:
     responses = [events(OK), events(OK), httpx.Response(429), events({"error": {"message": "lost"}})]
     options = LoadOptions(model="m", num_prompts=3, random_input_len=1, max_concurrency=(1,))
