@@ -5,6 +5,7 @@ Modules of `transformers` have the type `Any`, because only the names of their p
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ _CHANGING_ROTATIONS = {"dynamic", "longrope"}
 """Rotary embeddings whose angles depend on the longest sequence in a step."""
 _UNSUPPORTED_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 """Granite's multipliers that the kernels do not apply. They do apply `attention_multiplier`, the attention scale."""
+_POSITIONS = "position_ids"
+"""An attention that takes these does more with a position than to rotate by it: Ministral 3 scales far queries."""
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -64,6 +67,8 @@ def _shape_of(layer: Any) -> DecoderShape | None:
     if {name for name, _ in layer.named_children()} != _PARTS:
         return None
     attention, mlp = layer.self_attn, layer.mlp
+    if _POSITIONS in inspect.signature(type(attention).forward).parameters:
+        return None
     parts = {name: child for name, child in attention.named_children() if not _is_trivial(child)}
     linears = [parts.get(name) for name in sorted(_ATTENTION)]
     linears += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Ministral3Config, PreTrainedConfig
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
@@ -228,6 +228,21 @@ PER_LAYER = Gemma3TextConfig(
 @pytest.mark.parametrize("config", [DYNAMIC, PER_LAYER], ids=["depends on the text", "one for each kind of layer"])
 def test_rotations_that_depend_on_more_than_the_position_are_left_to_torch(config: PreTrainedConfig) -> None:
     assert supported_shape(AutoModelForCausalLM.from_config(config), torch.float32) is None
+
+
+def test_queries_that_are_scaled_from_some_position_on_are_left_to_torch(tmp_path: Path) -> None:
+    """The trial of the kernels ends before that position."""
+    sizes = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 256}
+    rotation = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    config = Ministral3Config(**sizes, rope_parameters=rotation | {"llama_4_scaling_beta": 1.0})
+    directory = tiny.save(tmp_path / "model", config)
+    bench = Bench(load_model(ModelSection(path=str(directory), device="cpu", compile="off")))
+    (found,) = bench.logits(bench.row(TEXT, len(TEXT)))
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TEXT])).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_positions_beyond_the_cached_rotations_are_rotated_correctly(load: Load, tmp_path: Path) -> None:
