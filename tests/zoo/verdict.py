@@ -95,9 +95,14 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
-def save(model_type: str, directory: Path) -> bool:
-    """Save a tiny model with random weights that its logits depend on. Returns whether it has no encoder."""
+def save(model_type: str, directory: Path, **settings: Any) -> bool:
+    """Save a tiny model with random weights that its logits depend on. Returns whether it has no encoder.
+
+    `settings` take the place of values of its configuration.
+    """
     config = tiny_config(model_type)
+    for name, value in settings.items():
+        setattr(config, name, value)
     kind: Any = AutoModelForSeq2SeqLM if architectures()[model_type] else AutoModelForCausalLM
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind.from_config(config).parameters())

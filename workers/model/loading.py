@@ -31,6 +31,7 @@ from workers.forward.adapters.base import accept_attention_name
 from workers.forward.attention import ATTENTION_NAME, UnsupportedModel, register
 from workers.forward.code_folder import keep_compiled_code
 from workers.forward.compilation import compile_layers, should_compile, undo_compile
+from workers.forward.encoder_decoder.decoder import free_experts
 from workers.forward.expert_trial import replace_experts_on_gpu
 from workers.forward.fused_trial import fuse_on_gpu
 from workers.forward.gpu_recurrence import triton_recurrences
@@ -326,6 +327,7 @@ def _load_encoder_decoder(request: _Request, *, native: bool) -> LoadedModel:
     if is_distilled(origin) and request.target_directory is not None:
         origin = request.target_directory
     module, vocabulary = request.read()
+    free_experts(module.get_decoder())
     if request.trial is not None:
         sizes = decoder_vocabulary_size(request.config), encoder_vocabulary_size(module)
         request.trial.expect(module, sizes[0], request.device, share.ranks, source_vocabulary=sizes[1])

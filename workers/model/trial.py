@@ -136,9 +136,12 @@ class Trial:
         if source:
             ids = {"input_ids": [source] * len(rows), "decoder_input_ids": ids["input_ids"]}
         inputs = {name: torch.tensor(tokens, device=device) for name, tokens in ids.items()}
+        each = 1 if source else len(rows)  # the experts of an encoder may be shared by all that it reads in a pass
+        firsts = range(0, len(rows), each)
+        passes = [{name: one[first : first + each] for name, one in inputs.items()} for first in firsts]
         for attention in dense_attentions(module):
             with attention_named(module, attention), expanded(module):
-                logits = module(**inputs, use_cache=False).logits.float()
+                logits = torch.cat([module(**one, use_cache=False).logits.float() for one in passes])
             # Eager products overflow in float16 where large ones are scaled only afterwards.
             if module.dtype is not torch.float16 or least_of_all_ranks(int(bool(logits.isfinite().all())), ranks):
                 break

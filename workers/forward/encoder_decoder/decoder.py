@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -141,6 +142,19 @@ def logits_scale(model: PreTrainedModel) -> float | None:
     if config.model_type in _SCALED_IF_TIED:
         scales = config.tie_word_embeddings
     return float(config.d_model**-0.5) if scales else None
+
+
+def free_experts(decoder: nn.Module) -> None:
+    """Let the experts of a decoder take every token that chooses them.
+
+    Switch and NLLB-MoE bound how many tokens of a pass one expert takes. `transformers` writes an answer by passes of
+    one token, which no bound reaches; a step has the tokens of many rows and of their trees.
+    """
+    for part in decoder.modules():
+        if hasattr(part, "expert_capacity"):
+            part.expert_capacity = inf  # type: ignore[assignment]
+        if hasattr(part, "moe_eval_capacity_token_fraction"):  # NLLB-MoE computes the bound from a pass's tokens
+            part.moe_eval_capacity_token_fraction = 1.0  # type: ignore[assignment]
 
 
 def take_projections(decoder: nn.Module, ranks: int = 1) -> list[tuple[nn.Linear, nn.Linear]]:

@@ -26,6 +26,12 @@ class SourceEncoder:
         self.projection: Any = projection
         self.layers = layers
         self.heads = heads
+        self._reads_in_blocks = hasattr(encoder, "set_attention_type")
+        """Whether it attends in blocks to a source that is long enough, as BigBird does."""
+        self._reads_alone = self._reads_in_blocks or any(
+            hasattr(part, "moe_eval_capacity_token_fraction") for part in encoder.modules()
+        )
+        """Whether what is read beside a source, padding included, changes its last block or the choice of experts."""
 
     def replace_linear_layers(self, quantization: str, directory: str | None = None) -> None:
         """Replace the linear layers by their fastest form. `directory` keeps the compiled CPU kernels."""
@@ -37,16 +43,29 @@ class SourceEncoder:
     @torch.inference_mode()
     def encode(self, sources: Sequence[Sequence[int]], device: torch.device) -> Iterator[EncodedSources]:
         """Read the sources, those of similar length in one pass."""
-        for indices in batches([len(source) for source in sources]):
+        alone = [(index,) for index in range(len(sources))]
+        for indices in alone if self._reads_alone else batches([len(source) for source in sources]):
             batch = [sources[index] for index in indices]
             longest = max(map(len, batch))
             tokens = torch.tensor([[*source, *[0] * (longest - len(source))] for source in batch], device=device)
             lengths = torch.tensor([len(source) for source in batch], device=device)
             mask = torch.arange(longest, device=device) < lengths[:, None]  # [sources, tokens]
             padded = len(batch) * longest > sum(map(len, batch))
+            if self._reads_in_blocks:
+                self._choose_attention(longest)
             hidden = self.encoder(input_ids=tokens, attention_mask=mask.long() if padded else None).last_hidden_state
             hidden = hidden[mask] if padded else hidden.flatten(0, 1)
             yield EncodedSources(indices, self._project(hidden), hidden.bfloat16())
+
+    def _choose_attention(self, length: int) -> None:
+        """Let the encoder attend as its configuration says if a source of this length has enough blocks for it.
+
+        The encoder itself attends to all tokens from the first shorter source on.
+        """
+        config = self.encoder.config
+        has_enough = length > (5 + 2 * config.num_random_blocks) * config.block_size
+        with torch.device("meta"):  # the modules of the other attention take the weights of those in place
+            self.encoder.set_attention_type(config.attention_type if has_enough else "original_full")
 
     @torch.inference_mode()
     def project(self, hidden: torch.Tensor) -> EncodedSources:
