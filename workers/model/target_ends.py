@@ -39,6 +39,8 @@ class ModelOutline:
     """`None` where the final norm is not an RMS norm that a draft can share."""
     norm_offset: float = 0.0
     """What is added to the weights of the final norm before they multiply."""
+    logit_factor: float = 1.0
+    """What the products of the head and a normalized hidden state are multiplied by to become logits."""
     decoder: frozenset[str] | None = None
     """The parameters of an encoder-decoder model's decoder, without its embedding; `None` for other models."""
 
@@ -78,6 +80,7 @@ def outline(config: PreTrainedConfig) -> ModelOutline:
         names[model.get_output_embeddings()],
         None if offset is None else names[norm],
         offset or 0.0,
+        1.0 if offset is None or config.is_encoder_decoder else _logit_factor(model),
         frozenset(decoder_parameters(model)) if config.is_encoder_decoder else None,
     )
 
@@ -102,6 +105,25 @@ def _norm_offset(norm: Any) -> float | None:
     unit = numbers * torch.rsqrt(numbers.square().mean())
     offsets = (offset for offset in (0.0, 1.0) if torch.allclose(found, unit * (weights + offset), atol=1e-4))
     return next(offsets, None)
+
+
+def _logit_factor(model: Any) -> float:
+    """What a model without weights multiplies the products of its head by; 1 where it changes them in another way.
+
+    It is measured: the decoder returns known numbers, so large that a soft cap shows, and the head returns its inputs.
+    The model is of no use afterwards.
+    """
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    numbers = 1000.0 * torch.linspace(-1.0, 2.0, model.get_output_embeddings().in_features)[None, None]
+    model.base_model.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=numbers)
+    model.get_output_embeddings().forward = lambda states: states
+    try:
+        found = model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=False).logits.float()
+    except Exception:  # code of a family that nobody has seen may raise anything
+        return 1.0
+    factor = float(f"{float((found * numbers).double().sum() / numbers.square().double().sum()):.6g}")
+    return factor if torch.allclose(found, factor * numbers, rtol=1e-4) else 1.0
 
 
 def decoder_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

@@ -14,6 +14,7 @@ from tests.support.models import tiny
 from tests.zoo.configs import tiny_config
 from workers.model.draft_card import DraftDescription
 from workers.model.drafting.ends import rms_norm
+from workers.model.drafting.files import load_ends
 from workers.model.target_ends import outline, read_shared_ends
 
 
@@ -46,6 +47,32 @@ def test_the_norm_of_a_draft_computes_what_the_norm_of_its_target_does(family: s
     with torch.inference_mode():
         expected = norm(hidden)
     torch.testing.assert_close(rms_norm(hidden, norm.weight + found.norm_offset, config.rms_norm_eps), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "factor"),
+    [
+        ("llama", {}, 1.0),
+        ("granite", {"logits_scaling": 16.0}, 0.0625),
+        ("granitemoe", {"logits_scaling": 3.0}, 0.333333),
+        ("hyperclovax", {"logits_scaling": 0.125}, 0.125),
+        ("minicpm3", {"dim_model_base": 16}, 0.25),
+    ],
+)
+def test_the_logits_of_a_draft_have_the_factor_of_its_target(
+    family: str, settings: dict[str, float], factor: float, tmp_path: Path
+) -> None:
+    config = tiny_config(family)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    assert outline(config).logit_factor == factor
+    card = DraftDescription("", config.vocab_size, config.hidden_size, (), None)
+    ends, tokens = load_ends(tmp_path, card, None, torch.float32, torch.device("cpu")), torch.tensor([[4, 9, 30]])
+    with torch.inference_mode():
+        states, logits = model.model(tokens).last_hidden_state, model(tokens).logits
+    torch.testing.assert_close(ends.logits(states), logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])

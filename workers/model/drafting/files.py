@@ -182,6 +182,8 @@ def _decoder_only_ends(target_directory: Path, card: DraftDescription) -> Decode
         norm = norm.float() + shared.outline.norm_offset
     embedding = shared.tensors["embedding", "weight"]
     head = shared.tensors.get(("head", "weight"), embedding)
+    if shared.outline.logit_factor != 1.0:
+        head = head.float() * shared.outline.logit_factor
     return DecoderEnds(embedding, head, norm, float(shared.config.rms_norm_eps), None)
 
 

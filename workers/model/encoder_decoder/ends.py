@@ -18,6 +18,8 @@ _FINAL_NORM = "final_layer_norm"
 """The RMS norm behind T5's last decoder layer."""
 _OTHER_NORM = "layer_norm"
 """The norm behind the last decoder layer of mBART and Pegasus, which has a bias."""
+_NORMED_LAST = "BigBirdPegasusDecoder"
+"""The class of a decoder whose norm called `layernorm_embedding` is behind its last layer."""
 _LOGITS_BIAS = "final_logits_bias"
 
 
@@ -28,7 +30,7 @@ class DecoderEnds:
     embedding: torch.Tensor
     """[tokens, hidden size]."""
     head: torch.Tensor
-    """[tokens, hidden size]; T5's scale of hidden states is multiplied into it."""
+    """[tokens, hidden size]; a factor on hidden states (T5) or logits (Granite) is multiplied into it."""
     norm: torch.Tensor | None
     """[hidden size] Weights of an RMS norm; `None` where the last layer's output goes to the head, as in Marian."""
     epsilon: float
@@ -46,7 +48,7 @@ def read_decoder_ends(directory: Path, config: PreTrainedConfig) -> DecoderEnds:
     with torch.device("meta"):
         model: Any = AutoModelForSeq2SeqLM.from_config(config)
     decoder = model.get_decoder()
-    if hasattr(decoder, _OTHER_NORM):
+    if hasattr(decoder, _OTHER_NORM) or type(decoder).__name__ == _NORMED_LAST:
         raise ModelLoadError(
             f"target directory {str(directory)!r}: the decoder of model type {config.model_type!r} ends with a norm "
             "other than an RMS norm; needed T5, Marian or BART"

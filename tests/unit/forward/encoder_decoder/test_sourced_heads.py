@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, MBartConfig
+from transformers import AutoModelForSeq2SeqLM
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import EvidenceSection, KvSection
@@ -21,6 +21,7 @@ from tests.support.engines.colocated_decoding import decode_together
 from tests.support.engines.engine_sequence import GREEDY, some_tokens
 from tests.support.engines.sourced import SAMPLED, SOURCE, SourcedModel, sourced, translate
 from tests.support.models import drafting_modules, tiny
+from tests.zoo.configs import tiny_config
 from workers.draft.registry import create
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
@@ -87,10 +88,9 @@ def test_the_targets_end_makes_its_own_logits_of_the_last_tap(
     torch.testing.assert_close(ends.logits_of(some, hidden), ends.logits(hidden).gather(1, some))
 
 
-def test_a_decoder_with_another_end_is_refused(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 96, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
-    config = MBartConfig(**sizes, decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2)
-    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["bigbird_pegasus", "mbart"])
+def test_a_decoder_with_another_end_is_refused(family: str, tmp_path: Path) -> None:
+    AutoModelForSeq2SeqLM.from_config(tiny_config(family)).save_pretrained(tmp_path)
     card = drafting_modules.card_for(tmp_path, "heads", (1,))
     with pytest.raises(ModelLoadError, match="ends with a norm other than an RMS norm; needed T5, Marian or BART"):
         load_ends(tmp_path, card, None, torch.float32, CPU)
