@@ -19,6 +19,8 @@ _CONFIGURATION = ["config.json", CARD, "tokenizer*", "special_tokens_map.json", 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
 _TORCH_WEIGHTS = ["pytorch_model*.bin", "*_lm_head.pt"]
 """Fetched where a repository has no safetensors."""
+_OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]
+"""Weights that a repository has a second time, for other libraries: nothing here reads them."""
 
 
 def _silent(_: str) -> None:
@@ -75,7 +77,14 @@ def fetch(what: str, repository: str, revision: str | None, patterns: Sequence[s
 
     try:
         bar = _reporting_bar(repository, report)
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns), tqdm_class=bar))
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=_OTHER_FORMS,
+            tqdm_class=bar,
+        )
+        return Path(found)
     except Exception as error:  # errors of its HTTP client and of its storage have no class in common
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelLoadError(f"{what}: it cannot be downloaded from the model hub: {reason}") from error
@@ -92,7 +101,7 @@ def _remote_sizes(repository: str, revision: str | None) -> Sizes | None:
     hub, found = HfApi(), Sizes()
     try:
         for name in hub.list_repo_files(repository, revision=revision):
-            if fnmatch(name, "*.safetensors"):
+            if fnmatch(name, "*.safetensors") and not any(fnmatch(name, other) for other in _OTHER_FORMS):
                 header = hub.parse_safetensors_file_metadata(repository, name, revision=revision)
                 found |= {tensor: tuple(info.shape) for tensor, info in header.tensors.items()}
     except Exception:  # as in `fetch`; offline, what the cache has is taken

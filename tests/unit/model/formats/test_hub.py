@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from deploy.settings import load_settings
-from tests.support.models import public_drafts
+from tests.support.models import public_drafts, tiny
 from workers.model.draft_card import CARD
 from workers.model.formats.hub import draft_description, draft_directory
 from workers.model.formats.registry import find_format, read_draft
+from workers.model.model_files import resolve_model_directory
 from workers.model.public_shapes import MaskedBlockShape
 
 
@@ -28,27 +30,37 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     stored.mkdir()
     fetched.mkdir()
 
+    def fits(file: Path, patterns: Sequence[str]) -> bool:
+        return any(fnmatch(str(file.relative_to(stored)), pattern) for pattern in patterns)
+
     def snapshot_download(
-        _: str, *, revision: str | None, allow_patterns: Sequence[str], tqdm_class: Callable[..., Any]
+        _: str,
+        *,
+        revision: str | None,
+        allow_patterns: Sequence[str],
+        ignore_patterns: Sequence[str],
+        tqdm_class: Callable[..., Any],
     ) -> str:
         assert revision is None
-        chosen = [one for one in stored.iterdir() if any(fnmatch(one.name, pattern) for pattern in allow_patterns)]
+        files = [one for one in stored.rglob("*") if one.is_file()]
+        chosen = [one for one in files if fits(one, allow_patterns) and not fits(one, ignore_patterns)]
         with (
-            tqdm_class(total=len(chosen), unit="it", desc="Fetching files") as files,
+            tqdm_class(total=len(chosen), unit="it", desc="Fetching files") as counted,
             tqdm_class(total=0, unit="B", unit_scale=True, desc="Reconstructing") as written,
         ):
             written.total = sum(file.stat().st_size for file in chosen)
             for file in chosen:
-                shutil.copy(file, fetched)
+                (fetched / file.relative_to(stored)).parent.mkdir(exist_ok=True)
+                shutil.copy(file, fetched / file.relative_to(stored))
                 written.update(file.stat().st_size)
-                files.update(1)
+                counted.update(1)
             written.refresh()
         return str(fetched)
 
     class Hub:
         def list_repo_files(self, _: str, *, revision: str | None) -> list[str]:
             assert revision is None
-            return sorted(file.name for file in stored.iterdir())
+            return sorted(str(file.relative_to(stored)) for file in stored.rglob("*") if file.is_file())
 
         def parse_safetensors_file_metadata(self, _: str, name: str, *, revision: str | None) -> Any:
             with safe_open(stored / name, framework="pt") as file:
@@ -61,7 +73,33 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def names(directory: Path) -> set[str]:
-    return {file.name for file in directory.iterdir()}
+    return {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
+
+
+def with_second_forms(repository: Path) -> None:
+    """Weights under the names of another library and in a folder, with tensors that no model here has."""
+    (repository / "original").mkdir()
+    for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/model.safetensors"):
+        save_file({"tok_embeddings.weight": torch.zeros(4)}, repository / name)
+
+
+def test_weights_that_a_model_has_a_second_time_are_not_fetched(repository: Path, tmp_path: Path) -> None:
+    tiny.save(repository, tiny.llama())
+    with_second_forms(repository)
+
+    found = names(resolve_model_directory("owner/name", tmp_path / "cache"))
+
+    assert found == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_weights_that_a_draft_has_a_second_time_are_neither_fetched_nor_counted(repository: Path) -> None:
+    public_drafts.write(repository, public_drafts.DFLASH, public_drafts.block())
+    with_second_forms(repository)
+
+    _, sizes = draft_description("owner/name")
+
+    assert sizes is not None and "tok_embeddings.weight" not in sizes
+    assert names(draft_directory("owner/name")) == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize(
