@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +14,44 @@ from cluster.core.errors import ModelLoadError
 from cluster.core.request import BeamScoring, EarlyStopping
 from workers.forward.loaded_model import GenerationDefaults
 
+logger = logging.getLogger(__name__)
+
+_UNREAD: Mapping[str, object] = {
+    "begin_suppress_tokens": [],
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "repetition_penalty": 1,
+    "sequence_bias": {},
+}
+"""Settings by which `transformers` changes answers and which are not read here, with the value that changes none."""
+
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """Read generation_config.json, or else config.json. Raises `ModelLoadError` if no start token is given."""
-    found = _merged(directory)
-    start = _token(found, "decoder_start_token_id")
-    if start is None:
-        start = _token(found, "bos_token_id")
-    if start is None:
+    """Read generation_config.json, or config.json where there is none, as `transformers` does.
+
+    A start token that only config.json gives is taken from there. Raises `ModelLoadError` if neither gives one.
+    """
+    model, own = (_settings(directory / name) for name in ("config.json", "generation_config.json"))
+    found = model if own is None else own
+    starts = (_token(one or {}, name) for one in (own, model) for name in ("decoder_start_token_id", "bos_token_id"))
+    start = next((token for token in starts if token is not None), None)
+    if start is None or found is None:
         raise ModelLoadError(
             f"model directory {str(directory)!r}: decoder_start_token_id is missing in generation_config.json and "
             "config.json; the decoder of an encoder-decoder model starts with it"
         )
+    unread = [name for name, unchanged in _UNREAD.items() if found.get(name, unchanged) != unchanged]
+    if unread:
+        names = ", ".join(unread)
+        logger.warning("%s: answers do not follow %s of its generation configuration", directory.name, names)
     forced = _token(found, "forced_bos_token_id")
     reader = _Numbers(found, directory)
     decoder_start = (start,) if forced is None else (start, forced)
-    words = [*(found.get("bad_words_ids") or ()), *([token] for token in found.get("suppress_tokens") or ())]
+    ends = found.get("eos_token_id")
+    ending = [[token] for token in (ends if isinstance(ends, list) else [ends])]
+    words = [word for word in found.get("bad_words_ids") or () if word not in ending]  # as `transformers` reads them
+    words += [[token] for token in found.get("suppress_tokens") or ()]
     return GenerationDefaults(
         decoder_start=decoder_start,
         forced_eos_token_id=_token(found, "forced_eos_token_id"),
@@ -85,14 +108,11 @@ def _beam_scoring(reader: _Numbers) -> BeamScoring:
     return BeamScoring(reader.number("length_penalty", 1.0, bounds.MAX_LENGTH_PENALTY), stopping)
 
 
-def _merged(directory: Path) -> Mapping[str, Any]:
-    """Both files; what generation_config.json says has precedence, as in `transformers`."""
-    merged: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):
-        file = directory / name
-        if file.is_file():
-            merged |= {key: value for key, value in json.loads(file.read_text("utf-8")).items() if value is not None}
-    return merged
+def _settings(file: Path) -> Mapping[str, Any] | None:
+    """What a file sets; `None` where there is no such file."""
+    if not file.is_file():
+        return None
+    return {key: value for key, value in json.loads(file.read_text("utf-8")).items() if value is not None}
 
 
 def _token(found: Mapping[str, Any], name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,52 @@ def test_fewest_tokens_are_counted_after_the_start(
 ) -> None:
     found = read_generation_defaults(marian.with_generation_config(tmp_path / "m", **values).directory)
     assert found.min_tokens == fewest
+
+
+def test_config_json_counts_only_without_a_generation_configuration(marian: SourcedModel, tmp_path: Path) -> None:
+    """As in `transformers`."""
+    own = {"decoder_start_token_id": 7, "no_repeat_ngram_size": 3}
+    both = marian.with_generation_config(tmp_path / "both", **own)
+    config = json.loads((both.directory / "config.json").read_text())
+    stated = {"decoder_start_token_id": 5, "forced_bos_token_id": 9, "length_penalty": 2.0, "no_repeat_ngram_size": 4}
+    (both.directory / "config.json").write_text(json.dumps(config | stated))
+
+    found, reference = read_generation_defaults(both.directory), both.reference().generation_config
+
+    assert (found.decoder_start, found.no_repeat_ngram_size, found.beam_scoring) == ((7,), 3, BeamScoring())
+    assert (reference.forced_bos_token_id, reference.no_repeat_ngram_size) == (None, 3)
+
+    file = both.directory / "generation_config.json"
+    file.write_text(json.dumps({"no_repeat_ngram_size": 3}))
+    assert read_generation_defaults(both.directory).decoder_start == (5,)  # where `transformers` would not begin
+
+    file.unlink()
+    found, reference = read_generation_defaults(both.directory), both.reference().generation_config
+    assert (found.decoder_start, found.no_repeat_ngram_size, found.beam_scoring.length_penalty) == ((5, 9), 4, 2.0)
+    assert (reference.decoder_start_token_id, reference.forced_bos_token_id) == (5, 9)
+
+
+@pytest.mark.parametrize("ends", [2, [2, 6]])
+def test_bad_words_keep_no_answer_from_ending_but_suppressed_tokens_do(
+    marian: SourcedModel, tmp_path: Path, ends: int | list[int]
+) -> None:
+    """As in `transformers`."""
+    values = {"eos_token_id": ends, "bad_words_ids": [[2], [0], [2, 5]], "suppress_tokens": [2, 8]}
+    found = read_generation_defaults(marian.with_generation_config(tmp_path / "m", **values).directory)
+    assert found.bad_words == ((0,), (2, 5), (2,), (8,))
+
+
+def test_what_answers_do_not_follow_is_reported(
+    marian: SourcedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = {"repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "sequence_bias": None}
+    read_generation_defaults(marian.with_generation_config(tmp_path / "usual", **usual).directory)
+    assert not caplog.records
+    other = {"repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3}
+    read_generation_defaults(marian.with_generation_config(tmp_path / "other", **other).directory)
+    assert caplog.messages == [
+        "other: answers do not follow encoder_no_repeat_ngram_size, repetition_penalty of its generation configuration"
+    ]
 
 
 @pytest.mark.parametrize(
