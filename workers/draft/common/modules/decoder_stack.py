@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from workers.draft.common.modules.block_convolution import BlockConvolution
 from workers.draft.common.modules.layer_stack import RotaryTable, Rotation, attend_pieces
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import Product, make_product
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
-from workers.model.public_shapes import DecoderShape, MaskedBlockShape
+from workers.model.public_shapes import ConvolutionShape, DecoderShape, MaskedBlockShape
 from workers.transfer import tensor_on
 
 
@@ -70,6 +69,46 @@ class DecoderStack:
             queries, keys, values = layer.project(inputs, rotation)
             residual = layer.output(residual, attend_pieces(pieces, number, queries, keys, values), kernels)
         return residual
+
+
+class BlockConvolution:
+    """DFlash2's two convolutions around one sub-layer, over its input and its output. No block reads another one."""
+
+    def __init__(
+        self,
+        module: PublicModule,
+        name: str,
+        shape: ConvolutionShape,
+        slots: int,
+        *,
+        weights: Weights,
+        directory: str | None = None,
+    ) -> None:
+        """`name` is that of the tensors; blocks have `slots` tokens. `directory` keeps the compiled CPU kernels."""
+        self._shape, self._slots = shape, slots
+        self._project = make_product(module.tensors[f"{name}.kernel_projection.weight"], weights, directory)
+        base = module.tensors[f"{name}.base_kernel"].float()
+        self._base = base.view(2, shape.width, -1, shape.group)  # [sides, width, groups, channels]
+
+    def before(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The convolved inputs [tokens, hidden size] of the sub-layer, and the kernels for `after`.
+
+        `inputs`, float32 [tokens, hidden size], are normalised, and those of whole blocks.
+        """
+        kernels = self._project(inputs).view(len(inputs), 2, self._shape.width, -1)
+        return self._convolved(inputs, kernels[:, 0], 0), kernels[:, 1]
+
+    def after(self, outputs: Tensor, kernels: Tensor) -> Tensor:
+        """The convolved outputs [tokens, hidden size] of the sub-layer."""
+        return self._convolved(outputs, kernels, 1)
+
+    def _convolved(self, rows: Tensor, kernels: Tensor, side: int) -> Tensor:
+        blocks = rows.view(-1, self._slots, *self._base.shape[2:])  # [blocks, slots, groups, channels]
+        factors = kernels.reshape(-1, self._slots, *kernels.shape[1:]).unsqueeze(-1) + self._base[side]
+        found = factors[:, :, 0] * blocks
+        for back in range(1, self._shape.width):
+            found[:, back:] += factors[:, back:, back] * blocks[:, :-back]
+        return found.view_as(rows)
 
 
 class _Layer:
