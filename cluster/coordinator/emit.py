@@ -28,12 +28,8 @@ class Emitter:
         self._clock = instruments.clock
         self._tracer = instruments.tracer
         self._on_change = on_change
-        self._mean_request_seconds = 1.0
-
-    @property
-    def mean_request_seconds(self) -> float:
+        self.mean_request_seconds = 1.0
         """Running mean of the time from arrival to end, in seconds."""
-        return self._mean_request_seconds
 
     def emit(self, commits: Iterable[tuple[LiveRequest, Commit]]) -> None:
         """Hand commits to their readers. A failure ends only its own request."""
@@ -106,7 +102,7 @@ class Emitter:
         now = self._clock()
         self._tracer.end(request, now, error)
         seconds = now - request.arrived_at
-        self._mean_request_seconds += _LATEST_WEIGHT * (seconds - self._mean_request_seconds)
+        self.mean_request_seconds += _LATEST_WEIGHT * (seconds - self.mean_request_seconds)
         self._on_change()
         return True
 

@@ -81,7 +81,8 @@ class GenerationService:
         self._engine = engine
         self._tokenizer = tokenizer
         self._limits = limits
-        self._draft_method = draft_method
+        self.draft_method = draft_method
+        """The name of the drafting method."""
         self._aliases = tuple(aliases)
         self._shares_between_keys = shares_between_keys
         self._learns_from = learns_from
@@ -218,7 +219,7 @@ class GenerationService:
             self._created,
             info.max_context_len,
             info.vocabulary_size,
-            self._draft_method,
+            self.draft_method,
             info.is_lossless,
             info.max_source_len,
             self._shares_between_keys,
@@ -232,11 +233,6 @@ class GenerationService:
     def _resolve_alias(self, message: _NamesModel) -> None:
         if message.model in self._aliases:
             message.ClearField("model")
-
-    @property
-    def draft_method(self) -> str:
-        """The name of the drafting method."""
-        return self._draft_method
 
     @property
     def is_lossless(self) -> bool:

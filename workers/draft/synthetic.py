@@ -45,6 +45,9 @@ class SyntheticSettings(ExpansionSettings):
 class SyntheticExpander:
     """Drafts one token per row, a function of the sequence's seed and the position. A pass takes `seconds`."""
 
+    max_context_len = _LONGEST
+    """Largest number of tokens after which the model can draft another."""
+
     def __init__(
         self,
         rates: Sequence[float],
@@ -54,33 +57,20 @@ class SyntheticExpander:
     ) -> None:
         self._rates = rates
         self._seconds = seconds
-        self._vocabulary_size = vocabulary_size
+        self.vocabulary_size = vocabulary_size
+        """All tokens are below this value."""
         self._sleep = sleep
         # There are no keys and values to store, so the tables are lists of tokens only.
-        self._memory = BlockAllocator(1, KvLayout(1, groups=()), prefix_cache=False)
-
-    @property
-    def memory(self) -> BlockAllocator:
+        self.memory = BlockAllocator(1, KvLayout(1, groups=()), prefix_cache=False)
         """The memory that holds the tables."""
-        return self._memory
-
-    @property
-    def max_context_len(self) -> int:
-        """Largest number of tokens after which the model can draft another."""
-        return _LONGEST
-
-    @property
-    def vocabulary_size(self) -> int:
-        """All tokens are below this value."""
-        return self._vocabulary_size
 
     def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
         """Commit each row's tokens to its table, and draft the tokens that may follow. This is one forward pass."""
         self._sleep(self._seconds)
         found: list[tuple[DraftedToken, ...]] = []
         for row in rows:
-            self._memory.commit(row.table, row.tokens)
-            token = synthetic_token(row.start.sampling.seed, row.table.stored_len, self._vocabulary_size)
+            self.memory.commit(row.table, row.tokens)
+            token = synthetic_token(row.start.sampling.seed, row.table.stored_len, self.vocabulary_size)
             rate = self._rates[min(row.depth, len(self._rates)) - 1]
             found.append(((token, rate),) if row.is_last else ())
         return found

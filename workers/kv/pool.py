@@ -193,15 +193,16 @@ class KvPool:
             spec, self.kv_groups, blocks_total + spec.scratch_blocks, stored
         )
         self.store = KvStore(self.kv_groups, self.keys, self.values, stored)
-        self._tiers: Tiers | None = None  # last: if anything above raises, there is nothing to close
+        self.tiers: Tiers | None = None  # last: if anything above raises, there is nothing to close
+        """The host and disk tiers, or `None` if none is configured."""
         if caching is not None and (caching.host_bytes or caching.disk_directory):
-            self._tiers = Tiers(caching, block_bytes(self.kv_groups, spec.dtype, stored), spec.device)
-            self._tiers.start()
+            self.tiers = Tiers(caching, block_bytes(self.kv_groups, spec.dtype, stored), spec.device)
+            self.tiers.start()
 
     def close(self) -> None:
         """Free the tiers. Closing again does nothing."""
-        if self._tiers is not None:
-            self._tiers.close()
+        if self.tiers is not None:
+            self.tiers.close()
 
     @property
     def block_size(self) -> int:
@@ -233,11 +234,6 @@ class KvPool:
         """Blocks that no sequence holds, cached ones included."""
         return self._allocator.blocks_free
 
-    @property
-    def tiers(self) -> Tiers | None:
-        """The host and disk tiers, or `None` if none is configured."""
-        return self._tiers
-
     def occupancy(self) -> KvOccupancy:
         """Total and free blocks, as reported to the coordinator."""
         return KvOccupancy(self.blocks_total, self.blocks_free)
@@ -261,8 +257,8 @@ class KvPool:
             return self._allocator.find(tokens, salt, parent, max_tokens, is_offloaded, chain)
 
         kept = search(max_tokens)
-        if self._tiers is not None and len(kept) < max_tokens:
-            longer = self._open_with_tiers(self._tiers, search, max_tokens, kept)
+        if self.tiers is not None and len(kept) < max_tokens:
+            longer = self._open_with_tiers(self.tiers, search, max_tokens, kept)
             if longer is not None:
                 return longer
             kept = search(max_tokens)  # making room for blocks that were not loaded may have evicted others
@@ -328,8 +324,8 @@ class KvPool:
 
     def record_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
         """Record how long a step took, to compare loading with computing; see `CostModel.record_compute`."""
-        if self._tiers is not None:
-            self._tiers.costs.record_compute(tokens, prompt_tokens, seconds, awaited=awaited)
+        if self.tiers is not None:
+            self.tiers.costs.record_compute(tokens, prompt_tokens, seconds, awaited=awaited)
 
     def reserve(self, table: BlockTable, length: int, nodes: int = 0) -> None:
         """Make positions up to `length - 1` available, and those from `table.stored_len` on writable.
@@ -482,8 +478,8 @@ class KvPool:
         return None
 
     def _save(self, key: bytes, block: BlockId) -> None:
-        if self._tiers is not None:
-            self._tiers.save(key, self._parts(block))
+        if self.tiers is not None:
+            self.tiers.save(key, self._parts(block))
 
     def _parts(self, block: BlockId) -> list[torch.Tensor]:
         """A block's content: views of its keys in every block layer, then of its values, where they have their own."""

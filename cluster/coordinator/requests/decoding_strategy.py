@@ -64,22 +64,18 @@ class ParallelSampling:
 
     def __init__(self, request: GenerationRequest) -> None:
         self._request = request
-        self._answers = request.open_answers
-        self._has_forked = len(self._answers) == 1
+        self.answers = request.open_answers
+        """The indices of the answers that are generated."""
+        self._has_forked = len(self.answers) == 1
 
     @property
     def slots(self) -> int:
         """Most sequences that the request runs at a time."""
         return self._request.n
 
-    @property
-    def answers(self) -> tuple[int, ...]:
-        """The indices of the answers that are generated."""
-        return self._answers
-
     def start(self) -> tuple[NewSequence, ...]:
         """The sequence that computes the prompt."""
-        first = self._answers[0]
+        first = self.answers[0]
         return (NewSequence(first, _sample(self._request, first), first, may_fork=not self._has_forked),)
 
     def advance(self, slot: int, commit: Commit) -> StrategyStep:
@@ -88,8 +84,8 @@ class ParallelSampling:
         if self._has_forked:
             return StrategyStep((), commits)
         self._has_forked = True
-        parent = None if self._request.resumed else self._answers[0]
-        forks = (NewSequence(index, _sample(self._request, index), index, parent) for index in self._answers[1:])
+        parent = None if self._request.resumed else self.answers[0]
+        forks = (NewSequence(index, _sample(self._request, index), index, parent) for index in self.answers[1:])
         return StrategyStep(tuple(forks), commits)
 
 

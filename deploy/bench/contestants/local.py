@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,48 +38,27 @@ _SHARED_SALT = "bench-shared"
 _NO_CHANGE = RequestOptions()
 
 
+@dataclass(frozen=True, slots=True)
 class LocalContestant:
     """Sends the requests of a pass to a cluster and counts what it reports."""
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        timeout_seconds: float,
-        *,
-        drafts: bool = True,
-        predicts: bool = False,
-        options: RequestOptions = _NO_CHANGE,
-        reads_source: bool = False,
-    ) -> None:
-        """Without `drafts`, every request turns speculation off. With `predicts`, requests have a prediction.
-
-        A prediction (see `GenerateRequest`) suits tasks whose answers repeat much of the prompt. With `reads_source`,
-        the prompts are sources of an encoder-decoder model, so that no request can ask what follows half an answer.
-        """
-        self._client = client
-        self._timeout_seconds = timeout_seconds
-        self._drafts = drafts
-        self._predicts = predicts
-        self.options = options
-        self.reads_source = reads_source
+    client: GenerationClient
+    timeout_seconds: float
+    drafts: bool = True
+    """Otherwise, every request turns speculation off."""
+    predicts: bool = False
+    """Whether requests have a prediction (see `GenerateRequest`). It suits answers that repeat much of the prompt."""
+    options: RequestOptions = _NO_CHANGE
+    reads_source: bool = False
+    """Whether prompts are sources of an encoder-decoder model: no request can ask what follows half an answer."""
 
     def without_drafts(self) -> LocalContestant:
         """A contestant that turns speculation off in every request to the cluster of this one."""
-        return self._copy(drafts=False, predicts=False, options=self.options)
+        return replace(self, drafts=False, predicts=False)
 
     def with_options(self, options: RequestOptions) -> LocalContestant:
         """A contestant that sends these options in every request to the cluster of this one."""
-        return self._copy(drafts=self._drafts, predicts=self._predicts, options=options)
-
-    def _copy(self, *, drafts: bool, predicts: bool, options: RequestOptions) -> LocalContestant:
-        return LocalContestant(
-            self._client,
-            self._timeout_seconds,
-            drafts=drafts,
-            predicts=predicts,
-            options=options,
-            reads_source=self.reads_source,
-        )
+        return replace(self, options=options)
 
     async def answer(self, request: PassRequest) -> BenchPass:
         slots = asyncio.Semaphore(request.batch)
@@ -106,7 +86,7 @@ class LocalContestant:
             max_draft_tokens=0,
         )
         known: dict[int, float] = {}
-        async for response in self._client.generate(request, self._timeout_seconds):
+        async for response in self.client.generate(request, self.timeout_seconds):
             for logprobs in response.delta.logprobs:
                 known.update({entry.token_id: entry.logprob for entry in logprobs.top})
         return known[expected] - known[found] if expected in known and found in known else None
@@ -119,7 +99,7 @@ class LocalContestant:
         usage = generation_pb2.Usage()
         is_lossless = True
         begun = time.perf_counter()
-        async for response in self._client.generate(message, self._timeout_seconds):
+        async for response in self.client.generate(message, self.timeout_seconds):
             is_lossless &= not response.lossy
             delta = response.delta
             text.append(delta.text)
@@ -148,13 +128,13 @@ class LocalContestant:
             sampling=common_pb2.SamplingParameters(temperature=request.temperature, seed=seed),
             stopping=generation_pb2.StoppingCriteria(max_tokens=request.max_tokens),
             cache_salt=_SHARED_SALT if self.options.reuses_cache else request.salt,
-            max_draft_tokens=None if self._drafts else 0,
+            max_draft_tokens=None if self.drafts else 0,
         )
         if prompt.tokens:
             message.token_ids.ids.extend(prompt.tokens)
         else:
             message.text = prompt.text
-        if self._predicts:
+        if self.predicts:
             message.prediction_text = prompt.prediction or prompt.text
         if self.options.beams > 1:
             message.best_of = self.options.beams
@@ -162,7 +142,7 @@ class LocalContestant:
         return message
 
     async def _counters(self) -> dict[str, float]:
-        exposition, _ = await self._client.metrics()
+        exposition, _ = await self.client.metrics()
         totals: dict[str, float] = {}
         for family in text_string_to_metric_families(exposition.decode("utf-8")):
             for sample in family.samples:

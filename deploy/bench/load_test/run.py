@@ -35,15 +35,11 @@ class LoadTest:
         self._options = options
         self._client = client
         self._report = report
-        self._model = options.model or ""
+        self.model = options.model or ""
+        """The measured model."""
         self._done = 0
         self.was_stopped = False
         """Whether the run was cancelled. Its last measurement has the requests that had ended."""
-
-    @property
-    def model(self) -> str:
-        """The measured model."""
-        return self._model
 
     async def run(self, measured: Measured) -> None:
         """Measure every rate with every concurrency, after one request that is not counted.
@@ -53,7 +49,7 @@ class LoadTest:
         options = self._options
         requests = make_requests(options)
         (warming,) = next(requests)
-        self._model = self._model or await self._first_model()
+        self.model = self.model or await self._first_model()
         warm = await self._send(warming, time.perf_counter())
         if warm.answer is None:
             raise WorkerUnavailable(f"{_root(self._client)}{options.endpoint.path} did not answer: {warm.error}")
@@ -89,7 +85,7 @@ class LoadTest:
 
     async def _send(self, request: LoadRequest, begun: float) -> LoadRecord:
         """Send one request and read its answer. A failure becomes a record with its reason."""
-        content = to_json(request.body(self._options.endpoint, self._model))
+        content = to_json(request.body(self._options.endpoint, self.model))
         sent = time.perf_counter() - begun
         reader = StreamReader()
         try:
