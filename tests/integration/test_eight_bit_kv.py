@@ -18,10 +18,11 @@ pytestmark = pytest.mark.weights
 
 TOKENS = 24
 FEW = 3
-LEAST_AGREED = {("int8", "float32"): 0.7, ("int8", "bfloat16"): 0.5, ("fp8", "float32"): 0.4}
-"""Least share of greedy tokens before the first one that differs from those with full keys and values.
+LEAST_AGREED = {("int8", "float32"): 0.97, ("int8", "bfloat16"): 0.95, ("fp8", "float32"): 0.9}
+"""Least share of greedy tokens that are those with full keys and values, each after the same tokens before it.
 
-In bfloat16, machines round near ties differently, and all tokens after one differ: 0.65 with AMX.
+Measured on a CPU with bfloat16 products: 190 and 188 of 192 with int8, 69 of 72 with fp8.
+With 5 bits in float32: 170 of 192.
 """
 CASES = list(LEAST_AGREED)
 
@@ -55,17 +56,16 @@ async def test_drafts_and_neighbors_change_no_token(
     kv: str, dtype: str, target_directory: Path, requests: list[RequestCase]
 ) -> None:
     requests = requests[:FEW] if kv == "fp8" else requests  # no kernel computes it
-    alone = await answers_of(configure(target_directory, kv, dtype, "none"), requests, together=False)
+    full = await answers_of(configure(target_directory, "auto", dtype, "none"), requests, together=True)
+    texts = [(*request.prompt, *answer.tokens) for request, answer in zip(requests, full, strict=True)]
+    prefixes = [RequestCase(text[:length], 1) for text in texts for length in range(len(text) - TOKENS, len(text))]
+    plain = configure(target_directory, kv, dtype, "none")
+    answers = await answers_of(plain, [*requests, *prefixes], together=False)
+    alone, after = answers[: len(requests)], answers[len(requests) :]
     drafted = await answers_of(configure(target_directory, kv, dtype, "ngram"), requests, together=True)
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in alone]
     assert sum(answer.accepted for answer in drafted) > 0
-    full = await answers_of(configure(target_directory, "auto", dtype, "none"), requests, together=True)
-    agreed = [_common(one.tokens, other.tokens) for one, other in zip(alone, full, strict=True)]
-    print(f"{kv} in {dtype}: {sum(agreed)} of {TOKENS * len(agreed)} greedy tokens as with full keys and values,")
-    print(f"{agreed.count(TOKENS)} of {len(agreed)} texts whole")
-    assert sum(agreed) >= LEAST_AGREED[kv, dtype] * TOKENS * len(agreed)
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens before the first difference."""
-    return next((index for index, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
+    expected = [(token,) for answer in full for token in answer.tokens]
+    agreed = sum(answer.tokens == token for answer, token in zip(after, expected, strict=True))
+    print(f"{kv} in {dtype}: {agreed} of {len(expected)} tokens as with full keys and values")
+    assert agreed >= LEAST_AGREED[kv, dtype] * len(expected)
