@@ -151,6 +151,15 @@ def identifiers(field: str, values: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+def distinct_rows(sequence_ids: Iterable[str]) -> None:
+    """Refuse a sequence that is in two rows; name the second row."""
+    seen: set[str] = set()
+    for index, value in enumerate(sequence_ids):
+        if value in seen:
+            raise InvalidRequest(f"rows[{index}].sequence_id", value, "in one row only")
+        seen.add(value)
+
+
 def tokens(
     field: str, values: Sequence[int], least: int, most: int, vocabulary_size: int = MAX_TOKEN_ID + 1
 ) -> tuple[int, ...]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.core import bounds
 from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftDistribution, Evidence, Proposal, RowFault
-from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import USUAL_SCORING, BeamScoring, SequenceStart, TokenLogprobs
@@ -102,11 +102,7 @@ class StepBatch:
     rows: tuple[VerifyRow, ...]
 
     def __post_init__(self) -> None:
-        seen: set[SequenceId] = set()
-        for index, row in enumerate(self.rows):
-            if row.sequence_id in seen:
-                raise InvalidRequest(f"rows[{index}].sequence_id", row.sequence_id, "in one row only")
-            seen.add(row.sequence_id)
+        bounds.distinct_rows(row.sequence_id for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from cluster.core import bounds
 from cluster.core.drafting import DescribedMethod, DraftBudget, DraftRow, Proposal
-from cluster.core.errors import InvalidRequest
 from cluster.wire.codec.common import decode_id, decode_start, encode_start
 from cluster.wire.codec.proposal import decode_evidences, decode_proposal, encode_evidence, encode_proposal
 from pilotfish.v1 import draft_pb2 as pb
@@ -34,14 +33,9 @@ def encode_draft_rows(rows: Sequence[DraftRow], client: str = "") -> pb.DraftSer
 def decode_draft_rows(message: pb.DraftServiceProposeRequest, prefix: str = "") -> tuple[DraftRow, ...]:
     """Decode the rows of a request for drafts, with the client's prefix before their ids. Raises `InvalidRequest`."""
     bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
-    seen: set[str] = set()
-    rows = []
-    for index, row in enumerate(message.rows):
-        if row.sequence_id in seen:
-            raise InvalidRequest(f"rows[{index}].sequence_id", row.sequence_id, "in one row only")
-        seen.add(row.sequence_id)
-        rows.append(_decode_row(row, f"rows[{index}]", prefix))
-    return tuple(rows)
+    rows = tuple(_decode_row(row, f"rows[{index}]", prefix) for index, row in enumerate(message.rows))
+    bounds.distinct_rows(row.sequence_id for row in message.rows)
+    return rows
 
 
 def _decode_row(row: pb.DraftRow, field: str, prefix: str) -> DraftRow:

@@ -8,7 +8,6 @@ from google.protobuf.message import DecodeError
 
 from cluster.core import bounds
 from cluster.core.errors import InvalidRequest
-from cluster.core.ids import SequenceId
 from cluster.core.verification import OpenResult, OpenRow
 from cluster.wire.codec.common import decode_id, decode_start, encode_start
 from cluster.wire.codec.target_info import decode_occupancy, encode_occupancy
@@ -35,11 +34,7 @@ def decode_open_rows(message: pb.TargetServiceOpenRequest, prefix: str = "") -> 
     """Decode sequences to open, with the client's prefix before their ids. Raises `InvalidRequest`."""
     bounds.count("rows", message.rows, 0, bounds.MAX_ROWS)
     rows = tuple(_decode_open_row(row, f"rows[{index}]", prefix) for index, row in enumerate(message.rows))
-    seen: set[SequenceId] = set()
-    for index, row in enumerate(rows):
-        if row.sequence_id in seen:
-            raise InvalidRequest(f"rows[{index}].sequence_id", row.sequence_id, "in one row only")
-        seen.add(row.sequence_id)
+    bounds.distinct_rows(row.sequence_id for row in rows)
     return rows
 
 
