@@ -73,14 +73,20 @@ def open_client(
     root = server_root(url, option)
     if api_key is not None and not all("!" <= character <= "~" for character in api_key):
         raise ConfigurationError("PILOTFISH_API_KEY: needed an API key of printable ASCII characters without spaces")
-    return httpx.AsyncClient(
-        base_url=root,
-        headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        timeout=httpx.Timeout(timeout_seconds, connect=min(timeout_seconds, _CONNECT_SECONDS)),
-        verify=verify,
-        trust_env=not (is_own or is_loopback(httpx.URL(root).host)),
-    )
+    try:
+        return httpx.AsyncClient(
+            base_url=root,
+            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx.Timeout(timeout_seconds, connect=min(timeout_seconds, _CONNECT_SECONDS)),
+            verify=verify,
+            trust_env=not (is_own or is_loopback(httpx.URL(root).host)),
+        )
+    except (ImportError, ValueError, httpx.InvalidURL) as error:  # the environment is all that is not checked yet
+        raise ConfigurationError(
+            "http_proxy, https_proxy, all_proxy, no_proxy: needed proxies that can be used, as http://HOST:PORT, found "
+            f"others: {error}"
+        ) from None
 
 
 def verification(tls: PublicTlsSection | None, cacert: str | None = None, *, is_own: bool = False) -> ssl.SSLContext:

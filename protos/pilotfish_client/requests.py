@@ -122,7 +122,8 @@ def set_prompt(message: generation_pb2.GenerateRequest | generation_pb2.Tokenize
                 raise TypeError(f"prompt: needed messages alone, found {entry!r}")
             message.chat.messages.add(role=entry.role, content=entry.content)
     elif isinstance(message, generation_pb2.GenerateRequest):
-        message.token_ids.ids.extend(token for token in prompt if not isinstance(token, Message))
+        tokens: Sequence[Any] = prompt  # protobuf refuses what is no token
+        message.token_ids.ids.extend(tokens)
     else:
         raise TypeError("prompt: needed a text or messages, found token ids")
 

@@ -134,6 +134,19 @@ async def test_a_proxy_of_the_environment_is_asked_for_other_machines_alone(
         assert client.trust_env is asks_proxy
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("all_proxy", "socks5://127.0.0.1:1"), ("http_proxy", "ftp://127.0.0.1:1"), ("https_proxy", "http://a:port")],
+)
+async def test_a_proxy_that_cannot_be_used_is_named(
+    run: Run, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    status, (line,) = await run("complete", "--url", "http://llm.example.com")
+    assert status == 2
+    assert line.startswith("pilotfish: http_proxy, https_proxy, all_proxy, no_proxy: needed proxies that can be used")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("more", [(), ("--set", "draft.method=eagle")])
 async def test_a_client_of_a_server_fetches_no_draft(

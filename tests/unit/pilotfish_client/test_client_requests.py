@@ -73,6 +73,7 @@ def test_one_stop_string_is_not_its_characters() -> None:
         ("hi", Parameters(seed=-1), "the parameters do not fit the schema"),
         ("hi", Parameters(max_tokens=1 << 40), "the parameters do not fit the schema"),
         ([Message("user", "hi"), 3], Parameters(), "needed messages alone, found 3"),
+        ([3, Message("user", "hi")], Parameters(), "the parameters do not fit the schema: .*Message"),
     ],
 )
 def test_what_the_schema_cannot_hold_is_refused(prompt: Any, parameters: Parameters, words: str) -> None:
