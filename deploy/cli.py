@@ -66,6 +66,11 @@ def main() -> NoReturn:
         for line in str(error).splitlines():
             notify(f"pilotfish: {line}")
         sys.exit(status_of(error))
+    except OSError as error:
+        if error.filename is None:  # it says too little without the code that raised it
+            raise
+        notify(f"pilotfish: {error}")
+        sys.exit(1)
     except (Interrupted, KeyboardInterrupt):
         sys.exit(SIGNALLED)
     sys.exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 
 from cluster.core.config.draft_section import DraftSection
@@ -58,7 +59,7 @@ def with_draft_directory(configuration: Configuration, cache_directory: Path) ->
     Of the target, a directory on this machine serves to compare vocabularies. Raises `ModelLoadError`.
     """
     section = configuration.target
-    target = converted_before(section.path, cache_directory) or Path(section.path).expanduser()
+    target = converted_before(section.path, cache_directory) or Path(expanduser(section.path))
     weights = configuration.draft.weights
     draft = None if weights is None else _resolve(weights, cache_directory, lambda _: None)
     return _with_paths(configuration, target, draft, str(code_directory(cache_directory)))

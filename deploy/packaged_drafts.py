@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def _is_translator(target: str) -> bool:
     known = PACKAGED_MODELS.get(target)
     if known is not None:
         return known.is_marian
-    return read_config(Path(target).expanduser()).get("model_type") == "marian"
+    return read_config(Path(expanduser(target))).get("model_type") == "marian"
 
 
 def implied_paths(values: Mapping[str, Any]) -> dict[str, str]:

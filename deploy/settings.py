@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib import resources
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def read_values(config: str) -> dict[str, Any]:
         text = resources.files("deploy").joinpath("presets", f"{config}.yaml").read_text("utf-8")
     else:
         try:
-            text = Path(config).expanduser().read_text("utf-8")
+            text = Path(expanduser(config)).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             known = ", ".join(presets())
             raise ConfigurationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from os.path import expanduser
 from pathlib import Path
 
 from cluster.core.config.sections import Configuration
@@ -30,7 +31,7 @@ def model_findings(configuration: Configuration, cache_directory: Path) -> Itera
             yield _packaged_draft(key, section.path)
             continue
         remedy = None
-        directory = Path(section.path).expanduser()
+        directory = Path(expanduser(section.path))
         if not directory.is_dir():
             yield _on_hub(key, section.path)
             continue
@@ -47,7 +48,7 @@ def model_finding(key: str, path: str, cache_directory: Path) -> Finding:
         return Finding(key, path, str(error))
     if stretch is not None:
         return model_finding(key, stretch.path, cache_directory)
-    directory = Path(path).expanduser()
+    directory = Path(expanduser(path))
     if path in packaged_drafts():
         return _packaged_draft(key, path)
     if directory.is_dir():

@@ -98,7 +98,12 @@ def verification(tls: PublicTlsSection | None, cacert: str | None = None, *, is_
     tls = tls or PublicTlsSection()
     if cacert is not None:
         tls = tls.model_copy(update={"ca": cacert})
-    return client_context(tls, checks_name=not is_own)
+    try:
+        return client_context(tls, checks_name=not is_own)
+    except ConfigurationError as error:
+        if cacert is None:
+            raise
+        raise ConfigurationError(str(error).replace("server.tls.ca:", "--cacert:")) from None
 
 
 def why_silent(error: httpx.HTTPError) -> str:

@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def resolve_model_directory(
     `workers.model.stretch`). `report` is called while files are fetched. Raises `ModelLoadError`, which says what to
     do.
     """
-    directory = Path(path).expanduser()
+    directory = Path(expanduser(path))
     if directory.is_dir():
         return _checked(directory) if stored else _plain_weights(_checked(directory), cache_directory)
     stretch = parse_stretch(path)

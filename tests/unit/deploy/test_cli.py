@@ -177,6 +177,26 @@ class TestCommands:
         assert run_command("plan", "--set", f"target.path={name}") == 1
         assert "give a directory, a .gguf file, owner/name or one of" in capsys.readouterr().out
 
+    def test_a_path_that_the_system_refuses_is_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run_command("plan", "--set", f"target.path={'a' * 300}") == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("pilotfish: [Errno 36] File name too long: 'aaa")
+
+    @pytest.mark.parametrize(
+        ("arguments", "status", "words"),
+        [
+            (("--config", "~nobody-here/mine.yaml"), 2, "--config ~nobody-here/mine.yaml: needed a readable file"),
+            (("--set", "target.path=~nobody-here/model"), 1, "model path '~nobody-here/model': no such directory"),
+            (("--set", "draft.path=~nobody-here/draft"), 1, "draft '~nobody-here/draft': no such directory"),
+        ],
+    )
+    def test_the_home_of_a_user_that_there_is_not_is_no_directory(
+        self, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str], status: int, words: str
+    ) -> None:
+        assert run_command("prepare", *arguments) == status
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"pilotfish: {words}")
+
     def test_the_preset_for_gpus_starts_on_one_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         node = Resources(cpus=8, gpus=1, memory_bytes=1 << 36, gpu_memory_bytes=24 << 30)
         monkeypatch.setattr("deploy.machine.local_resources", lambda: node)

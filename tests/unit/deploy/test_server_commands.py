@@ -134,6 +134,11 @@ async def test_a_proxy_of_the_environment_is_asked_for_other_machines_alone(
         assert client.trust_env is asks_proxy
 
 
+async def test_certificates_that_cannot_be_read_are_named_as_they_were_given(run: Run) -> None:
+    status, (line,) = await run("complete", "--url", NOWHERE, "--cacert", "absent.pem")
+    assert (status, line.startswith("pilotfish: --cacert: needed a readable PEM file, found absent.pem")) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("all_proxy", "socks5://127.0.0.1:1"), ("http_proxy", "ftp://127.0.0.1:1"), ("https_proxy", "http://a:port")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def draft_description(path: str, revision: str | None = None) -> tuple[Path, Siz
 
 def local_directory(path: str) -> Path | None:
     """The local directory `path`; `None` for a hub id. Raises `ModelLoadError` for what is neither."""
-    directory = Path(path).expanduser()
+    directory = Path(expanduser(path))
     if directory.is_dir():
         return directory.resolve()
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
