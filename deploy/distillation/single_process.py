@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from transformers import AutoConfig
 
 from cluster.core.errors import ConfigurationError, PilotfishError
 from cluster.generation.text.tokenizer import Tokenizer
@@ -29,6 +28,7 @@ from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.device_training import DeviceTraining, Resumed, State
 from workers.distill.eagle3.states import lengthened
 from workers.distill.eagle3.texts import continuations
+from workers.distill.modules.module_plan import layer_shape
 from workers.distill.modules.tap_cache import ReadStates, Report, TapCache, states_of, taps_of
 from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers
@@ -37,6 +37,7 @@ from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import device_name, load_target
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
+from workers.model.target_ends import read_config
 
 _REPORTS = 10
 """Reports of a training by several processes."""
@@ -103,18 +104,18 @@ def checked(chosen: argparse.Namespace, bounds: Mapping[str, tuple[int, int]]) -
 
 
 def layers_like(config: Any, layers: int) -> DecoderShape:
-    """Llama layers of the target's sizes. `config` is a Llama-like configuration of `transformers`."""
-    heads, size = int(config.num_attention_heads), int(config.hidden_size)
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    """Llama layers of the target's sizes. Raises `ConfigurationError` for a configuration without such layers."""
+    most = int(config.max_position_embeddings)
+    own = layer_shape(config, most)
     return DecoderShape(
-        hidden_size=size,
-        heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_width=int(getattr(config, "head_dim", None) or size // heads),
-        intermediate_size=int(config.intermediate_size),
+        hidden_size=own.hidden_size,
+        heads=own.heads,
+        kv_heads=own.kv_heads,
+        head_width=own.head_width,
+        intermediate_size=own.intermediate_size,
         layers=layers,
-        norm_epsilon=float(getattr(config, "rms_norm_eps", 1e-5)),
-        rope=RopeShape(float(theta), most_positions=int(config.max_position_embeddings)),
+        norm_epsilon=own.norm_epsilon,
+        rope=RopeShape(own.rope_theta, most_positions=most),
     )
 
 
@@ -201,7 +202,7 @@ class SingleProcess(ABC):
             torch.set_float32_matmul_precision("high")
         cache = Path(tempfile.gettempdir()) / "pilotfish-models"
         self.directory = resolve_model_directory(chosen.target, cache, None, self.tell)
-        self.config = AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
+        self.config: Any = read_config(self.directory)
 
     @cached_property
     def target(self) -> Any:

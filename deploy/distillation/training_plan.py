@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.box import SIMPLE
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cluster.core.errors import ConfigurationError
 from deploy.distillation import dspark, eagle3
@@ -37,6 +37,7 @@ from workers.distill.student_pipeline import student_plan
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, TableShape
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape
+from workers.model.target_ends import read_config
 
 _NAMES: dict[type[TrainedShape], str] = {
     HeadsShape: "Heads",
@@ -188,11 +189,11 @@ def plans_of(training: Training, text_tokens: int, device_bytes: float) -> list[
 def print_plan(options: DistillOptions, target: Path, ranks: int = 1) -> None:
     """Print the plan of a command whose target is a directory with a config.json, on tensor-parallel ranks.
 
-    Raises `ConfigurationError`.
+    Raises `ConfigurationError`, and `ModelLoadError` for a configuration that cannot be read.
     """
     if not (target / "config.json").is_file():
         raise ConfigurationError(f"target.path: {target} is refused; --plan needed a directory with a config.json")
-    config = AutoConfig.from_pretrained(target, trust_remote_code=False)
+    config: Any = read_config(target)
     if config.is_encoder_decoder:
         raise ConfigurationError(f"target.path: {target} is refused; --plan is for decoder-only targets")
     size = replace(_size_of(config), ranks=ranks)
@@ -273,9 +274,12 @@ def _batch(options: DistillOptions, size: TargetSize) -> ModuleBatch:
 
 
 def _size_of(config: Any) -> TargetSize:
-    """The sizes of a model with a configuration of `transformers`. No weights are made."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    """The sizes of a model with a configuration of `transformers`. No weights are made. Raises `ConfigurationError`."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:  # it writes more than text
+        raise ConfigurationError(f"--plan: refused for model type {config.model_type!r}: {error}") from None
     text = config.get_text_config()
     return TargetSize(sum(one.numel() for one in model.parameters()), text.hidden_size, text.vocab_size)
 

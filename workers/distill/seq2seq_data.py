@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer, AnswerFile, Leading, read_answers, trainable
@@ -24,7 +24,7 @@ from workers.distill.seq2seq_student import Seq2SeqStudent, make_seq2seq_student
 from workers.distill.student import StudentPlan
 from workers.distill.target_model import load_seq2seq_target
 from workers.model.devices import choose_device
-from workers.model.target_ends import decoder_vocabulary_size
+from workers.model.target_ends import decoder_vocabulary_size, read_config
 
 _ROWS = 32
 """Sources that are translated at once."""
@@ -37,8 +37,8 @@ Item = TypeVar("Item")
 
 
 def is_encoder_decoder(directory: Path) -> bool:
-    """Whether the model in a directory has an encoder."""
-    return bool(AutoConfig.from_pretrained(directory, trust_remote_code=False).is_encoder_decoder)
+    """Whether the model in a directory has an encoder. Raises `ModelLoadError`."""
+    return bool(read_config(directory).is_encoder_decoder)
 
 
 def read_source_files(job: DistillJob) -> dict[str, tuple[str, ...]]:
@@ -53,7 +53,7 @@ def prepare_seq2seq(
 ) -> tuple[DistillData, Seq2SeqStudent]:
     """Translate the sources while the budget lasts, and make the student. Raises `ConfigurationError`."""
     options = job.options
-    student_config(AutoConfig.from_pretrained(job.target, trust_remote_code=False), plan)
+    student_config(read_config(job.target), plan)
     target = load_seq2seq_target(job.target, choose_device(options.device, 0))
     data = translate_all(target, job, sources, budget, is_frozen=is_frozen)
     if options.vocabulary_size is not None:

@@ -26,7 +26,7 @@ from workers.distill.vocabulary import check_size
 from workers.model.distilled import read_draft_files
 from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
 from workers.model.stretch import EACH_LAYER
-from workers.model.target_ends import decoder_vocabulary_size
+from workers.model.target_ends import decoder_vocabulary_size, read_config
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
 
@@ -108,8 +108,8 @@ class Student(nn.Module):
 
 
 def checked_config(target_directory: Path, plan: StudentPlan, vocabulary_size: int | None) -> PreTrainedConfig:
-    """The student's configuration. This reads no weights. Raises `ConfigurationError` if there is none."""
-    target: PreTrainedConfig = AutoConfig.from_pretrained(target_directory, trust_remote_code=False)
+    """The student's configuration. It reads no weights. Raises `ConfigurationError`, `ModelLoadError`."""
+    target = read_config(target_directory)
     if vocabulary_size is not None:
         check_size(vocabulary_size, int(target.vocab_size))
     return _config(target, plan)

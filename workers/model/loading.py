@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
@@ -65,7 +64,7 @@ from workers.model.share import Share
 from workers.model.stored.loading import load_stored
 from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
-from workers.model.target_ends import decoder_vocabulary_size
+from workers.model.target_ends import decoder_vocabulary_size, read_config
 from workers.model.trial import Trial, verdict_file
 from workers.ranks import AnotherRankFailed, found_by_all, least_of_all_ranks, try_together
 from workers.transfer import launch_on
@@ -109,7 +108,7 @@ def load_model(
     launch_on(device)
     request = _Request(
         section=section,
-        config=_load_config(Path(section.path)),
+        config=read_config(Path(section.path)),
         device=device,
         share=Share(rank, tensor_parallel, isinstance(section, TargetSection) and section.enable_expert_parallel),
         max_context_len=max_context_len,
@@ -148,7 +147,7 @@ def read_decoder(section: ModelSection, target_directory: Path | None) -> tuple[
 
     Raises as `load_model` does, with whose `section` and `target_directory`.
     """
-    device, config = choose_device(section.device, 0), _load_config(Path(section.path))
+    device, config = choose_device(section.device, 0), read_config(Path(section.path))
     request = _Request(section, config, device, Share(0, 1), None, target_directory)
     keep_compiled_code(section.compile_directory)
     register()
@@ -173,7 +172,7 @@ def check_truncatable(directory: Path) -> None:
 
     Raises `ConfigurationError` for such a model, `ModelLoadError` for a directory without a configuration.
     """
-    config = _load_config(directory)
+    config = read_config(directory)
     if config.is_encoder_decoder:
         return
     with _refused_by_name(config), torch.device("meta"):
@@ -471,16 +470,6 @@ def _missing_library(directory: Path, config: PreTrainedConfig, error: ImportErr
         f"model directory {str(directory)!r}: its weights are quantized as {method!r} and the library for them is "
         f"missing; {remedy}, or give the model with plain weights"
     )
-
-
-def _load_config(directory: Path) -> PreTrainedConfig:
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(
-            f"model directory {str(directory)!r}: its configuration cannot be read: {error}"
-        ) from error
-    return config
 
 
 def _compile_or_warn(module: PreTrainedModel, section: ModelSection, device: torch.device, ranks: int) -> None:

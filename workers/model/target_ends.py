@@ -191,14 +191,23 @@ def read_shared_ends(target: Path, card: DraftDescription) -> SharedEnds:
     return SharedEnds(found, config, tensors)
 
 
-def read_target_config(target: Path, card: DraftDescription) -> PreTrainedConfig:
-    """The configuration of a target. Raises `ModelLoadError` unless it has the sizes that the card names."""
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The configuration of the model in a directory. Raises `ModelLoadError`."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"target directory {str(target)!r}: its configuration cannot be read: {error}") from error
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ModelLoadError(
+            f"model directory {str(directory)!r}: its configuration cannot be read: {error}"
+        ) from error
+    return config
+
+
+def read_target_config(target: Path, card: DraftDescription) -> PreTrainedConfig:
+    """The configuration of a target. Raises `ModelLoadError` unless it has the sizes that the card names."""
+    config = read_config(target).get_text_config()
     check_config(target, f"the config.json of the target {target.name!r}", config, card)
     return config
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig, T5Config
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2VLConfig, T5Config
 
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, ModelLoadError
 from deploy.distillation import dspark
 from deploy.distillation.training_plan import description, plan_block, plans_of, print_plan
 from workers.distill.dspark.memory import BlockBatch, block_memory, block_size, text_bytes
 from workers.distill.dspark.module import SparkModule
 from workers.distill.memory import TargetSize
 from workers.distill.options import DistillOptions
+from workers.distill.seq2seq_data import is_encoder_decoder
 from workers.model.public_shapes import MaskedBlockShape
 
 CONFIG = LlamaConfig(
@@ -189,3 +190,33 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     assert description(plan_block(TARGET, shape(), BATCH), [])["plans"] == []
     with pytest.raises(ValueError, match="Markov head"):
         block_size(replace(shape(), markov=None))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param("{", id="no JSON"),
+        pytest.param('{"model_type": "unheard"}', id="unknown type"),
+        pytest.param('{"model_type": "llama", "hidden_size": "wide"}', id="a wrong type"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_named(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    refused = f"model directory '{tmp_path}': its configuration cannot be read"
+    with pytest.raises(ModelLoadError, match=refused):
+        print_plan(DistillOptions(kind="heads", plan=True), tmp_path)
+    with pytest.raises(ModelLoadError, match=refused):
+        is_encoder_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "eagle", "block"])
+def test_layers_unlike_those_of_llama_are_refused_for_drafts_with_layers_like_them(kind: str, tmp_path: Path) -> None:
+    GPT2Config(vocab_size=96, n_embd=48, n_layer=6, n_head=6).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="model type 'gpt2': its layers are unlike Llama's"):
+        print_plan(DistillOptions(kind=kind, plan=True), tmp_path)
+
+
+def test_a_target_that_reads_images_is_refused(tmp_path: Path) -> None:
+    Qwen2VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="--plan: refused for model type 'qwen2_vl'"):
+        print_plan(DistillOptions(kind="heads", plan=True), tmp_path)

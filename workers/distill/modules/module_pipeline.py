@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
@@ -46,7 +45,7 @@ from workers.model.draft_shapes import ExitShape, TableShape
 from workers.model.drafting.files import DraftingModule, load_ends, make_module
 from workers.model.drafting.public_form import obstacle
 from workers.model.drafting.table import SuccessorTable
-from workers.model.target_ends import decoder_vocabulary_size
+from workers.model.target_ends import decoder_vocabulary_size, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class _Made:
 
 def distill_module(job: DistillJob) -> None:
     """Make a module: collect answers and hidden states, train, measure, write. Raises `PilotfishError`."""
-    config = AutoConfig.from_pretrained(job.target, trust_remote_code=False).get_text_config()
+    config: Any = read_config(job.target).get_text_config()
     options = with_defaults(job.options, config, job.target)
     shape = wanted_shape(options, config, job.target)
     data, budget = _data(job, options, has_encoder=config.is_encoder_decoder)

@@ -109,7 +109,7 @@ def layer_shape(config: Any, window: int) -> LayerShape:
     try:
         heads = int(config.num_attention_heads)
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        sizes = int(config.hidden_size), heads, int(getattr(config, "num_key_value_heads", heads)), int(width)
+        sizes = int(config.hidden_size), heads, int(getattr(config, "num_key_value_heads", None) or heads), int(width)
         inner = int(config.intermediate_size)
     except AttributeError as error:
         raise ConfigurationError(f"model type {config.model_type!r}: its layers are unlike Llama's: {error}") from None
