@@ -21,6 +21,8 @@ SKIP_ATTENTION, SKIP_MLP = 1, 2
 _ATTENTION_NAMES = ("self_attn", "attn")
 _MLP_NAMES = ("mlp", "fc2")  # OPT's second projection: without its output, its layer adds nothing
 _NORM_NAMES = ("norm", "final_layer_norm", "ln_f")
+_WITH_SCORES = {"GptOssMLP"}
+"""Classes of feed-forward networks that return the scores of their router, too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,8 +94,9 @@ def _without_parts(layer: nn.Module, skipped: int) -> Iterator[None]:
     def no_attention(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         return torch.zeros_like(hidden_states), None
 
-    def no_mlp(hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states.new_zeros((*hidden_states.shape[:-1], width or hidden_states.shape[-1]))
+    def no_mlp(hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
+        nothing = hidden_states.new_zeros((*hidden_states.shape[:-1], width or hidden_states.shape[-1]))
+        return (nothing, None) if type(mlp).__name__ in _WITH_SCORES else nothing
 
     with ExitStack() as stack:
         stack.enter_context(_replaced(layer, "forward", type(layer).forward.__get__(layer)))

@@ -30,7 +30,7 @@ TEXT = tuple((7 * index) % 90 + 3 for index in range(30))
 OTHER = TEXT[5:14]
 BRANCHING = TokenTree((7, 8, 9, 7, 11, 12), (-1, -1, 0, 2, 1, 3))
 LAYERS = 3
-WAYS = [(family, "off") for family in (*tiny.FAMILIES, "gemma3")] + [(family, "auto") for family in NATIVE]
+WAYS = [(family, "off") for family in (*tiny.FAMILIES, "gemma3", "gpt_oss")] + [(family, "auto") for family in NATIVE]
 NORM = 1.0 + torch.arange(48.0) / 48
 PARTS = {
     "first layer": PartialPass(layers=1),
@@ -44,6 +44,8 @@ PARTS = {
 def configuration(family: str) -> PreTrainedConfig:
     if family == "gemma3":
         return gemma3()
+    if family == "gpt_oss":
+        return tiny.gpt_oss(num_hidden_layers=LAYERS)
     return tiny.FAMILIES[family](**{"n_layer" if family == "gpt2" else "num_hidden_layers": LAYERS})
 
 
