@@ -18,6 +18,8 @@ _LATEST_START = 4
 """Most tokens in front of those that begin the thinking of a model, such as line ends."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, because dividing logits by a smaller number overflows float32."""
+LEAST_REPETITION_PENALTY = 1e-6
+"""Smaller repetition penalties count as this one, because dividing logits by them overflows float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +53,11 @@ class DecisionContext:
     def is_greedy(self) -> bool:
         """Whether the most probable token is chosen, without noise."""
         return self.sampling.temperature < GREEDY_BELOW
+
+    @property
+    def repetition_penalty(self) -> float:
+        """What positive logits of tokens seen before are divided by, and negative ones multiplied by."""
+        return max(self.sampling.repetition_penalty, LEAST_REPETITION_PENALTY)
 
     @property
     def excluded_tokens(self) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ class _Changes:
             return
         factors: dict[int, float] = {}
         if context.sampling.repetition_penalty != 1.0:
-            factors = dict.fromkeys(context.tokens[:], context.sampling.repetition_penalty)
+            factors = dict.fromkeys(context.tokens[:], context.repetition_penalty)
         terms = additions(context)
         terms |= dict.fromkeys(context.excluded_tokens, -math.inf)
         self._exclude(context, offset, size)

@@ -108,7 +108,7 @@ def _penalise(logits: Tensor, contexts: Sequence[DecisionContext], column: _Colu
         return torch.where(values > 0, values / penalties, values * penalties)
 
     repeated = [
-        (row, token, context.sampling.repetition_penalty)
+        (row, token, context.repetition_penalty)
         for row, context in enumerate(contexts)
         if context.sampling.repetition_penalty != 1.0
         for token in set(context.tokens[:])  # the slice is faster than reading a `Branch` element by element

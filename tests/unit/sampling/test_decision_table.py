@@ -24,6 +24,7 @@ CASES = {
     "temperature": PLAIN,
     "greedy": SamplingParameters(temperature=0.0),
     "repetition": replace(PLAIN, repetition_penalty=1.3),
+    "least repetition": replace(PLAIN, repetition_penalty=1e-300),
     "sums": replace(PLAIN, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((2, 3.0), (5, -100.0))),
     "too short": replace(PLAIN, min_tokens=20, end_token_ids=(2, 33), logit_bias=((33, 1.0),)),
     "allowed": replace(PLAIN, allowed_token_ids=(0, 2, 40, 69), repetition_penalty=2.0),

@@ -15,6 +15,7 @@ from cluster.core.tree import TokenTree
 from tests.support.models.sampling_reference import nucleus_is_near_its_edge, probabilities, shifted
 from workers.sampling import truncate
 from workers.sampling.context import DecisionContext, tree_contexts
+from workers.sampling.decide import decide
 from workers.sampling.warp import warp
 
 INF = math.inf
@@ -141,6 +142,16 @@ def test_a_nucleus_wider_than_the_first_candidates_is_found_completely() -> None
 def test_nan_counts_as_impossible_and_infinity_as_certain() -> None:
     assert kept([math.nan, 1.0, INF, -INF], top_p=0.5) == [2]
     assert warped([math.nan, 1.0], context()) == [-INF, 1.0]
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-40, 1e6])
+def test_no_repetition_penalty_makes_a_logit_infinite(penalty: float) -> None:
+    """Truncation subtracts logits, and a difference of infinite ones is no number."""
+    decision = context((0, 1), repetition_penalty=penalty, temperature=1e-5, top_p=0.9)
+    logits = torch.zeros(1, 600)
+    logits[0, :3] = torch.tensor([9.0, -3.0, 1.0])
+    assert (warp(logits, [decision]) < INF).all()
+    assert decide(logits, [decision]) == [2 if penalty > 1.0 else 0]
 
 
 def test_a_row_without_candidates_stays_empty_and_affects_no_other() -> None:
