@@ -23,6 +23,7 @@ import torch
 
 from cluster.core.errors import ConfigurationError, PilotfishError
 from cluster.generation.text.tokenizer import Tokenizer
+from deploy.dataclass_options import number_list
 from deploy.distillation.conversations import UNBOUNDED, AnswerPlan, BatchedTarget, Write, cached_tokens
 from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.device_training import DeviceTraining, Resumed, State
@@ -301,7 +302,7 @@ class SingleProcess(ABC):
     def taps(self) -> tuple[int, ...]:
         """The hidden states that the draft reads. Raises `ConfigurationError`."""
         chosen, count = self.options, int(self.config.num_hidden_layers)
-        taps = tuple(int(one) for one in chosen.taps.split(",") if one) or tuple(sorted(set(self.default_taps())))
+        taps = number_list("--taps", int)(chosen.taps) or tuple(sorted(set(self.default_taps())))
         if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
             raise ConfigurationError(f"--taps: {list(taps)} is refused; they must ascend within 0 and {count - 1}")
         return taps
@@ -392,7 +393,7 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         chosen = self.options
         kept: list[Answer] = list(read_answers(chosen.answers)) if chosen.answers and chosen.answers.exists() else []
         known = {answer.key for answer in kept}
-        temperatures = [float(one) for one in chosen.temperatures.split(",")]
+        temperatures = number_list("--temperatures", float)(chosen.temperatures)
         tasks = schedule([read_prompts(path) for path in chosen.prompts], temperatures, chosen.held_out, chosen.seed)
         evaluation = (
             [] if chosen.evaluate is None else evaluation_tasks(chosen.evaluate, chosen.evaluate_prompts, chosen.seed)

@@ -196,3 +196,14 @@ def test_states_are_those_of_exactly_these_weights(directory: Path, tmp_path: Pa
     name = next(name for name in weights if "layers.0." in name)
     save_file(weights | {name: weights[name] + 0.5}, other / "model.safetensors", {"format": "pt"})
     assert states_of(other, tmp_path) != states_of(directory, tmp_path)
+
+
+def test_what_are_no_numbers_is_refused_by_the_name_of_the_option(
+    directory: Path, answers: tuple[Answer, ...], tmp_path: Path
+) -> None:
+    run = make_run(directory, answers, tmp_path, "eagle3", is_stored=False)
+    run.options.taps, run.options.temperatures = "first", "warm"
+    with pytest.raises(ConfigurationError, match="--taps: 'first' is refused; it must be numbers with commas"):
+        run.taps()
+    with pytest.raises(ConfigurationError, match="--temperatures: 'warm' is refused; it must be numbers with commas"):
+        run.texts()

@@ -20,6 +20,8 @@ from workers.distill.budget import StepTimes
 from workers.distill.modules.tap_cache import decoder_layers
 
 _MOST_DEPTHS = 8
+_MOST_ANSWERS = 8
+"""Answers that candidates are measured on."""
 
 Report = Callable[[float, str], None]
 """Called with the finished share and the best layers so far."""
@@ -39,12 +41,14 @@ class ExitCandidate:
 def search_exit(
     target: Any, answers: Sequence[Answer], max_length: int, report: Report, ends: float | None = None
 ) -> list[ExitCandidate]:
-    """Measure the candidates on answers until `ends` (of `time.monotonic`). Best first by estimated speedup.
+    """Measure the candidates on a few answers until `ends` (of `time.monotonic`). Best first by estimated speedup.
 
-    `target` is a `transformers` model. Raises `ConfigurationError` without answers or if no candidate was measured.
+    `target` is a `transformers` model. Answers to prompts of `max_length` tokens or more are left out. Raises
+    `ConfigurationError` without answers or if no candidate was measured.
     """
+    answers = [answer for answer in answers if len(answer.prompt) < max_length][:_MOST_ANSWERS]
     if not answers:
-        raise ConfigurationError("--search: needed held-out answers, found none")
+        raise ConfigurationError(f"--search: needed a held-out answer within --max-length, {max_length}, found none")
     count = len(decoder_layers(target))
     rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
     firsts = [len(answer.prompt) - 1 for answer in answers]

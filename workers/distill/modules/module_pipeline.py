@@ -161,7 +161,7 @@ def _search(stage: ModuleRun, model: Any) -> list[ExitCandidate]:
     options = stage.options
     with stage.job.notices.stage("search") as report:
         limit = None if options.minutes is None else time.monotonic() + stage.budget.left_for_training()
-        return search_exit(model, stage.data.held_out[:8], options.max_length, report, limit)
+        return search_exit(model, stage.data.held_out, options.max_length, report, limit)
 
 
 def _table(found: Sequence[ExitCandidate]) -> str:

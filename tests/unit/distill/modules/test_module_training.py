@@ -316,3 +316,16 @@ def test_the_share_of_a_search_for_layers_ascends_to_all(target: torch.nn.Module
 def _stop_at(progress: Progress, step: int) -> None:
     if progress.step == step:
         raise KeyboardInterrupt
+
+
+def test_a_search_for_layers_leaves_out_prompts_that_fill_the_whole_length(
+    target: torch.nn.Module, answers: tuple[Answer, ...]
+) -> None:
+    """They leave no position to compare."""
+    long = [replace(answer, prompt=answer.prompt * 3) for answer in answers]
+
+    found = search_exit(target, [*long, answers[0]], 2 * len(answers[0].prompt), lambda *_: None)
+
+    assert found == search_exit(target, answers[:1], 2 * len(answers[0].prompt), lambda *_: None)
+    with pytest.raises(ConfigurationError, match="--search: needed a held-out answer within --max-length, 10"):
+        search_exit(target, long, 10, lambda *_: None)
