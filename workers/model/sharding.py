@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -225,7 +226,7 @@ def _whole_experts(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, 
 
 
 def keep_own_part(module: PreTrainedModel, share: Share) -> None:
-    """Reduce what the plan left whole to this rank's part: the KV head that it shares with others, and biases.
+    """Reduce what the plan left whole to this rank's part: the KV head that it shares, norms of heads, and biases.
 
     The ranks' products of an expert are summed, so the first rank alone adds the bias. What an attention layer itself
     holds, as learned sinks, becomes a usual tensor. The padding row of a divided embedding is that of one rank alone.
@@ -249,6 +250,7 @@ def keep_own_part(module: PreTrainedModel, share: Share) -> None:
     heads, kv_heads = head_counts(module.config)
     plan: dict[str, str] = module.tp_plan or {}
     own = share.kv_heads(kv_heads)
+    _keep_own_norms(module, {"q_norm": share.of(heads, "num_attention_heads"), "k_norm": own})
     for path, attention in module.named_modules():
         for name in _KV_PROJECTIONS:
             if plan.get(plan_name(f"{path}.{name}")) != KV_HEADS:
@@ -257,6 +259,16 @@ def keep_own_part(module: PreTrainedModel, share: Share) -> None:
             layer: Any = getattr(attention, name)
             if type(layer) is nn.Linear:  # a stored one was read in this rank's part
                 keep_outputs(layer, rows_of_heads(layer.out_features, kv_heads, own, f"{path}.{name}"))
+
+
+def _keep_own_norms(module: PreTrainedModel, own: Mapping[str, slice]) -> None:
+    """Reduce norms that have weights `[heads, dim]`, as Cohere's, to those of this rank's heads, by their names."""
+    for attention in module.modules():
+        for name, heads in own.items():
+            norm: Any = getattr(attention, name, None)
+            weight = getattr(norm, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+                norm.weight = nn.Parameter(weight.detach()[heads].clone(), requires_grad=False)
 
 
 def _zeroes_padding(module: PreTrainedModel) -> bool:
