@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -139,3 +141,18 @@ class PassRequest:
     max_tokens: int
     salt: str = ""
     """Separates the pass from all others: no KV block and no stored text of another pass is reused."""
+
+
+async def answer_pass(
+    request: PassRequest, answer: Callable[[PassRequest, BenchPrompt, int], Awaitable[BenchAnswer]]
+) -> BenchPass:
+    """Answer the prompts of a pass, `request.batch` at a time; `answer` gets the pass, a prompt and its seed."""
+    slots = asyncio.Semaphore(request.batch)
+
+    async def one(index: int, prompt: BenchPrompt) -> BenchAnswer:
+        async with slots:
+            return await answer(request, prompt, request.seed + index)
+
+    begun = time.perf_counter()
+    answers = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(request.prompts)))
+    return BenchPass(tuple(answers), time.perf_counter() - begun)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import httpx
 
 from cluster.core.errors import WorkerUnavailable
-from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest
+from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest, answer_pass
 from deploy.draft_origins import summed
 from deploy.network.https_client import JSON_HEADERS, lines_of, refusal_hint, to_json, why_silent
 
@@ -32,15 +31,7 @@ class EndpointContestant:
         self._predicts = predicts
 
     async def answer(self, request: PassRequest) -> BenchPass:
-        slots = asyncio.Semaphore(request.batch)
-
-        async def one(index: int, prompt: BenchPrompt) -> BenchAnswer:
-            async with slots:
-                return await self._answer(request, prompt, request.seed + index)
-
-        begun = time.perf_counter()
-        answers = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(request.prompts)))
-        return BenchPass(tuple(answers), time.perf_counter() - begun)
+        return await answer_pass(request, self._answer)
 
     async def _answer(self, request: PassRequest, prompt: BenchPrompt, seed: int) -> BenchAnswer:
         body: dict[str, Any] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +14,15 @@ from cluster.core.config.sections import Configuration
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.origin_counts import origins_as_json
-from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, BenchPrompt, PassRequest, RequestOptions
+from deploy.bench.contestants.answers import (
+    Arrival,
+    BenchAnswer,
+    BenchPass,
+    BenchPrompt,
+    PassRequest,
+    RequestOptions,
+    answer_pass,
+)
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from workers.model.weight_files import is_encoder_decoder
@@ -61,18 +68,10 @@ class LocalContestant:
         return replace(self, options=options)
 
     async def answer(self, request: PassRequest) -> BenchPass:
-        slots = asyncio.Semaphore(request.batch)
-
-        async def one(index: int, prompt: BenchPrompt) -> BenchAnswer:
-            async with slots:
-                return await self._answer(request, prompt, request.seed + index)
-
         before = await self._counters()
-        begun = time.perf_counter()
-        answers = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(request.prompts)))
-        seconds = time.perf_counter() - begun
+        found = await answer_pass(request, self._answer)
         after = await self._counters()
-        return BenchPass(tuple(answers), seconds, {name: after[name] - before.get(name, 0.0) for name in after})
+        return replace(found, counters={name: after[name] - before.get(name, 0.0) for name in after})
 
     async def gap(self, context: tuple[int, ...], expected: int, found: int) -> float | None:
         """By how much the logit of `expected` is above that of `found` after the tokens of `context`.
