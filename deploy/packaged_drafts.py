@@ -12,7 +12,7 @@ from cluster.core.config.target_section import TargetSection
 from workers.draft.registry import METHODS
 from workers.model.draft_card import WEIGHTS, is_distilled, read_card
 from workers.model.packaged.catalogue import PACKAGED_MODELS
-from workers.model.weight_files import read_config
+from workers.model.weight_files import config_values
 
 INSTALL = "pip install pilotfish-drafts"
 """Installs the weights of the packaged drafts. Their cards come with Pilotfish itself."""
@@ -61,7 +61,7 @@ def _is_translator(target: str) -> bool:
     known = PACKAGED_MODELS.get(target)
     if known is not None:
         return known.is_marian
-    return read_config(Path(expanduser(target))).get("model_type") == "marian"
+    return config_values(Path(expanduser(target))).get("model_type") == "marian"
 
 
 def implied_paths(values: Mapping[str, Any]) -> dict[str, str]:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from cluster.core.errors import ModelLoadError
 from workers.distill.agreement import agreement, share
 from workers.distill.answers import Answer
 from workers.distill.examples import Batch
@@ -26,6 +25,7 @@ from workers.distill.train import StudentLearner
 from workers.model.decoder_copies import own_parameters
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
+from workers.model.target_ends import read_config
 
 _PROMPT = 128
 """Most tokens of a prompt, the last ones, that a training reads."""
@@ -60,11 +60,7 @@ def load_served_student(directory: Path, target: Path) -> ServedStudent:
     """Read a draft model, distilled or not, to train it on a CPU. Raises `ModelLoadError`."""
     if not is_distilled(directory):
         return ServedStudent(load_target(directory, _CPU), None)
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"draft directory {str(directory)!r}: no configuration: {error}") from error
-    draft = load_distilled_draft(directory, target, config, torch.float32, _CPU, "sdpa")
+    draft = load_distilled_draft(directory, target, read_config(directory), torch.float32, _CPU, "sdpa")
     return ServedStudent(draft.module, draft.vocabulary)
 
 

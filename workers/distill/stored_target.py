@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
 from workers.distill.modules.tap_cache import TapCache
-from workers.model.target_ends import read_tensors
+from workers.model.target_ends import read_config, read_tensors
 from workers.model.weight_files import weight_files
 
 
@@ -54,7 +54,7 @@ def load_parts(directory: Path, device: torch.device, dtype: torch.dtype, layers
 
     The others are on PyTorch's device `meta`. Raises `ModelLoadError` where the files lack a parameter.
     """
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    config = read_config(directory)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     left_out = {

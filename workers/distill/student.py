@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
+from cluster.core.errors import ConfigurationError, shorten
 from workers.distill.answers import Answer
 from workers.distill.examples import Batch, make_batch
 from workers.distill.output import check_replaceable, replaced_directory
@@ -47,11 +47,7 @@ class StudentPlan:
     @classmethod
     def of_draft(cls, directory: Path) -> StudentPlan:
         """A student like the draft, with its weights and vocabulary. Raises `ModelLoadError`."""
-        try:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelLoadError(f"draft directory {str(directory)!r}: no configuration: {error}") from error
-        card, weights, vocabulary = read_draft_files(directory, config)
+        card, weights, vocabulary = read_draft_files(directory, read_config(directory))
         tokens = None if vocabulary is None else tuple(vocabulary.tolist())
         return cls(card.layers, directory / "config.json", tokens, weights)
 

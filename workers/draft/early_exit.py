@@ -224,11 +224,9 @@ def part_of(settings: EarlyExitSettings, target: TargetSection) -> TargetPart | 
         return None
     if not settings.path:
         return TargetPart(settings.layers, frozenset(settings.skip_attention), frozenset(settings.skip_mlp))
-    from transformers import AutoConfig
-
     from workers.model.draft_card import WEIGHTS, read_card
     from workers.model.draft_shapes import ExitShape
-    from workers.model.target_ends import read_tensors
+    from workers.model.target_ends import read_config, read_tensors
 
     directory = Path(settings.path)
     card = read_card(directory)
@@ -236,7 +234,7 @@ def part_of(settings: EarlyExitSettings, target: TargetSection) -> TargetPart | 
         raise ConfigurationError(
             f"draft.early_exit.path: kind {card.kind!r} is refused; it must be {settings.draft_kind!r}"
         )
-    config = AutoConfig.from_pretrained(Path(target.path), trust_remote_code=False).get_text_config()
+    config = read_config(Path(target.path)).get_text_config()
     last = card.shape.layers[-1] + 1
     if last > config.num_hidden_layers:
         raise ConfigurationError(

@@ -87,11 +87,11 @@ def create_synthetic(settings: SyntheticSettings, draft: DraftSection, target: T
 
     Raises `ConfigurationError` when the target's configuration is not on this machine.
     """
-    from transformers import AutoConfig
+    from workers.model.target_ends import read_config
 
     directory = Path(target.path)
     if not (directory / "config.json").is_file():
         raise ConfigurationError(f"target.path: {str(directory)!r} must hold the config.json of the target")
-    vocabulary_size = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config().vocab_size
+    vocabulary_size = read_config(directory).get_text_config().vocab_size
     expander = SyntheticExpander(settings.acceptance, settings.seconds, vocabulary_size)
     return TreeDrafter(expander, settings, draft, calibration=Calibration(trust=1.0))

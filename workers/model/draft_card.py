@@ -12,7 +12,7 @@ from cluster.core.drafting import Tap
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.model.draft_shapes import SHAPES, Shape, shape_from
 from workers.model.public_shapes import PublicShape
-from workers.model.weight_files import read_config
+from workers.model.weight_files import config_values
 
 CARD = "pilotfish_draft.json"
 """Name of the file; a directory with it holds a distilled draft."""
@@ -82,7 +82,7 @@ def is_distilled(directory: Path) -> bool:
 
 def is_written_here(directory: Path) -> bool:
     """Whether the directory holds a draft that `pilotfish distill` wrote, in its own format or in a public one."""
-    return is_distilled(directory) or read_config(directory).get(WRITER) == WRITTEN_BY
+    return is_distilled(directory) or config_values(directory).get(WRITER) == WRITTEN_BY
 
 
 def read_card(directory: Path) -> DraftCard:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from cluster.core.errors import shorten
 from workers.model.formats.checkpoint import Checkpoint
+from workers.model.target_ends import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def load_mtp_layer(
     """
     stored_in = draft or directory
     checkpoint = Checkpoint.read(stored_in)
-    config = _config(directory) if draft is None else _nested_config(checkpoint)
+    config = read_config(directory).get_text_config() if draft is None else _nested_config(checkpoint)
     layout, names = _own_tensors(checkpoint, config, LAYOUTS if draft is None else _OF_SPECULATORS)
     parts = {part: names.pop(name) for name, part in layout.parts.items()}
     names = {name.removeprefix(layout.block): stored for name, stored in names.items()}
@@ -156,11 +157,6 @@ def _of_one_layer(config: PreTrainedConfig, attention: str, *, has_experts: bool
     if getattr(found, "layer_types", None):
         found.layer_types = ["full_attention"]
     found._attn_implementation = attention
-    return found
-
-
-def _config(directory: Path) -> PreTrainedConfig:
-    found: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
     return found
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import is_distilled, read_card
 from workers.model.stored.quantized_checkpoint import FORMATS, QuantizedCheckpoint, quantization_of
-from workers.model.weight_files import read_config, weight_files
+from workers.model.weight_files import config_values, weight_files
 
 _TOKEN_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "shared.weight")
 _EMBEDDINGS = (*_TOKEN_EMBEDDINGS, "embed_positions.weight", "wpe.weight")
@@ -130,7 +130,7 @@ def _computed(directory: Path) -> dict[str, tuple[int, ...]]:
     is_packed = settings is not None and settings.get("quant_method") in FORMATS
     shapes = QuantizedCheckpoint(directory).shapes() if is_packed else tensor_shapes(directory)
     shapes = {name: shape for name, shape in shapes.items() if not name.startswith(_PREDICTING)}
-    layers = read_config(directory).get("num_hidden_layers")
+    layers = config_values(directory).get("num_hidden_layers")
     if not isinstance(layers, int):
         return shapes
     own = {name: match for name in shapes if (match := _NUMBERED.match(name)) is not None}

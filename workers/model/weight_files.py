@@ -14,7 +14,7 @@ from cluster.core.errors import ModelLoadError
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def config_values(directory: Path) -> dict[str, Any]:
     """The object in a model's `config.json`; empty without a readable one, which loading the model reports."""
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -25,7 +25,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def is_encoder_decoder(directory: Path) -> bool:
     """Whether a model reads a source with an encoder and writes with a decoder, as its configuration says."""
-    return bool(read_config(directory).get("is_encoder_decoder"))
+    return bool(config_values(directory).get("is_encoder_decoder"))
 
 
 def weight_files(directory: Path) -> list[Path]:

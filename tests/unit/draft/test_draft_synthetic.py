@@ -10,7 +10,7 @@ import pytest
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, ModelLoadError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
@@ -92,4 +92,10 @@ def test_the_method_reads_the_vocabulary_size_from_the_targets_configuration(tmp
 
 def test_a_target_that_is_not_on_this_machine_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"target\.path: .*config\.json"):
+        create(DraftSection(method="synthetic"), TargetSection(path=str(tmp_path)))
+
+
+def test_a_configuration_of_the_target_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=f"model directory '{tmp_path}': its configuration cannot be read"):
         create(DraftSection(method="synthetic"), TargetSection(path=str(tmp_path)))

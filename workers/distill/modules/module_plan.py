@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.loop import training_plan
@@ -21,7 +19,7 @@ from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsS
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import read_trained, stored_tensors
-from workers.model.target_ends import decoder_layer_count, decoder_vocabulary_size, read_tensors
+from workers.model.target_ends import decoder_layer_count, decoder_vocabulary_size, read_config, read_tensors
 from workers.model.weight_files import weight_files
 
 CURVE = "training.png"
@@ -96,7 +94,7 @@ def _layer_shape(options: DistillOptions, config: Any, started: DraftCard | None
             return started.shape.layer, started.shape.layers
         if started.kind != LAYERS:
             raise ConfigurationError(f"--start {options.start}: a draft of kind {started.kind!r} has no decoder layers")
-        config = AutoConfig.from_pretrained(options.start, trust_remote_code=False)
+        config = read_config(options.start)
         layers = int(config.num_hidden_layers)
     return layer_shape(config, options.max_length), layers
 

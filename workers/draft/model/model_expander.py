@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoConfig
 
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
@@ -22,6 +21,7 @@ from workers.forward.native.largest import Largest, load_largest
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore, StoredSource
+from workers.model.target_ends import read_config
 from workers.sampling.candidates import Candidate, candidates
 from workers.sampling.context import DecisionContext, leaders_of
 
@@ -198,7 +198,7 @@ def check_vocabularies(draft: LoadedModel, draft_directory: Path, target: Target
     directory = Path(target.path)
     if not (directory / "config.json").is_file():
         return None
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
+    config = read_config(directory).get_text_config()
     if draft.vocabulary_size != config.vocab_size and not _same_tokenizer(draft_directory, directory):
         raise ConfigurationError(
             f"the draft model {draft.name!r} has a vocabulary of {draft.vocabulary_size} tokens and the target "

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import CARD, WEIGHTS, read_card
 from workers.model.draft_shapes import TableShape
-from workers.model.target_ends import decoder_vocabulary_size, read_tensors
+from workers.model.target_ends import decoder_vocabulary_size, read_config, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,4 @@ def _vocabulary_size(target: Path) -> int:
             return int(size)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"target.path: {file} is refused; it must be a JSON object with vocab_size") from error
-    from transformers import AutoConfig
-
-    return decoder_vocabulary_size(AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config())
+    return decoder_vocabulary_size(read_config(target).get_text_config())

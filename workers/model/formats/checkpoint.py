@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.core.errors import ModelLoadError, shorten
 from workers.model.public_shapes import Sizes
-from workers.model.weight_files import read_config, weight_files
+from workers.model.weight_files import config_values, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,7 @@ class Checkpoint:
     @classmethod
     def read(cls, directory: Path, known_sizes: Sizes | None = None) -> Checkpoint:
         """The checkpoint in a directory, with an empty configuration where there is none that is an object."""
-        return cls(directory, read_config(directory), known_sizes=known_sizes)
+        return cls(directory, config_values(directory), known_sizes=known_sizes)
 
     def fail(self, problem: str) -> NoReturn:
         """Raise `ModelLoadError` with the directory and the problem."""

@@ -22,7 +22,7 @@ from workers.model.stored.gptq import Gptq
 from workers.model.stored.mxfp4 import ExpertRegion, Mxfp4, expert_storages
 from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
 from workers.model.stored.source import stored_file
-from workers.model.weight_files import read_config, weight_files
+from workers.model.weight_files import config_values, weight_files
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "awq": Awq,
@@ -42,7 +42,7 @@ DEQUANTIZED = FORMATS.keys() - {"mxfp4"}
 
 def quantization_of(directory: Path) -> dict[str, Any] | None:
     """The `quantization_config` of a model directory, or `None` for plain weights or an unreadable configuration."""
-    found = read_config(directory).get("quantization_config")
+    found = config_values(directory).get("quantization_config")
     return found if isinstance(found, dict) else None
 
 
@@ -69,7 +69,7 @@ class QuantizedCheckpoint:
         self.path = directory
         self._dtype = dtype
         settings = quantization_of(directory) or {}
-        config = read_config(directory)
+        config = config_values(directory)
         self._stated = str(config.get("dtype") or config.get("torch_dtype") or "")
         method = str(settings.get("quant_method"))
         if method not in FORMATS:
