@@ -37,10 +37,10 @@ class StepAllocation:
     """The tokens and blocks of one step while they are distributed over its rows."""
 
     def __init__(self, state: State) -> None:
-        self.tokens = state.limits.max_step_tokens
-        self.blocks = state.kv.blocks_free
-        self._prompt_tokens = self.tokens
         self._state = state
+        self.tokens = state.limits.max_step_tokens
+        self.blocks = state.kv.blocks_free - sum(self._of_source(view) for view in state.running)
+        self._prompt_tokens = self.tokens
         self._pending: dict[SequenceId, int] = {}
         self._drafts: dict[SequenceId, DraftBudget] = {}
         self._forced: dict[SequenceId, int] = {}
@@ -50,8 +50,8 @@ class StepAllocation:
         return self._pending.get(view.id, 0)
 
     def held(self, view: SequenceView) -> int:
-        """Blocks that preempting the sequence frees."""
-        return self._state.layout.held(view.stored_len)
+        """Blocks that preempting the sequence frees, those kept for its source included."""
+        return self._state.layout.held(view.stored_len) + self._of_source(view)
 
     def send(self, view: SequenceView, pending: int) -> None:
         """Raise the sequence's committed tokens towards `pending`, as far as tokens and blocks allow."""
@@ -91,6 +91,10 @@ class StepAllocation:
         pending = self.pending(view)
         draft, forced = self._drafts.get(view.id, NO_DRAFT), self._forced.get(view.id, 0)
         return PlannedRow(view.id, pending, pending == view.missing, draft, forced)
+
+    def _of_source(self, view: SequenceView) -> int:
+        """Blocks that the first row of the sequence takes for the source that the encoder reads then."""
+        return self._state.layout.held(view.source_len) if view.source_len else 0
 
     def _remaining(self, view: SequenceView) -> int:
         """Tokens that the answer may still have in the request and in the context."""

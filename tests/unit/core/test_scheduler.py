@@ -302,3 +302,15 @@ def test_sources_that_running_sequences_have_not_read_count_as_well() -> None:
     assert decide(waiting, (decoding(0), sourced(1, 20)), prompt_tokens=25).admit == ()
     assert decide((sourced(2, 12),), (sourced(1, 12),), free=8).admit == ()  # 1 + 3 blocks, then 3 + 1 and one more
     assert decide((sourced(2, 12),), (sourced(1, 12),), free=9).admit == ("s2",)
+
+
+def test_trees_leave_the_blocks_of_sources_that_are_not_read_yet() -> None:
+    running = (replace(view(1, 8), source_len=12),)  # 2 blocks, and 3 of its source
+    assert nodes(decide((), running, free=5, draft=DraftBudget(8, 8))) == {"s1": 0}
+    assert nodes(decide((), running, free=6, draft=DraftBudget(8, 8))) == {"s1": 4}
+
+
+def test_preempting_a_sequence_frees_the_blocks_that_its_source_would_take() -> None:
+    running = (decoding(1, length=9), replace(view(2, 1), source_len=12), decoding(3, length=9))
+    assert decide((), running, free=3).preempt == ("s3",)
+    assert decide((), running, free=1).preempt == ("s3", "s2")
