@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.ids import RequestId
+from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.ids import RequestId, SequenceId
 from cluster.core.request import BeamParameters, EarlyStopping, GenerationRequest, SamplingParameters, StoppingCriteria
+from cluster.core.tree import ROOT, TokenTree
 from cluster.core.verification import TargetInfo
 from tests.support.engines.engine_port import EngineTarget, MethodDrafter
 from tests.support.engines.engine_sequence import some_tokens
@@ -125,3 +128,27 @@ async def test_samples_and_beams_share_their_source(marian: SourcedModel) -> Non
         await answers_of(coordinator, request(info, source, n=4, seed=1))
         await answers_of(coordinator, request(info, source, n=4, beam=BeamParameters(4)))
     assert 200 - target.fewest_free < 50 + 4 * 6  # blocks of the source, and of four answers
+
+
+class SiblingsDrafter:
+    """Drafts as many tokens below the last committed one as the budget allows."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        counts = [row.budget.max_nodes for row in rows]
+        trees = [TokenTree(tuple(range(3, 3 + count)), (ROOT,) * count) for count in counts]
+        return tuple(Proposal(row.sequence_id, row.base_len, tree) for row, tree in zip(rows, trees, strict=True))
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        pass
+
+
+async def test_drafts_leave_room_for_the_source_of_a_request_that_fits_alone(marian: SourcedModel) -> None:
+    target = EngineTarget(marian.engine(blocks=7))  # of four tokens: 5 of the source, and 2 of the answer
+    info, metrics = target.engine.info(), Metrics()
+    wanted = request(info, some_tokens(17, 5))
+    wanted = replace(wanted, stopping=replace(wanted.stopping, max_tokens=8 - len(info.decoder_start)))
+    drafter, configuration = MethodDrafter(SiblingsDrafter()), configure(draft__max_nodes=8)
+    async with asyncio.timeout(20.0), Coordinator(target, [drafter], configuration, metrics) as coordinator:
+        (answer,) = await answers_of(coordinator, wanted)
+    assert len(answer) == wanted.stopping.max_tokens
+    assert target.drafted > 0
