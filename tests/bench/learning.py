@@ -178,7 +178,10 @@ def show(minutes: Sequence[Minute], without: Sequence[Answer]) -> None:
     count = len(beside)
     if count:
         heading(f"The first {count} prompts, frozen draft")
-        table(TIME_COLUMNS, [times("with a learner", beside), times("without", without[:count])])
+        parts = (beside, without[:count])
+        rows = [times(name, answers) for name, answers in zip(("with a learner", "without"), parts, strict=True)]
+        ratios = [one / other for one, other in zip(*map(quantiles, parts), strict=True)]
+        table(TIME_COLUMNS, [*rows, ["with ÷ without", "", *(f"{ratio:.2f}" for ratio in ratios)]])
     different = sum(minute.different for minute in minutes)
     different += sum(one.tokens != other.tokens for one, other in zip(beside, without, strict=False))
     write(f"Answers that differ: {different} of {len(everything[1][1]) + count}")
@@ -206,10 +209,14 @@ TIME_COLUMNS = ("", "answers", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms", "
 
 
 def times(name: str, answers: Sequence[Answer]) -> list[str]:
-    """Medians and 99th percentiles."""
-    kinds = ([1000 * answer.first_token for answer in answers], [1000 * answer.per_token for answer in answers])
-    figures = (f"{value:.1f}" for kind in kinds for value in (statistics.median(kind), percentile(kind, 0.99)))
-    return [name, str(len(answers)), *figures]
+    """The row of `TIME_COLUMNS` with these answers' times."""
+    return [name, str(len(answers)), *(f"{1000 * value:.1f}" for value in quantiles(answers))]
+
+
+def quantiles(answers: Sequence[Answer]) -> list[float]:
+    """Median and 99th percentile of the time to the first token, then of the mean time of a later one, in seconds."""
+    kinds = ([answer.first_token for answer in answers], [answer.per_token for answer in answers])
+    return [value for kind in kinds for value in (statistics.median(kind), percentile(kind, 0.99))]
 
 
 def plot(minutes: Sequence[Minute], about: str) -> bytes | None:
