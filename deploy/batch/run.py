@@ -12,13 +12,11 @@ from typing import Any, TextIO
 import httpx
 
 from cluster.core.errors import ConfigurationError, shorten
-from deploy.network.https_client import JSON_HEADERS, to_json, why_silent
+from deploy.network.https_client import JSON_HEADERS, TEMPORARY, to_json, why_silent
 
 Report = Callable[[float, str], None]
 """Called with the share of the lines that are done, and a description."""
 
-_BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
-"""Status codes of a server that may answer later."""
 _LONGEST_PAUSE_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 0.5
 _CONNECTION_ATTEMPTS = 3
@@ -120,7 +118,7 @@ class BatchRun:
                     message = f"the server cannot be reached: {why_silent(error)}"
                     return BatchResult(request.custom_id, number, code="connection_error", message=message)
             else:
-                if response.status_code not in _BUSY:
+                if response.status_code not in TEMPORARY:
                     return _result(request, number, response)
                 pause = max(pause, _retry_after(response))
             await asyncio.sleep(pause)

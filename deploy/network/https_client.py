@@ -32,6 +32,8 @@ NO_API = "is it the address of an OpenAI-compatible server?"
 """What to ask about a server whose answers have another form."""
 JSON_HEADERS = {"content-type": "application/json"}
 """The headers of a request whose body is `to_json`."""
+TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
+"""Statuses after which the same request may be answered later."""
 
 _LONGEST_REASON = 200
 _CONNECT_SECONDS = 10.0

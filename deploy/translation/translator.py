@@ -12,10 +12,16 @@ from typing import Any, TypeVar
 import httpx
 
 from cluster.core.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from deploy.network.https_client import JSON_HEADERS, check_reachable, json_of, refusal_hint, to_json, why_silent
+from deploy.network.https_client import (
+    JSON_HEADERS,
+    TEMPORARY,
+    check_reachable,
+    json_of,
+    refusal_hint,
+    to_json,
+    why_silent,
+)
 
-_TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
-"""Status codes of a server that may answer later."""
 _RETRY_SECONDS = 0.5
 _WAITING_PER_SLOT = 4
 """Results that may wait for an earlier one, per item that is worked on at once."""
@@ -122,7 +128,7 @@ class Translator:
                     return json_of(response)
                 reason = f"{self._url}{path} answered {response.status_code}: {response.text[:500]}"
                 reason += refusal_hint(response.status_code)
-                if response.status_code not in _TEMPORARY:
+                if response.status_code not in TEMPORARY:
                     raise _refusal(response, reason)
             if clock() >= deadline:
                 raise WorkerUnavailable(reason)

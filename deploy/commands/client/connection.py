@@ -19,6 +19,7 @@ from cluster.wire.address import http_url, reachable_host
 from deploy.network.https_client import (
     JSON_HEADERS,
     NO_API,
+    TEMPORARY,
     ask,
     json_of,
     lines_of,
@@ -40,7 +41,6 @@ _RETRY_SECONDS = 0.5
 _MOST_RETRIES = 60
 """Attempts in a row to continue a stream that broke off."""
 _DONE = "[DONE]"
-_TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
 _LONGEST_REASON = 500
 
 
@@ -199,7 +199,7 @@ def _checked(response: httpx.Response) -> httpx.Response:
     with suppress(ValueError, KeyError, TypeError):
         text = response.json()["error"]["message"]
     message = f"{response.request.url} answered {response.status_code}: {text}{refusal_hint(response.status_code)}"
-    if response.status_code in _TEMPORARY:
+    if response.status_code in TEMPORARY:
         raise NotReady(message)
     raise WorkerUnavailable(message)
 

@@ -102,7 +102,12 @@ async def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(batch_run.asyncio, "sleep", sleep)
     answers = iter(
-        [httpx.Response(429, headers={"retry-after": "7"}), httpx.Response(503), httpx.Response(200, json={"a": 1})]
+        [
+            httpx.Response(429, headers={"retry-after": "7"}),
+            httpx.Response(502),
+            httpx.Response(503),
+            httpx.Response(200, json={"a": 1}),
+        ]
     )
     found = await run(served_by(lambda _: next(answers)), write(tmp_path, line("one")))
     assert found["one"]["response"]["body"] == {"a": 1}
