@@ -111,7 +111,7 @@ async def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.
     )
     found = await run(served_by(lambda _: next(answers)), write(tmp_path, line("one")))
     assert found["one"]["response"]["body"] == {"a": 1}
-    assert pauses == [7.0, 14.0]
+    assert pauses == [7.0, 14.0, 28.0]
 
 
 async def test_a_lost_server_is_an_error_of_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
