@@ -297,8 +297,8 @@ class Metrics(RequestMetrics):
     def drafter_fallback(self, reason: str) -> None:
         """Count a round in which wanted drafts are missing.
 
-        Reasons: `late`, `failed`, `open` (circuit breaker), `busy` (a call of an earlier round or with
-        another sequence alone is under way), `prefill` (the drafter lacks too much of the sequence).
+        Reasons: `late`, `failed`, `open` (circuit breaker), `busy` (a call of an earlier round is under way), `prefill`
+        (the drafter lacks too much of the sequence).
         """
         self._fallback.labels(*self._series, reason).inc()
 

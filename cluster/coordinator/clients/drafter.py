@@ -36,8 +36,6 @@ class ProposeResult:
     """`None` when the drafter failed."""
     seconds: float
     """How long the call took, in seconds."""
-    was_reached: bool = True
-    """Whether the drafter was there when the call began."""
 
 
 ProposeCall = asyncio.Task[ProposeResult]
@@ -78,10 +76,6 @@ class DrafterClient:
     def refuses(self, sequence_id: SequenceId) -> bool:
         """Whether the drafter has answered that it cannot serve the sequence."""
         return sequence_id in self._refused
-
-    def has_been_sent(self, sequence_id: SequenceId) -> bool:
-        """Whether the drafter has been sent the sequence, and was not told since that it has ended."""
-        return sequence_id in self._synced_lens
 
     def unsynced(self, sequence: Sequence) -> int:
         """Number of tokens of the sequence that the drafter has not been sent."""
@@ -145,11 +139,7 @@ class DrafterClient:
     async def _run(self, rows: tuple[DraftRow, ...], vocabulary_size: int) -> ProposeResult:
         begun = self._clock()
         proposals: Proposals | None = None
-        was_reached = self.breaker.closed
         try:
-            if not was_reached:
-                await self._drafter.release(())  # a drafter that is away fails here, one that the call crashes below
-                was_reached = True
             factor = LATE_CALL_FACTOR * max(1.0, sum(len(row.new_tokens) for row in rows) / LATE_CALL_TOKENS)
             answer = await self._drafter.propose(rows, self._timeout * factor)
             proposals = self._validated(rows, answer, vocabulary_size)
@@ -165,7 +155,7 @@ class DrafterClient:
         self._metrics.drafter_worked(seconds)
         self.drafted_tokens += sum(len(proposal.tree) for proposal in (proposals or {}).values())
         self.call_seconds += seconds
-        return ProposeResult(proposals, seconds, was_reached)
+        return ProposeResult(proposals, seconds)
 
     def _validated(self, rows: tuple[DraftRow, ...], answer: Iterable[Proposal], vocabulary_size: int) -> Proposals:
         by_sequence = {proposal.sequence_id: proposal for proposal in answer}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -18,8 +17,6 @@ from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
 from cluster.core.verification import StepResult
-
-log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 64
 """If a drafter lacks more tokens of a sequence than this, it prefills the sequence in the background first, so that the
@@ -96,9 +93,6 @@ class DrafterPool:
 
     The sequences of a drafter that fails or leaves move to the others. When its circuit breaker is due for a trial, the
     failed drafter gets one sequence. Once it answers, it gets its share of the sequences again.
-
-    A sequence may crash drafters. One that a call was lost with is sent alone, and if that call is lost too, it gets no
-    drafts any more.
     """
 
     def __init__(
@@ -115,10 +109,6 @@ class DrafterPool:
         self._prefilling: dict[DrafterClient, ProposeCall] = {}
         self._prefill_tokens = self._prefill_seconds_sum = 0.0
         self._evidence = EvidenceStore()
-        self._suspects: set[SequenceId] = set()
-        """Sequences that a call was lost with and that no drafter has computed since."""
-        self._refused: set[SequenceId] = set()
-        """Sequences that get no drafts, because a call was lost with each of them alone."""
         for number, drafter in enumerate(drafters):
             self.join(str(number), drafter)
 
@@ -195,14 +185,11 @@ class DrafterPool:
                 reasons.add("busy")
             elif client.unsynced(sequence) > PREFILL_TOKENS:
                 reasons.add("prefill")
-            elif not self._refuses(client, sequence.id):
+            elif not client.refuses(sequence.id):
                 parts.setdefault(client, []).append(request)
-        chosen = {client: self._choose(client, part) for client, part in parts.items()}
-        if any(len(chosen[client]) < len(part) for client, part in parts.items()):
-            reasons.add("busy")
         for reason in sorted(reasons):
             self._metrics.drafter_fallback(reason)
-        calls = {client: self._start(client, part) for client, part in chosen.items() if part}
+        calls = {client: self._start(client, part) for client, part in parts.items()}
         return ProposeCalls(requests, calls, self._timeout, self._metrics)
 
     def is_prefilled(self, sequence: Sequence) -> bool:
@@ -216,22 +203,20 @@ class DrafterPool:
         self._try_failed(requests.values())
         self._prefilling = {client: call for client, call in self._prefilling.items() if not call.done()}
         parts: dict[DrafterClient, list[DraftRequest]] = {}
-        room = dict.fromkeys(self._clients, MAX_PREFILL_TOKENS)
+        tokens = Counter[DrafterClient]()
         for request in requests.values():
             sequence = request.sequence
             client = self._client_of(sequence)
             if client is None or client.unsynced(sequence) <= PREFILL_TOKENS:
                 continue
-            if client.is_busy(sequence.id) or self._refuses(client, sequence.id):
+            if client.is_busy(sequence.id) or client.refuses(sequence.id):
                 continue
-            if client not in self._prefilling and room[client] > 0:
-                room[client] -= client.unsynced(sequence)
+            if client not in self._prefilling and tokens[client] < MAX_PREFILL_TOKENS:
+                tokens[client] += client.unsynced(sequence)
                 parts.setdefault(client, []).append(request)
-        chosen = {client: self._choose(client, part) for client, part in parts.items()}
-        calls = {client: self._start(client, part) for client, part in chosen.items() if part}
+        calls = {client: self._start(client, part) for client, part in parts.items()}
         for client, call in calls.items():
-            tokens = sum(client.unsynced(request.sequence) for request in chosen[client])
-            call.add_done_callback(partial(self._measure_prefill, tokens))
+            call.add_done_callback(partial(self._measure_prefill, tokens[client]))
         self._prefilling |= calls
         return ProposeCalls(requests, calls, self._timeout, self._metrics)
 
@@ -249,8 +234,6 @@ class DrafterPool:
         for sequence_id in sequence_ids:
             self._unassign(sequence_id)
             self._evidence.take(sequence_id)
-        self._suspects.difference_update(sequence_ids)
-        self._refused.difference_update(sequence_ids)
         for client in self._clients:
             client.release(sequence_ids)
 
@@ -258,41 +241,10 @@ class DrafterPool:
         """Cancel the calls under way and send the queued releases."""
         await asyncio.gather(*(client.close(timeout_seconds) for client in self._clients))
 
-    def _choose(self, client: DrafterClient, requests: list[DraftRequest]) -> list[DraftRequest]:
-        """Return the requests to send now. One for a sequence that may crash drafters goes alone, one at a time."""
-        tried = [other for other in self._clients if any(map(other.is_busy, self._suspects))]
-        if client in tried:
-            return []
-        harmless = [request for request in requests if request.sequence.id not in self._suspects]
-        if len(harmless) == len(requests) or tried or client.is_calling:
-            return harmless
-        return [next(request for request in requests if request.sequence.id in self._suspects)]
-
     def _start(self, client: DrafterClient, requests: Iterable[DraftRequest]) -> ProposeCall:
         requests = tuple(requests)
         share = MAX_EVIDENCE_BYTES // max(1, len(requests))
-        call = client.start(requests, self._vocabulary_size, lambda name: self._evidence.take(name, share))
-        call.add_done_callback(partial(self._record, client, [request.sequence for request in requests]))
-        return call
-
-    def _record(self, client: DrafterClient, sequences: Collection[Sequence], call: ProposeCall) -> None:
-        """Record which sequences a call was lost with, or computed."""
-        if not _has_result(call) or not call.result().was_reached:
-            return
-        present = {sequence.id for sequence in sequences if client.has_been_sent(sequence.id)}
-        if call.result().proposals is not None:
-            computed = {sequence.id for sequence in sequences if client.unsynced(sequence) < len(sequence)}
-            self._suspects -= computed  # a restarted drafter asks for the others again
-        elif present and len(sequences) == 1 and present <= self._suspects:
-            log.warning("%s gets no drafts any more: a drafter was lost with it alone", *present)
-            self._refused |= present
-            self._suspects -= present
-        else:
-            self._suspects |= present
-
-    def _refuses(self, client: DrafterClient, sequence_id: SequenceId) -> bool:
-        """Whether the drafter is not asked for drafts of the sequence."""
-        return sequence_id in self._refused or client.refuses(sequence_id)
+        return client.start(requests, self._vocabulary_size, lambda name: self._evidence.take(name, share))
 
     def _measure_prefill(self, tokens: int, call: ProposeCall) -> None:
         if _has_result(call) and call.result().proposals is not None:
@@ -317,9 +269,9 @@ class DrafterPool:
         for client in self._clients:
             if client.breaker.closed or client.is_calling or not requests or not client.breaker.due():
                 continue
-            served = [request for request in requests if not self._refuses(client, request.sequence.id)]
-            if chosen := self._choose(client, served):
-                self._start(client, chosen if len(self._by_name) == 1 else chosen[-1:])
+            served = [request for request in requests if not client.refuses(request.sequence.id)]
+            if served:
+                self._start(client, served if len(self._by_name) == 1 else served[-1:])
 
     def _unassign(self, sequence_id: SequenceId) -> None:
         assigned = self._assigned.pop(sequence_id, None)

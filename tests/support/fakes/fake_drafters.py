@@ -118,12 +118,6 @@ class FailingDrafter(PerfectDrafter):
             self.known.clear()
             raise DrafterUnavailable("connection refused")
 
-    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Fail while down."""
-        if self.is_down:
-            raise DrafterUnavailable("connection refused")
-        await super().release(sequence_ids)
-
 
 class BuggyDrafter(PerfectDrafter):
     """Raises an error that the port does not allow."""

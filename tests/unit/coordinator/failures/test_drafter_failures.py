@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence as Many
 
-import pytest
-
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
 from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
@@ -14,20 +12,9 @@ from cluster.core.errors import (
     DrafterUnavailable,
 )
 from cluster.core.ids import SequenceId
-from tests.support.fakes.fake_cluster import (
-    all_tokens,
-    configure,
-    read,
-    request,
-    requests,
-    serving,
-    tokens_of,
-    until,
-    value_of,
-)
+from tests.support.fakes.fake_cluster import all_tokens, configure, read, request, serving, tokens_of, until, value_of
 from tests.support.fakes.fake_drafters import FailingDrafter, ForgetfulDrafter, PerfectDrafter, SlowDrafter
 from tests.support.fakes.fake_target import FakeTarget
-from tests.support.fakes.simulated_time import SimulatedCluster, simulate
 
 
 class UnreleasableDrafter(PerfectDrafter):
@@ -51,24 +38,6 @@ class RefusingDrafter(PerfectDrafter):
         if row.new_tokens[:1] == (13,):
             return Proposal(row.sequence_id, row.base_len, fault=RowFault(RowFaultCode.INVALID, "too long for me"))
         return super().answer(row)
-
-
-class CrashingDrafter(PerfectDrafter):
-    """Crashes when it computes more than `most` tokens of a sequence that begins with 13, and has none afterwards."""
-
-    crashes = 0
-    most = 0
-
-    async def before_answer(self) -> None:
-        """Crash or answer."""
-        await super().before_answer()
-        for row in self.calls[-1]:
-            _, known = self.known.get(row.sequence_id, (None, []))
-            first = (known or [0])[0] if row.known_len else row.new_tokens[0]
-            if first == 13 and row.base_len > self.most:
-                self.crashes += 1
-                self.known.clear()
-                raise DrafterUnavailable("the connection was lost")
 
 
 async def test_a_late_drafter_is_waited_for_once_not_in_every_round() -> None:
@@ -129,31 +98,3 @@ async def test_a_drafter_that_cannot_serve_a_sequence_is_asked_for_it_once() -> 
     assert len(refused) == len(set(refused)) == 2
     assert max(len(call) for call in drafter.calls[1:]) == 1
     assert target.accepted > 0
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(
-    ("prompt", "most"),
-    [((13, 1, 2), 0), ((13, *range(1, 31)) * 4, 0), ((13, 1, 2), 40)],
-    ids=["at once", "while it is prefilled", "later"],
-)
-def test_a_sequence_that_crashes_drafters_is_decoded_without_drafts_and_the_others_with_them(
-    count: int, prompt: tuple[int, ...], most: int
-) -> None:
-    async def scenario() -> None:
-        target = FakeTarget(step_delay=0.005)
-        drafters = [CrashingDrafter(target) for _ in range(count)]
-        for drafter in drafters:
-            drafter.most = most
-        wanted = [request("crashing", prompt, max_tokens=300), *requests(3, max_tokens=400)]
-        async with SimulatedCluster(drafters, target, draft__controller="off").coordinator as coordinator:
-            answers = await asyncio.gather(*(read(coordinator, one) for one in wanted))
-        assert [[token for commit in commits for token in commit.tokens] for commits in answers] == [
-            target.answer(one) for one in wanted
-        ]
-        assert sum(drafter.crashes for drafter in drafters) == 2
-        crashing, *others = (sum(commit.accepted for commit in commits) for commits in answers)
-        assert crashing <= most
-        assert min(others) > 200
-
-    simulate(scenario())
