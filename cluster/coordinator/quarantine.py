@@ -53,7 +53,7 @@ class Quarantine:
     def defer(self, sequence_ids: Iterable[SequenceId]) -> None:
         """Let others go first for a while: the target was not ready for these sequences."""
         for sequence_id in sequence_ids:
-            if (live := self._table.running.get(sequence_id)) is not None:
+            if (live := self._table.running.get(sequence_id)) is not None and live.is_quarantined:
                 seconds = backoff(live.deferrals, _FIRST_DEFERRAL_SECONDS, _LONGEST_DEFERRAL_SECONDS)
                 live.defer(self._clock() + seconds)
 

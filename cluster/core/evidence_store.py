@@ -12,6 +12,8 @@ MAX_STEPS = 256
 """Most steps of one sequence whose evidence is kept; the oldest go first. Drafters cope with gaps."""
 MAX_BYTES = 16 * 1024 * 1024
 """Most bytes of hidden states that are kept of one sequence; those of the first positions go first."""
+_LEFT_BYTES = MAX_BYTES * 3 // 4
+"""Bytes that are left when there are too many: what is left is copied, which each further step must not cause again."""
 
 
 class EvidenceStore:
@@ -31,7 +33,7 @@ class EvidenceStore:
         size = self._bytes.get(sequence_id, 0) + _size(evidence)
         while len(kept) > MAX_STEPS:
             size -= _size(kept.popleft())
-        self._bytes[sequence_id] = _shorten(kept, size, MAX_BYTES)
+        self._bytes[sequence_id] = size if size <= MAX_BYTES else _shorten(kept, size, _LEFT_BYTES)
 
     def take(self, sequence_id: SequenceId, most_bytes: int = MAX_BYTES) -> tuple[Evidence, ...]:
         """Remove and return the evidence of a sequence: the latest, with at most `most_bytes` of hidden states."""

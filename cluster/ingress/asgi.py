@@ -195,8 +195,10 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._events.aclose()
-            await self._end()
+            try:
+                await self._events.aclose()
+            finally:
+                await self._end()
 
     async def stream_response(self, send: Send) -> None:
         """Send the whole response. Raises the error that has ended the events."""

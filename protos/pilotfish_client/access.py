@@ -81,7 +81,7 @@ def make_access(addresses: str | Sequence[str], api_key: str | None, tls: Tls | 
         raise ValueError(f"addresses: needed at least one HOST:PORT, found {addresses!r}")
     if api_key is not None:
         api_key = api_key.strip()
-        if not all("!" <= character <= "~" for character in api_key):
+        if not api_key or not all("!" <= character <= "~" for character in api_key):
             raise ValueError("api_key: needed printable ASCII characters without spaces")
     return Access(found, api_key, tls)
 

@@ -80,7 +80,7 @@ def _token(file: Any, environment: Mapping[str, str]) -> str | None:
     else:
         try:
             token = Path(file).expanduser().read_text("ascii").strip()
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise RefusedSettings(
                 f"{SECTION}.token_file: needed a readable ASCII file, found {file!r}: {error}"
             ) from None

@@ -177,7 +177,7 @@ def test_a_key_may_end_a_line() -> None:
     assert make_access("a:1", "secret\n", None).metadata == (("authorization", "Bearer secret"),)
 
 
-@pytest.mark.parametrize("key", ["sec\nret", "sec ret", "s\u00e9cret"])
+@pytest.mark.parametrize("key", [" \n", "sec\nret", "sec ret", "s\u00e9cret"])
 def test_what_no_metadata_holds_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(ValueError, match="api_key: needed printable ASCII characters without spaces") as refused:
         make_access("a:1", key, None)

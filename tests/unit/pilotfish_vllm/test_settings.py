@@ -62,6 +62,7 @@ def test_a_token_of_the_environment_has_one_line(token: str) -> None:
         ({"timeout_seconds": True}, "timeout_seconds: True is refused"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds: nan is refused"),
         ({"token_file": "/nowhere"}, "token_file: needed a readable ASCII file, found '/nowhere'"),
+        ({"token_file": "~nobody-here/token"}, "token_file: needed a readable ASCII file, found '~nobody-here/token'"),
         ({"tls": {"ca": "/nowhere"}}, "additional_config.pilotfish.tls: "),
         ({"tls": {"key": "/nowhere"}}, "certificate and key: needed both or neither"),
         ({"tls": {"name": "x"}}, "additional_config.pilotfish.tls.name: unknown"),
