@@ -118,7 +118,8 @@ class BatchRun:
                     message = f"the server cannot be reached: {why_silent(error)}"
                     return BatchResult(request.custom_id, number, code="connection_error", message=message)
             else:
-                if response.status_code not in TEMPORARY:
+                failures += response.status_code == httpx.codes.BAD_GATEWAY  # a proxy that cannot reach the server
+                if response.status_code not in TEMPORARY or failures >= _CONNECTION_ATTEMPTS:
                     return _result(request, number, response)
                 pause = max(pause, _retry_after(response))
             await asyncio.sleep(pause)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ from deploy.dataclass_options import command_with_options
 from deploy.progress import ProgressReporter
 from deploy.settings import load_settings
 from deploy.signals import SIGNALLED
-from deploy.terminal import notices, output
+from deploy.terminal import notices, output, write_json
 
 if TYPE_CHECKING:
     from deploy.bench.measuring.results import BenchResults  # imports torch
@@ -66,7 +65,7 @@ def serve_bench(
     with ProgressReporter(notices, "bench serve") as progress:
         results = run_load_test(options, settings, shlex.join(["pilotfish", *sys.argv[1:]]), progress)
     if as_json:
-        output.print_json(json.dumps(report.as_json(results)))
+        write_json(report.as_json(results))
     else:
         output.print(report.markdown(results), markup=False)
     if results.was_stopped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.settings import code_directory, load_settings
-from deploy.terminal import notices, output
+from deploy.terminal import notices, output, write_json
 
 if TYPE_CHECKING:
     from deploy.doctor.finding import Finding
@@ -40,7 +39,7 @@ def doctor(config: ConfigOption = None, assignments: SetOption = None, as_json: 
             *network_findings(found),
         )
     if as_json:
-        output.print_json(json.dumps(report(findings, found)))
+        write_json(report(findings, found))
     else:
         _print(findings, found)
     if any(finding.is_problem for finding in findings):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from deploy.commands.client.marked_text import statistics
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.https_client import CacertOption, UrlOption
-from deploy.terminal import notify, output, write_text
+from deploy.terminal import notify, write_json, write_text
 
 Write = Callable[[str], None]
 
@@ -131,7 +130,7 @@ def generate(
     server = ChosenServer(settings, url, in_process, cacert)
     answer = asyncio.run(answer_prompt(server, request, write, notice))
     if as_json:
-        output.print_json(json.dumps(asdict(answer)))
+        write_json(asdict(answer))
 
 
 async def answer_prompt(server: ChosenServer, prompt: Prompt, write: Write, notice: Write) -> Answer:

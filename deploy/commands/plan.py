@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from deploy.commands.options import ConfigOption, SetOption
 from deploy.fitting import fit
 from deploy.placement import Placement, Resources, plan
 from deploy.settings import Settings, load_settings
-from deploy.terminal import output
+from deploy.terminal import output, write_json
 
 if TYPE_CHECKING:
     from deploy.preflight import Problem
@@ -48,7 +47,7 @@ def plan_command(
     if not node and settings.ray_address is None:
         problems += _model_problems(settings)
     if as_json:
-        output.print_json(json.dumps(description(settings.configuration, placement, nodes, problems)))
+        write_json(description(settings.configuration, placement, nodes, problems))
     else:
         output.print(placement_table(settings.configuration, placement, nodes))
         for note in notes(settings.configuration, placement):

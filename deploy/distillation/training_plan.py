@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from cluster.core.errors import ConfigurationError
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.single_process_job import block_words, head_words
-from deploy.terminal import output
+from deploy.terminal import output, write_json
 from workers.distill.dspark.memory import BlockBatch, block_flops, block_memory, block_size
 from workers.distill.dspark.memory import text_bytes as block_text_bytes
 from workers.distill.eagle3.memory import RollOutBatch, head_size, roll_out_flops, roll_out_memory, text_bytes
@@ -206,7 +205,7 @@ def print_plan(options: DistillOptions, target: Path, ranks: int = 1) -> None:
         training = replace(training, recomputes=(True,))
     planned = plans_of(training, options.answer_tokens, options.device_gb * 1e9)
     if options.json:
-        output.print_json(json.dumps(description(training, planned)))
+        write_json(description(training, planned))
     else:
         output.print(plan_table(training, planned, options.device_gb))
 

@@ -51,7 +51,7 @@ class ReceivedAnswer:
 def write_parts(console: Console, answer: ReceivedAnswer) -> None:
     """Write what the last chunk added: drafted tokens in green on a terminal, the text exactly as it is elsewhere.
 
-    On a terminal, tabs become spaces, and control characters are left out.
+    On a terminal, tabs become spaces, and characters that would move its cursor back or ring its bell are left out.
     """
     for text, is_drafted in answer.parts:
         if console.is_terminal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 import subprocess
 import sys
@@ -310,6 +311,16 @@ class TestCommands:
         assert run_command("plan", "--node", "cpus=8", "--set", "target.path=/mod\u00e8le") == 0
 
         assert rb"/mod\xe8le" in shown.getvalue()
+
+    def test_json_is_escaped_where_the_encoding_of_the_output_lacks_a_character(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shown = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+
+        assert run_command("plan", "--json", "--node", "cpus=8", "--set", "target.path=/mod\u00e8le") == 0
+
+        assert "/mod\u00e8le" in json.dumps(json.loads(shown.getvalue()), ensure_ascii=False)
 
     def test_a_notice_of_a_distillation_keeps_its_brackets(self, capsys: pytest.CaptureFixture[str]) -> None:
         _TerminalNotices().print("/models/[new]: agrees")

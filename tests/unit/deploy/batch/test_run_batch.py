@@ -114,6 +114,15 @@ async def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.
     assert pauses == [7.0, 14.0, 28.0]
 
 
+async def test_a_proxy_that_cannot_reach_the_server_is_an_error_of_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_run, "_FIRST_PAUSE_SECONDS", 0.0)
+    found = await run(served_by(lambda _: httpx.Response(502, text="no such host")), write(tmp_path, line("one")))
+    assert found["one"]["response"]["status_code"] == 502
+    assert found["one"]["response"]["body"] == "no such host"
+
+
 async def test_a_lost_server_is_an_error_of_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_run, "_FIRST_PAUSE_SECONDS", 0.0)
     asked = 0
