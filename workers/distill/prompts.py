@@ -117,25 +117,21 @@ def schedule(
 
     A short file is repeated while a long one is read once. The first pass over a file uses the first temperature, the
     second pass the second, and so on in a cycle. A prompt is used greedily (temperature 0) only once, unless the target
-    writes a part of it, which is new at every pass. Of each file, `held_out` prompts
-    or a tenth of them, whichever is less, are held out and used once, at the first temperature. No other
-    prompt of their lines is used. The tasks end only when no temperature is above 0 and no file leaves questions to the
-    target. Raises `ConfigurationError` for temperatures outside 0 and 10.
+    writes a part of it, which is new at every pass. Of each file, `held_out` prompts or a tenth of them, whichever is
+    less, are held out and used once, at the first temperature. Whole lines are held out until there are enough prompts;
+    those beyond are not used. A line is not held out if no other prompt of the file would remain. The tasks end only
+    where no temperature is above 0 and the target writes no part of a prompt that is not held out. Raises
+    `ConfigurationError` for temperatures outside 0 and 10.
     """
     if not temperatures or any(not 0 <= temperature <= 10 for temperature in temperatures):
         raise ConfigurationError(
             f"temperatures: {shorten(list(temperatures))} is refused; each must be within 0 and 10"
         )
-    shuffled = [_shuffled(prompts, seed) for prompts in files]
-    held_out_counts = [min(held_out, len(prompts) // 10) for prompts in shuffled]
-    measured = [one for most, prompts in zip(held_out_counts, shuffled, strict=True) for one in prompts[:most]]
-    for prompt in measured:
-        yield Task(prompt, 0, temperatures[0], seed, held_out=True)
-    lines = {(prompt.source, prompt.line) for prompt in measured}
-    passes = [
-        _passes([one for one in prompts if (one.source, one.line) not in lines], temperatures, seed)
-        for prompts in shuffled
-    ]
+    parted = [_parted(_shuffled(prompts, seed), held_out) for prompts in files]
+    for measured, _ in parted:
+        for prompt in measured:
+            yield Task(prompt, 0, temperatures[0], seed, held_out=True)
+    passes = [_passes(trained, temperatures, seed) for _, trained in parted]
     while passes:
         running = []
         for tasks in passes:
@@ -144,6 +140,22 @@ def schedule(
                 yield task
                 running.append(tasks)
         passes = running
+
+
+def _parted(prompts: Sequence[Prompt], held_out: int) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of a file that are held out, and those to train on, which are of other lines."""
+    lines: dict[int, list[Prompt]] = {}
+    for prompt in prompts:
+        lines.setdefault(prompt.line, []).append(prompt)
+    most, left = min(held_out, len(prompts) // 10), len(prompts)
+    measured: list[Prompt] = []
+    chosen: set[int] = set()
+    for number, line in lines.items():
+        if len(measured) < most and len(line) < left:
+            measured += line
+            left -= len(line)
+            chosen.add(number)
+    return measured[:most], [prompt for prompt in prompts if prompt.line not in chosen]
 
 
 def _is_open(prompt: Prompt) -> bool:

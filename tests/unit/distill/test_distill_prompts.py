@@ -183,6 +183,18 @@ class TestSchedule:
         assert sum(task.held_out for task in tasks) == 4
         assert not held_out & {task.prompt.line for task in tasks if not task.held_out}
 
+    @pytest.mark.parametrize(("lines", "parts"), [(1, 20), (2, 10), (3, 40), (10, 20)])
+    def test_long_lines_leave_prompts_to_train_on(self, lines: int, parts: int) -> None:
+        """No more lines are held out than the held-out prompts need, and never all of them."""
+        prompts = [Prompt("a", line, (f"{line} {part}",), part=part) for line in range(lines) for part in range(parts)]
+
+        tasks = list(schedule([prompts], (0.0,), 6, 0))
+
+        held_out = [task.prompt for task in tasks if task.held_out]
+        assert len(held_out) == (0 if lines == 1 else min(6, lines * parts // 10))
+        assert len({prompt.line for prompt in held_out}) == (0 if lines == 1 else 1)
+        assert len(tasks) - len(held_out) == max(1, lines - 1) * parts
+
     def test_the_seed_decides_the_order(self) -> None:
         def order(seed: int) -> list[str]:
             return [task.key for task in schedule([some("a", 30)], (0.0,), 3, seed)]
