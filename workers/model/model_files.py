@@ -5,6 +5,7 @@ Weights are read only from safetensors and GGUF, because other formats can run c
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -156,7 +157,8 @@ def _identity(files: Sequence[Path], reading: str = "") -> str:
 def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path:
     """Call `convert(directory, scratch)` to fill `destination`, unless that was done before.
 
-    `scratch` is a directory that lasts as long as the conversion. Raises `ModelLoadError` where nothing can be written.
+    `scratch` is a directory that lasts as long as the conversion. Raises `ModelLoadError` where files cannot be
+    read or written.
     """
     if (destination / "config.json").is_file():
         return _checked(destination)
@@ -172,6 +174,8 @@ def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path
         building.rename(destination)
     except OSError as error:
         if not (destination / "config.json").is_file():  # another process may have converted it first
+            if not _is_of_storing(error, destination):
+                raise ModelLoadError(f"{destination}: the model cannot be converted: {error}") from error
             raise ModelLoadError(
                 f"{destination}: the converted model cannot be stored; {error}; set PILOTFISH_CACHE_DIR to a directory "
                 "with room that this user may write"
@@ -180,6 +184,17 @@ def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path
         if building is not None:
             shutil.rmtree(building, ignore_errors=True)
     return _checked(destination)
+
+
+def _is_of_storing(error: OSError, destination: Path) -> bool:
+    """Whether an error of a conversion is of what it writes. What it reads may be beside `destination`, too."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return True
+    if error.filename is None:
+        return False
+    place, parent = Path(str(error.filename)).absolute(), destination.parent.absolute()
+    written = place.is_relative_to(parent) and str(place.relative_to(parent)).startswith(destination.name)
+    return written or parent.is_relative_to(place)
 
 
 def _convert_gguf(file: Path, destination: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -161,6 +163,36 @@ def test_a_file_is_converted_once_and_a_failed_conversion_leaves_no_files(
     assert calls == [file]
     file.write_bytes(b"GGUF, rewritten")
     assert resolve_model_directory(str(file), cache) != first
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "message"),
+    [
+        (errno.ENOSPC, None, "the converted model cannot be stored"),
+        (errno.EDQUOT, None, "the converted model cannot be stored"),
+        (errno.EROFS, "building", "the converted model cannot be stored"),
+        (errno.EACCES, "building", "the converted model cannot be stored"),
+        (errno.EACCES, "source", "the model cannot be converted"),
+        (errno.ENOENT, "source", "the model cannot be converted"),
+        (errno.EIO, None, "the model cannot be converted"),
+    ],
+)
+def test_a_conversion_that_fails_says_whether_the_source_or_the_cache_is_to_blame(
+    number: int, place: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source may be in the cache as well."""
+    file = tmp_path / "weights.gguf"
+    file.write_bytes(b"GGUF")
+
+    def convert(source: Path, destination: Path) -> None:
+        names = {"source": source, "building": destination / "model.safetensors"}
+        raise OSError(number, os.strerror(number), *([] if place is None else [str(names[place])]))
+
+    monkeypatch.setattr(model_files, "_convert_gguf", convert)
+    with pytest.raises(ModelLoadError, match=f"{message}.*{os.strerror(number)}") as refused:
+        resolve_model_directory(str(file), tmp_path)
+    assert ("PILOTFISH_CACHE_DIR" in str(refused.value)) == ("stored" in message)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_every_chat_template_of_a_hub_repository_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

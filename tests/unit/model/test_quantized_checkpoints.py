@@ -146,6 +146,17 @@ def test_all_chat_templates_are_beside_the_dequantized_weights(source: Path, tmp
         assert (directory / name).read_text() == "{}"
 
 
+def test_a_file_that_is_missing_is_not_called_a_full_cache(source: Path, tmp_path: Path) -> None:
+    """In caches of a hub, files are links to others, which may be deleted."""
+    directory = tmp_path / "model"
+    quantized.save(source, directory, *CHECKPOINTS["awq"])
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").symlink_to(tmp_path / "deleted")
+    with pytest.raises(ModelLoadError, match=r"the model cannot be converted: .*tool_use\.jinja") as refused:
+        resolve_model_directory(str(directory), tmp_path / "cache")
+    assert "PILOTFISH_CACHE_DIR" not in str(refused.value)
+
+
 def test_weights_of_five_bits_are_refused_with_the_bits_that_are_read(source: Path, tmp_path: Path) -> None:
     settings = {"quant_method": "gptq", "bits": 5, "group_size": 16}
     quantized.save(source, tmp_path / "model", quantized.gptq(4, 16), settings)
