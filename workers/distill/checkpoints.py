@@ -82,15 +82,16 @@ def load_checkpoint(
 ) -> Progress | None:
     """Restore the parameters and the optimizers. Returns `None` where there is no checkpoint.
 
-    Raises `ConfigurationError` for a checkpoint of another training.
+    Raises `ConfigurationError` for a checkpoint of another training, or of an earlier version.
     """
     if not path.exists():
         return None
     tensors, metadata = _read(path)
     if metadata.get("fingerprint") != fingerprint:
         raise ConfigurationError(
-            f"checkpoint {path}: it belongs to a training with other settings ({metadata.get('fingerprint')}), "
-            f"this training has {fingerprint}; use another directory, or remove the checkpoint"
+            f"checkpoint {path}: it belongs to a training with other settings, or an earlier version wrote it "
+            f"({metadata.get('fingerprint')}; this training has {fingerprint}); use another directory, "
+            "or remove the checkpoint"
         )
     best = {name.removeprefix(_BEST): tensors.pop(name) for name in list(tensors) if name.startswith(_BEST)}
     state: dict[str, dict[str, Tensor]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class ModuleLearner:
         self._held_out = held_out
         self._plan = plan
         self.vocabulary = tapped.ends.row_of
-        self.identity = json.dumps(asdict(replace(plan, training=TrainingPlan(steps=1))), sort_keys=True)
+        self.identity = json.dumps([plan.optimizer, plan.taps])
         self.parameters: Mapping[str, nn.Parameter] = {
             name: value for name, value in tapped.module.named_parameters() if value.requires_grad
         }

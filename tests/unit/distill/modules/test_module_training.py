@@ -129,8 +129,21 @@ def test_a_checkpoint_of_another_optimizer_or_of_other_hidden_states_is_refused(
     cache, begun = tap_cache_of((3,)), ModulePlan(plan(steps=2), (3,), paths=12)
     train(module_of(ends, "heads"), ends, cache, answers, tmp_path, begun)
 
-    with pytest.raises(ConfigurationError, match="it belongs to a training with other settings"):
+    with pytest.raises(ConfigurationError, match="with other settings, or an earlier version wrote it"):
         train(module_of(ends, "heads"), ends, cache, answers, tmp_path, replace(begun, **changes))
+
+
+def test_a_training_continues_with_another_loss(
+    ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path
+) -> None:
+    cache, begun = tap_cache_of((3,)), ModulePlan(plan(steps=2), (3,), paths=12)
+    first = train(module_of(ends, "heads"), ends, cache, answers, tmp_path, begun)
+
+    changed = replace(begun, training=plan(steps=3), decay=0.5, paths=24, measured_depths=2, layer_scale=0.5)
+    progress = train(module_of(ends, "heads"), ends, cache, answers, tmp_path, changed)
+
+    assert (first.step, progress.step) == (2, 3)
+    assert progress.agreements[:1] == first.agreements[:1]
 
 
 def test_the_plan_of_a_training_names_its_hidden_states() -> None:
