@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
-from transformers import AutoConfig
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, TargetUnavailable
@@ -26,6 +26,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from workers.distill.eagle3.texts import Tokens, WritingPlan
 from workers.distill.modules.tap_cache import ReadStates
 from workers.distill.served_states import served_states
+from workers.model.target_ends import read_config
 from workers.verify.evidence import MAX_SENT_BYTES
 
 _ROW_SEEDS = 1 << 20
@@ -128,7 +129,7 @@ class RankWriter:
         configuration = self._configuration
         ranks = await self._stack.enter_async_context(target_ranks(configuration, taps))
         await self._context(ranks.target)
-        config = AutoConfig.from_pretrained(configuration.target.path, trust_remote_code=False)
+        config = read_config(Path(configuration.target.path))
         width = len(taps) * int(config.get_text_config().hidden_size)
         step_tokens = max(1, min(configuration.scheduler.max_step_tokens, MAX_SENT_BYTES // (2 * width)))
         return _States(ranks, width, step_tokens, self._told)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, shorten
 from workers.distill.answers import Answer
@@ -112,7 +112,11 @@ def checked_config(target_directory: Path, plan: StudentPlan, vocabulary_size: i
 
 
 def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
-    """Make a float32 student with the target's embedding and head, on its device. Raises `ConfigurationError`."""
+    """Make a float32 student with the target's embedding and head, on its device.
+
+    Raises `ConfigurationError` for a plan that does not fit the target, and `ModelLoadError` where the
+    configuration that it names cannot be read.
+    """
     config = _config(target.config, plan)
     torch.manual_seed(seed)
     module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -140,7 +144,7 @@ def head_rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:
 
 
 def _config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedConfig:
-    """The student's configuration. Raises `ConfigurationError` where it does not fit the target's."""
+    """The student's configuration. Raises `ConfigurationError` where it does not fit the target's, `ModelLoadError`."""
     count = int(target.num_hidden_layers)
     for layer in plan.layers:
         if not 0 <= layer < count:
@@ -158,10 +162,7 @@ def _config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedConfig:
 
 
 def _read_config(path: Path, target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"config {path}: cannot be read: {error}") from None
+    config = read_config(path)
     if config.vocab_size != target.vocab_size:
         raise ConfigurationError(
             f"config {path}: vocab_size {config.vocab_size} is refused; it must be the target's, {target.vocab_size}"

@@ -85,7 +85,8 @@ def _target_settings(settings: SyntheticSettings) -> dict[str, Any]:
 def create_synthetic(settings: SyntheticSettings, draft: DraftSection, target: TargetSection) -> TreeDrafter:
     """Create the method `synthetic`.
 
-    Raises `ConfigurationError` when the target's configuration is not on this machine.
+    Raises `ConfigurationError` when the target's configuration is not on this machine, and `ModelLoadError` when it
+    cannot be read.
     """
     from workers.model.target_ends import read_config
 

@@ -179,6 +179,14 @@ class TestMaking:
         with pytest.raises(ConfigurationError, match=message):
             make_student(target, StudentPlan(config=tmp_path), 0)
 
+    def test_a_configuration_that_cannot_be_read_is_refused_by_its_directory(
+        self, target: PreTrainedModel, tmp_path: Path
+    ) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "abc"}))
+
+        with pytest.raises(ModelLoadError, match=f"'{tmp_path}': its configuration cannot be read"):
+            make_student(target, StudentPlan(config=tmp_path), 0)
+
     def test_a_target_that_does_not_exist_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError):
             load_target(tmp_path, CPU)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, ModelLoadError
 from deploy.distillation import rank_writer
 from deploy.distillation.execute import execute
 from deploy.distillation.rank_writer import RankWriter
@@ -94,6 +94,26 @@ def test_texts_that_may_be_longer_than_the_context_are_refused_before_one_is_wri
     message = "--max-length: 40 is refused; the target reads texts of 39 tokens at most"
     with writer() as one, pytest.raises(ConfigurationError, match=message):
         begin(one)
+
+
+def test_a_target_whose_configuration_cannot_be_read_is_refused_by_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "abc"}')
+
+    @asynccontextmanager
+    async def ranks(*_: object) -> AsyncIterator[object]:
+        yield SimpleNamespace(target=SimpleNamespace(info=info))
+
+    async def info() -> object:
+        return SimpleNamespace(max_context_len=40)
+
+    monkeypatch.setattr(rank_writer, "target_ranks", ranks)
+    with (
+        writer(path=str(tmp_path)) as one,
+        pytest.raises(ModelLoadError, match=f"'{tmp_path}': its configuration cannot be read"),
+    ):
+        one.reading((1, 2))
 
 
 class Client:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from tests.zoo.configs import tiny_config
 from workers.model.draft_card import DraftDescription
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.files import load_ends
-from workers.model.target_ends import outline, read_shared_ends
+from workers.model.target_ends import outline, read_config, read_shared_ends
 
 
 @pytest.mark.parametrize(
@@ -87,3 +89,15 @@ def test_a_quantized_end_is_refused(name: str, tmp_path: Path) -> None:
         ModelLoadError, match=rf"{name} is torch\.float8_e4m3fn; drafts that share it need it as float32"
     ):
         read_shared_ends(directory, card)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"layer_types": 5}, {"quantization_config": 5}, {"num_attention_heads": 0}, {"hidden_size": "abc"}],
+)
+def test_a_configuration_with_values_of_no_use_is_refused_by_its_directory(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | changes))
+    with pytest.raises(ModelLoadError, match=f"model directory '{tmp_path}': its configuration cannot be read"):
+        read_config(tmp_path)
