@@ -31,6 +31,7 @@ from workers.distill.dspark.training import BlockPlan, BlockTraining
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.speculators import write_dspark
 from workers.model.public_shapes import MarkovShape, MaskedBlockShape
+from workers.model.target_ends import scaled_head
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -109,7 +110,7 @@ class Run(SingleProcess):
             blocks=chosen.blocks,
             overlap=chosen.overlap,
         )
-        training = BlockTraining(self.target.get_output_embeddings().weight, module, plan, self.peers)
+        training = BlockTraining(scaled_head(self.target), module, plan, self.peers)
         self.fit(training, rows, measured, lambda: self._save(taps, module))
 
     def _rows(self, answers: Sequence[Answer], taps: Sequence[int], part: tuple[int, int] = (0, 1)) -> TextRows:

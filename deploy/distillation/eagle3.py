@@ -31,6 +31,7 @@ from workers.model.draft_card import DraftDescription
 from workers.model.formats.speculators import write_eagle3
 from workers.model.model_files import end_of_sequence_ids
 from workers.model.public_shapes import FeatureShape
+from workers.model.target_ends import scaled_head
 
 _STATE_TOKENS = 16384
 """Tokens of one pass of the target that computes hidden states, padding included."""
@@ -121,7 +122,7 @@ class Run(SingleProcess):
         decoder = self.target.get_decoder()
         (number,) = self.first_layers()
         layer = {name: value.detach() for name, value in decoder.layers[number].named_parameters()}
-        rows = self.target.get_output_embeddings().weight.detach()[torch.tensor(vocabulary, device=self.device)]
+        rows = scaled_head(self.target)[torch.tensor(vocabulary, device=self.device)]
         head.start(layer, decoder.norm.weight.detach(), rows)
         self.tell(f"head of {sum(one.numel() for one in head.parameters()):,} parameters reads layers {list(taps)}")
         return head

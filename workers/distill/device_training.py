@@ -103,7 +103,7 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
     """Trains one draft for a target. A kind of draft says what a batch is, and its loss."""
 
     def __init__(self, head: Tensor, module: Module, plan: DevicePlan, peers: Peers = ALONE) -> None:
-        """`head` [vocabulary, hidden size] is the target's output matrix, on the device.
+        """`head` [vocabulary, hidden size] is the matrix of the target's logits, on the device.
 
         `peers` train with this process; they have sharded the module.
         """

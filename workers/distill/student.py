@@ -26,7 +26,7 @@ from workers.distill.vocabulary import check_size
 from workers.model.distilled import read_draft_files
 from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
 from workers.model.stretch import EACH_LAYER
-from workers.model.target_ends import decoder_vocabulary_size, read_config
+from workers.model.target_ends import decoder_vocabulary_size, logit_factor, read_config
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
 
@@ -134,7 +134,10 @@ def make_student(target: Any, plan: StudentPlan, seed: int) -> Student:
         own_head.bias = None
     vocabulary = None if plan.vocabulary is None else torch.tensor(plan.vocabulary, dtype=torch.long)
     bias = None if getattr(head, "bias", None) is None else head_rows(head.bias, vocabulary)
-    return Student(module, head_rows(head.weight, vocabulary), bias, vocabulary, plan.layers).to(embedding.device)
+    factor = logit_factor(config)  # a student's own, since the served draft has the target's head as it is
+    rows = head_rows(head.weight, vocabulary).mul_(factor)
+    bias = None if bias is None else bias.mul_(factor)
+    return Student(module, rows, bias, vocabulary, plan.layers).to(embedding.device)
 
 
 def head_rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:

@@ -317,10 +317,14 @@ class MaskedBlockShape:
         return self == plain and markov is not None and markov.rows == markov.vocabulary
 
     @property
+    def changes_scale(self) -> bool:
+        """Whether the logits have a factor or a soft bound of the draft's own: the target's factor is then left out."""
+        return self.logit_scale != 1.0 or self.logit_cap is not None
+
+    @property
     def corrects_logits(self) -> bool:
         """Whether drafts follow other logits than those of the output head alone."""
-        has_head = self.markov is not None or self.selector is not None
-        return has_head or self.logit_scale != 1.0 or self.logit_cap is not None
+        return self.markov is not None or self.selector is not None or self.changes_scale
 
     def tensors(self) -> Sizes:
         """The tensors in the files of weights, without embedding, output head and mask embedding."""

@@ -115,15 +115,34 @@ def _logit_factor(model: Any) -> float:
     """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    numbers = 1000.0 * torch.linspace(-1.0, 2.0, model.get_output_embeddings().in_features)[None, None]
-    model.base_model.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=numbers)
-    model.get_output_embeddings().forward = lambda states: states
     try:
+        numbers = 1000.0 * torch.linspace(-1.0, 2.0, model.get_output_embeddings().in_features)[None, None]
+        model.base_model.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=numbers)
+        model.get_output_embeddings().forward = lambda states: states
         found = model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=False).logits.float()
+        factor = float(f"{float((found * numbers).double().sum() / numbers.square().double().sum()):.6g}")
+        return factor if torch.allclose(found, factor * numbers, rtol=1e-4) else 1.0
     except Exception:  # code of a family that nobody has seen may raise anything
         return 1.0
-    factor = float(f"{float((found * numbers).double().sum() / numbers.square().double().sum()):.6g}")
-    return factor if torch.allclose(found, factor * numbers, rtol=1e-4) else 1.0
+
+
+def logit_factor(config: PreTrainedConfig) -> float:
+    """What a decoder-only model with this configuration multiplies the products of its head by to make logits.
+
+    1 for a model that changes them in another way. No weights are made.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(deepcopy(config.get_text_config()))
+    return _logit_factor(model)
+
+
+def scaled_head(target: Any) -> torch.Tensor:
+    """The output matrix [tokens, hidden size] of a decoder-only model, multiplied by the factor of its logits."""
+    weight: torch.Tensor = target.get_output_embeddings().weight.detach()
+    factor = logit_factor(target.config)
+    return weight if factor == 1.0 else (weight.float() * factor).to(weight.dtype)
 
 
 def decoder_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

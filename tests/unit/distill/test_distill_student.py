@@ -51,6 +51,15 @@ class TestMaking:
         with torch.inference_mode():
             torch.testing.assert_close(found, target(input_ids=tokens).logits)
 
+    def test_the_logits_have_the_factor_that_the_served_draft_has(self, tmp_path: Path) -> None:
+        target = load_target(tiny.save(tmp_path, tiny.granite(logits_scaling=8.0)), CPU)
+        tokens = torch.arange(3, 23).reshape(2, 10)
+
+        found = logits_of(student_of(target, 0, 1), tokens)
+
+        with torch.inference_mode():
+            torch.testing.assert_close(found, target(input_ids=tokens).logits)
+
     def test_a_target_in_the_type_of_its_files_gives_the_same_student(
         self, target: PreTrainedModel, tmp_path: Path
     ) -> None:

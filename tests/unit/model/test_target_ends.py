@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cluster.core.errors import ModelLoadError
 from tests.support.models import tiny
@@ -75,6 +77,38 @@ def test_the_logits_of_a_draft_have_the_factor_of_its_target(
     with torch.inference_mode():
         states, logits = model.model(tokens).last_hidden_state, model(tokens).logits
     torch.testing.assert_close(ends.logits(states), logits, rtol=1e-4, atol=1e-5)
+
+
+class _NoLinearConfig(LlamaConfig):
+    model_type = "no_linear_head"
+
+
+class _NoLinear(LlamaForCausalLM):
+    config_class = _NoLinearConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lm_head = nn.ModuleDict({"inner": nn.Linear(config.hidden_size, config.vocab_size, bias=False)})
+
+
+class _FewLogitsConfig(LlamaConfig):
+    model_type = "few_logits"
+
+
+class _FewLogits(LlamaForCausalLM):
+    config_class = _FewLogitsConfig
+
+    def forward(self, *_: Any, **__: Any) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=torch.ones(1, 1, 7))
+
+
+@pytest.mark.parametrize(("config", "model"), [(_NoLinearConfig, _NoLinear), (_FewLogitsConfig, _FewLogits)])
+def test_a_head_whose_factor_cannot_be_measured_has_none(
+    config: type[LlamaConfig], model: type[LlamaForCausalLM]
+) -> None:
+    AutoModelForCausalLM.register(config, model, exist_ok=True)
+    found = outline(config(**tiny.llama().to_diff_dict()))
+    assert found.kind is model and found.logit_factor == 1.0
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])

@@ -16,6 +16,7 @@ from workers.distill.dspark.module import Blocks
 from workers.distill.eagle3.states import by_length
 from workers.distill.peers import ALONE, Peers
 from workers.distill.stored_target import read_states
+from workers.model.target_ends import logit_factor
 
 _LEADING = 64
 """Tokens whose probabilities are stored for a position: the most probable ones."""
@@ -77,10 +78,11 @@ class TextRows:
         """
         head = target.get_output_embeddings()
         width, vocabulary = len(taps) * int(target.config.hidden_size), int(target.config.vocab_size)
+        heat = temperature / logit_factor(target.config)
         placed = self._place(answers, length, width, vocabulary, head.weight, part)
         own = [one for one in placed if one.place // length % part[1] == part[0]]
         for batch in by_length([len(one.tokens) for one in own], _BATCH_TOKENS):
-            self._read(target, [own[index] for index in batch], taps, temperature)
+            self._read(target, [own[index] for index in batch], taps, heat)
 
     @classmethod
     def shown(cls, answers: Sequence[Answer], states: Callable[[Answer], Tensor], *, length: int) -> TextRows:
@@ -167,7 +169,7 @@ class TextRows:
 
     @torch.inference_mode()
     def _read(self, target: Any, batch: Sequence[_Placed], taps: Sequence[int], heat: float) -> None:
-        """Compute and store the states of texts."""
+        """Compute and store the states of texts. `heat` divides the products of the head."""
         answers, texts, places = zip(*batch, strict=True)
         longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts]).unsqueeze(1)
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts]).to(self.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workers.distill.answers import Answer
 from workers.distill.stored_target import read_states
+from workers.model.target_ends import logit_factor
 
 _CHUNK = 4096
 """Positions whose logits over the target's whole vocabulary are computed at once."""
@@ -31,7 +32,7 @@ class TextBatch:
     taps: Tensor
     """[rows, length, taps x hidden size], in the type of the target."""
     final: Tensor
-    """[rows, length, hidden size] The target's last hidden states, after its final norm."""
+    """[rows, length, hidden size] The target's last hidden states, after its final norm, times its logits' factor."""
 
 
 class TextStates:
@@ -64,12 +65,13 @@ class TextStates:
         self._tokens = torch.tensor([token for row in own for token in rows[row]], device=weight.device)
         self._taps = torch.empty((total, len(taps) * size), dtype=weight.dtype, device=weight.device)
         self._final = torch.empty((total, size), dtype=weight.dtype, device=weight.device)
+        factor = logit_factor(target.config)
         for batch in by_length([self.lengths[row] for row in own], batch_tokens):
             chosen = [own[number] for number in batch]
             indices, is_token = self._places(chosen)
             states, final = read_states(target, [answers[row] for row in chosen], self._tokens[indices], taps)
             self._taps[indices[is_token]] = states[is_token]
-            self._final[indices[is_token]] = final[is_token]
+            self._final[indices[is_token]] = final[is_token] * factor
 
     @property
     def tokens(self) -> int:
@@ -126,7 +128,7 @@ def lengthened(answers: Sequence[Answer], share: float, most_tokens: int, seed: 
 def target_probabilities(target: Any, final: Tensor, vocabulary: Tensor) -> Tensor:
     """The target's probabilities [positions, draft vocabulary], float32, of the tokens that a draft can propose.
 
-    `final` [positions, hidden size] are its last hidden states. A row sums to less than one: the rest are the tokens
+    `final` [positions, hidden size] are those of a `TextBatch`. A row sums to less than one: the rest are the tokens
     that cannot be proposed.
     """
     head = target.get_output_embeddings()

@@ -43,7 +43,7 @@ from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.medusa import write_medusa
 from workers.model.formats.pilotfish import SCALE, restored
 from workers.model.formats.registry import DraftWeights, read_draft, read_weights
-from workers.model.public_shapes import MedusaShape, PublicShape
+from workers.model.public_shapes import MaskedBlockShape, MedusaShape, PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 from workers.model.tensor_file import write_tensors
 
@@ -182,7 +182,8 @@ def _decoder_only_ends(target_directory: Path, card: DraftDescription) -> Decode
         norm = norm.float() + shared.outline.norm_offset
     embedding = shared.tensors["embedding", "weight"]
     head = shared.tensors.get(("head", "weight"), embedding)
-    if shared.outline.logit_factor != 1.0:
+    has_own_scale = isinstance(card.shape, MaskedBlockShape) and card.shape.changes_scale
+    if shared.outline.logit_factor != 1.0 and not has_own_scale:
         head = head.float() * shared.outline.logit_factor
     return DecoderEnds(embedding, head, norm, float(shared.config.rms_norm_eps), None)
 

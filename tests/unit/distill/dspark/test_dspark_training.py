@@ -22,16 +22,19 @@ from workers.distill.dspark.loss import SlotGoals, head_loss
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
+from workers.distill.target_model import load_target
 from workers.draft.block.markov_ranker import MarkovRanker
 from workers.draft.block.masked_pass import MaskedBlockPass
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.served_module import load_served_module
 from workers.model.draft_card import DraftDescription, is_written_here
+from workers.model.drafting.files import load_ends
 from workers.model.drafting.public import PublicModule
 from workers.model.formats.registry import read_draft
 from workers.model.formats.speculators import write_dspark
 from workers.model.public_shapes import DecoderShape, MarkovShape, MaskedBlockShape, RopeShape
+from workers.model.target_ends import scaled_head
 from workers.sampling.context import DecisionContext
 
 CPU = torch.device("cpu")
@@ -134,6 +137,22 @@ def test_what_is_trained_is_what_is_served(
         torch.testing.assert_close(confidences, sure.detach(), rtol=1e-4, atol=1e-4)
         seen += 1
     assert seen == 3
+
+
+def test_goals_and_trained_logits_have_the_factor_of_the_target(tmp_path: Path) -> None:
+    """The goals are the target's probabilities, and the head is the one that the served drafter has."""
+    directory = tiny.save(tmp_path / "target", tiny.granite(num_hidden_layers=LAYERS, logits_scaling=6.0))
+    target = load_target(directory, CPU)
+    text = (3, 9, 4, 8, 11, 30, 41, 7)
+    texts = TextRows(target, [Answer("one", "", 0.0, False, text[:3], text[3:])], TAPS, length=ROW)
+
+    _, goal = texts.blocks(torch.tensor([0]), torch.tensor([[3]]), 1)
+
+    with torch.inference_mode():
+        wanted = target(torch.tensor([text])).logits[0, 3].softmax(-1).topk(goal.probabilities.shape[-1])
+    torch.testing.assert_close(goal.probabilities[0, 0, 0], wanted.values, rtol=1e-3, atol=1e-5)
+    card = DraftDescription("tiny", tiny.VOCABULARY, 48, (), None, kind="block", taps=TAPS)
+    torch.testing.assert_close(scaled_head(target), load_ends(directory, card, None, torch.float32, CPU).head)
 
 
 def test_the_checkpoint_is_one_of_the_library_speculators(

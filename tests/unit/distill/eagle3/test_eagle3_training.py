@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support.models import tiny
 from tests.unit.distill.conftest import LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.memory import text_bytes
-from workers.distill.eagle3.states import TextStates, lengthened
+from workers.distill.eagle3.states import TextStates, lengthened, target_probabilities
 from workers.distill.eagle3.texts import WritingPlan, continuations
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
 from workers.distill.memory import HALF
+from workers.distill.target_model import load_target
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
@@ -174,6 +176,20 @@ def test_stored_states_are_those_of_the_target(target: PreTrainedModel, answers:
     torch.testing.assert_close(batch.final[1], found.last_hidden_state[0], rtol=1e-4, atol=1e-4)
     states = texts._taps.numel() + texts._final.numel()
     assert HALF * states + texts._tokens.nbytes == texts.tokens * text_bytes(shape())
+
+
+def test_goals_have_the_factor_of_the_target(tmp_path: Path) -> None:
+    config = tiny.granite(num_hidden_layers=6, logits_scaling=6.0)
+    target = load_target(tiny.save(tmp_path, config), CPU)
+    text, vocabulary = (3, 9, 4, 8, 11, 30, 41, 7), torch.tensor(DRAFTED)
+    answer = Answer("one", "", 0.0, False, text[:3], text[3:])
+    batch = TextStates(target, [answer], TAPS, max_length=64, batch_tokens=64).batch([0])
+
+    found = target_probabilities(target, batch.final[0], vocabulary)
+
+    with torch.inference_mode():
+        wanted = target(torch.tensor([text])).logits[0].softmax(-1)[:, vocabulary]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_a_share_of_texts_gets_others_before_it(answers: tuple[Answer, ...]) -> None:

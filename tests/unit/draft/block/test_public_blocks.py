@@ -234,6 +234,28 @@ def paths(found: RankedPaths) -> Iterator[tuple[list[int], list[int], Sequence[f
             waiting += [([*path, found.tokens[len(path)][one]], one) for one in order]
 
 
+@pytest.mark.parametrize(
+    ("keys", "factor", "cap"),
+    [({}, 0.125, None), ({"output_multiplier": 0.5}, 0.5, None), ({"final_logit_softcapping": 5.0}, 1.0, 5.0)],
+    ids=["none", "factor", "cap"],
+)
+def test_a_scale_of_the_draft_takes_the_place_of_the_targets_factor(
+    keys: dict[str, float], factor: float, cap: float | None, tmp_path: Path
+) -> None:
+    target = tiny.save(tmp_path / "target", tiny.granite(num_hidden_layers=LAYERS, logits_scaling=8.0))
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    drafter = load_served(public_drafts.write(draft, changed(DFLASH, **keys), public_drafts.block()), target)
+    hidden = torch.randn(1, SLOTS - 1, HIDDEN, generator=torch.Generator().manual_seed(6))
+    logits = factor * hidden[0, 0] @ load_file(target / "model.safetensors")["lm_head.weight"].T
+    wanted = (logits if cap is None else cap * torch.tanh(logits / cap)).softmax(-1).topk(5)
+
+    found = ranked(drafter, hidden, 5)
+
+    assert found.tokens[0][:5] == wanted.indices.tolist()
+    torch.testing.assert_close(torch.tensor(found.confidences[0][0]), wanted.values, **CLOSE)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("siblings", [1, 5])
 def test_probabilities_along_all_paths_are_the_published_ones(
