@@ -81,8 +81,12 @@ def check_directory(options: Any, name: str) -> None:
     directory: Path | None = getattr(options, name)
     if directory is None:
         return
-    existing = next(one for one in (directory, *directory.absolute().parents) if one.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        existing = next(one for one in (directory, *directory.absolute().parents) if one.exists())
+        is_usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    except OSError:  # a name that is too long, or a directory that this user may not search
+        existing, is_usable = directory, False
+    if not is_usable:
         refuse(options, name, f"it must be a directory, in one that this user may write, and {existing} is not")
 
 

@@ -156,13 +156,16 @@ def port_problems(server: ServerSection) -> Iterator[Problem]:
         ("operations", server.grpc_host, server.operations_port),
     )
     taken: dict[int, str] = {}
+    wrong: set[str] = set()
     for api, host, port in apis:
         if port is None:
             continue
         if reason := _why_unbindable(host, 0):
             found = f"{host!r} ({reason})"
             setting = f"server.{'grpc' if api == 'operations' else api}_host"
-            yield Problem(setting, "an address of this machine", found, "set it to one, such as 127.0.0.1")
+            if setting not in wrong:
+                yield Problem(setting, "an address of this machine", found, "set it to one, such as 127.0.0.1")
+            wrong.add(setting)
             continue
         other = taken.setdefault(port, api) if port else api
         if other != api:

@@ -231,17 +231,21 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     return overrides
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+"""The tag of `<<`, which a section may have several times: all that they name is merged."""
+
+
 class _Loader(yaml.SafeLoader):
     """Reads YAML, and refuses a key that a section has twice: one of its values would be lost."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if (key.tag, key.value) in seen:
                     raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there twice in one section")
-                seen.add(key.value)
+                seen.add((key.tag, key.value))
         return node
 
 

@@ -152,16 +152,19 @@ def to_json(value: object) -> bytes:
 
 
 async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
-    """Yield the lines of a stream of events as they arrive, without their ends. LF or CRLF ends a line.
+    """Yield the lines of a stream of events as they arrive, without their ends. LF, CRLF or CR ends one.
 
     `httpx` also ends lines at other characters, such as U+2028, which a text in JSON may hold. Raises
     `httpx.HTTPError`.
     """
-    rest = b""
+    rest, ended_in_cr = b"", False
     async for part in response.aiter_bytes():
-        *lines, last = part.split(b"\n")
+        if ended_in_cr:
+            part = part.removeprefix(b"\n")
+        ended_in_cr = part.endswith(b"\r")
+        *lines, last = part.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         for line in lines:
-            yield (rest + line).removesuffix(b"\r").decode(errors="replace")
+            yield (rest + line).decode(errors="replace")
             rest = b""
         rest += last
     if rest:

@@ -40,10 +40,13 @@ def replaced_directory(directory: Path, card: str, pictures: dict[str, bytes]) -
 
 def check_replaceable(directory: Path) -> None:
     """Raise `ConfigurationError` unless this user may write `directory` and it is absent, empty, or holds a draft."""
-    existing = next((one for one in directory.absolute().parents if one.exists()), directory)
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        existing = next((one for one in directory.absolute().parents if one.exists()), directory)
+        is_usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+        is_ours = directory.is_dir() and (is_written_here(directory) or not any(directory.iterdir()))
+    except OSError:  # a name that is too long, or a directory that this user may not search
+        existing, is_usable, is_ours = directory, False, False
+    if not is_usable:
         raise ConfigurationError(f"--out {directory}: needed a directory that this user may write, found {existing}")
-    if directory.is_dir() and (is_written_here(directory) or not any(directory.iterdir())):
-        return
-    if directory.exists():
+    if directory.exists() and not is_ours:
         raise ConfigurationError(f"--out {directory}: needed an empty directory or an earlier draft to replace")

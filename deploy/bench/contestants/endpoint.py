@@ -81,7 +81,7 @@ class StreamReader:
             event = None
         if not isinstance(event, dict):
             raise WorkerUnavailable(f"the server sent no event, but {payload[:_LONGEST_EVENT]!r}")
-        if "error" in event:
+        if event.get("error") is not None:
             raise WorkerUnavailable(f"the server ended the answer with an error: {event['error']}")
         self._usage = event.get("usage") or self._usage
         self._is_lossless &= event.get("lossless", True) is not False

@@ -129,18 +129,22 @@ class BenchSession:
     async def _warm(self, contestant: Contestant) -> None:
         """Answer a few prompts at each batch, so that all is compiled and the controller has measured times.
 
-        Where passes share stored blocks, all prompts are answered, so that each is stored before the measurements: else
-        later passes would find what earlier ones have stored. A server elsewhere keeps no passes apart.
+        Where passes share stored blocks, all prompts are sent once before, for one token each: their blocks are stored
+        before the measurements, else later passes would find what earlier ones have stored. Their answers are not, as
+        drafts would repeat them. A server elsewhere keeps no passes apart.
         """
         prompts = [prompt for found in self.tasks.values() for prompt in found]
-        for batch in self.schedule.batches:
-            warming = Cell("", batch, self.schedule.temperatures[0])
-            some = (prompts * (2 * batch))[: max(2, 2 * batch)]
-            is_stored = isinstance(contestant, EndpointContestant) or (
-                isinstance(contestant, LocalContestant) and contestant.options.reuses_cache
-            )
-            with suppress(PilotfishError):  # every cell reports the reason again
-                await contestant.answer(replace(self._request(warming), prompts=prompts if is_stored else some))
+        is_stored = isinstance(contestant, EndpointContestant) or (
+            isinstance(contestant, LocalContestant) and contestant.options.reuses_cache
+        )
+        temperature = self.schedule.temperatures[0]
+        with suppress(PilotfishError):  # every cell reports the reason again
+            if is_stored:
+                storing = self._request(Cell("", max(self.schedule.batches), temperature))
+                await contestant.answer(replace(storing, prompts=prompts, max_tokens=1))
+            for batch in self.schedule.batches:
+                some = (prompts * (2 * batch))[: max(2, 2 * batch)]
+                await contestant.answer(replace(self._request(Cell("", batch, temperature)), prompts=some))
 
     async def _cell(self, cell: Cell, started: Sequence[Started], plain: Contestant | None) -> list[CellResult]:
         own: list[list[BenchPass]] = [[] for _ in started]

@@ -173,7 +173,8 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
                 if not response.headers.get("content-type", "").startswith("text/event-stream"):
                     raise WorkerUnavailable(f"{response.request.url} answered without events; {NO_API}")
                 async for line in lines_of(response):
-                    name, _, value = line.partition(": ")
+                    name, _, value = line.partition(":")
+                    value = value.removeprefix(" ")
                     if name == "id":
                         last, attempts = value, 0
                     elif name == "data" and value == _DONE:
@@ -209,8 +210,10 @@ def _chunk(data: str) -> Any:
         chunk = json.loads(data)
     except (ValueError, RecursionError):
         chunk = None
-    if not isinstance(chunk, dict):
+    error = chunk.get("error") if isinstance(chunk, dict) else None
+    if error is not None:
+        reason = error.get("message", error) if isinstance(error, dict) else error
+        raise WorkerUnavailable(f"the server ended the answer with an error: {reason}")
+    if not isinstance(chunk, dict) or "choices" not in chunk:
         raise WorkerUnavailable(f"the server sent what is no event; {NO_API}")
-    if "error" in chunk:
-        raise WorkerUnavailable(f"the server ended the answer with an error: {chunk['error'].get('message')}")
     return chunk

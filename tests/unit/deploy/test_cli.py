@@ -127,6 +127,20 @@ class TestSettings:
 
         assert (found.target.kv.block_size, found.draft.model_dump()["model"]["kv"]["block_size"]) == (8, 32)
 
+    def test_a_section_may_merge_several_others(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.yaml"
+        file.write_text("target: {kv: &kv {block_size: 8}}\ndraft: {model: {kv: {<<: *kv, <<: {window: 64}}}}\n")
+
+        kv = settings.load_settings(str(file), environment={}).configuration.draft.model_dump()["model"]["kv"]
+
+        assert (kv["block_size"], kv["window"]) == (8, 64)
+
+    def test_keys_of_several_types_are_not_the_same(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.yaml"
+        file.write_text("- {1: number, '1': text}\n")
+
+        assert settings.read_list(file) == [{1: "number", "1": "text"}]
+
 
 class TestCommands:
     def test_a_command_does_not_import_the_others(self) -> None:

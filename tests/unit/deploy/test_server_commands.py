@@ -146,6 +146,8 @@ async def test_certificates_that_cannot_be_read_are_named_as_they_were_given(run
 async def test_a_proxy_that_cannot_be_used_is_named(
     run: Run, name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for exception in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(exception, raising=False)
     monkeypatch.setenv(name, value)
     status, (line,) = await run("complete", "--url", "http://llm.example.com")
     assert status == 2
@@ -271,7 +273,7 @@ async def test_generate_asks_servers_of_others() -> None:
 
 
 @pytest.mark.parametrize("command", ["bench serve", "bench race", "bench tasks"])
-@pytest.mark.parametrize("out", ["in.jsonl", "in.jsonl/results"])
+@pytest.mark.parametrize("out", ["in.jsonl", "in.jsonl/results", "a" * 300, f"{'a' * 300}/results"])
 async def test_a_place_where_results_cannot_be_written_is_refused_before_anything_is_measured(
     run: Run, command: str, out: str
 ) -> None:

@@ -297,6 +297,11 @@ class TestExport:
         with pytest.raises(ConfigurationError, match=r"needed a directory that this user may write, found .*dear"):
             check_replaceable(tmp_path / "letters" / "dear.txt" / "draft")
 
+    @pytest.mark.parametrize("name", ["a" * 300, f"{'a' * 300}/draft"])
+    def test_a_path_that_the_system_refuses_is_no_place_for_a_draft(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ConfigurationError, match=r"--out .*: needed a directory that this user may write, found "):
+            check_replaceable(tmp_path / name)
+
     def test_an_older_draft_is_replaced_completely(self, target: PreTrainedModel, tmp_path: Path) -> None:
         export(student_of(target, 1, 2), tmp_path / "draft", "t", "", {"old.png": b"old"})
 

@@ -178,11 +178,12 @@ async def test_a_stream_that_breaks_off_continues_after_its_last_event() -> None
 
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request.headers.get("last-event-id"))
-        text = 'id: a\ndata: {"n": 1}\n\n' if len(seen) == 1 else 'id: b\ndata: {"n": 2}\n\nid: c\ndata: [DONE]\n\n'
-        return httpx.Response(200, content=text, headers={"content-type": "text/event-stream"})
+        end = "id: b\ndata: [DONE]\n\n" if len(seen) == 2 else ""
+        event = f'id: a\ndata: {{"choices": [], "seed": {len(seen)}}}\n\n'
+        return httpx.Response(200, content=event + end, headers={"content-type": "text/event-stream"})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://pilotfish") as client:
-        found = [chunk["n"] async for chunk in stream(client, "/v1/completions", {})]
+        found = [chunk["seed"] async for chunk in stream(client, "/v1/completions", {})]
     assert (found, seen) == ([1, 2], [None, "a"])
 
 
@@ -202,17 +203,37 @@ def answering(content: bytes, part_bytes: int) -> httpx.AsyncClient:
 @pytest.mark.parametrize("part_bytes", [1, 7, 1000])
 @pytest.mark.parametrize("text", ["one\u2028two", "one\u2029two", "one\x85two", "\u2028", "é\u00a0🐟"])
 async def test_a_text_may_hold_characters_that_end_a_line_elsewhere(text: str, part_bytes: int) -> None:
-    event = json.dumps({"text": text}, ensure_ascii=False)
+    event = json.dumps({"choices": [{"text": text}]}, ensure_ascii=False)
     async with answering(f"data: {event}\r\n\r\ndata: {event}\n\ndata: [DONE]\n\n".encode(), part_bytes) as client:
-        assert [chunk["text"] async for chunk in stream(client, "/v1/completions", {})] == [text, text]
+        found = [chunk["choices"][0]["text"] async for chunk in stream(client, "/v1/completions", {})]
+    assert found == [text, text]
 
 
-async def test_the_last_line_of_a_stream_needs_no_end() -> None:
-    async with answering(b"one\r\n\ntwo", 2) as client, client.stream("GET", "/") as response:
-        assert [line async for line in lines_of(response)] == ["one", "", "two"]
+@pytest.mark.parametrize("part_bytes", range(1, 8))
+async def test_the_last_line_of_a_stream_needs_no_end(part_bytes: int) -> None:
+    content = b"one\r\n\ntwo\r\rthree\r\n\r\nfour"
+    async with answering(content, part_bytes) as client, client.stream("GET", "/") as response:
+        assert [line async for line in lines_of(response)] == ["one", "", "two", "", "three", "", "four"]
 
 
-@pytest.mark.parametrize("data", [b"hello", b"5", b"[" * 5000])
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+@pytest.mark.parametrize("space", ["", " "])
+async def test_a_field_may_have_a_space_before_its_value_and_any_end_of_a_line(space: str, end: str) -> None:
+    lines = [f'data:{space}{{"choices": [], "error": null}}', "", f"data:{space}[DONE]", "", ""]
+    async with answering(end.join(lines).encode(), 5) as client:
+        assert [chunk async for chunk in stream(client, "/v1/completions", {})] == [{"choices": [], "error": None}]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [({"message": "too long"}, "too long"), ("too long", "too long"), ({}, "{}"), ("", "")]
+)
+async def test_an_error_of_any_form_ends_the_answer(error: object, words: str) -> None:
+    async with answering(b"data: %b\n\n" % json.dumps({"error": error}).encode(), 100) as client:
+        with pytest.raises(WorkerUnavailable, match=f"the server ended the answer with an error: {words}$"):
+            await anext(stream(client, "/v1/completions", {}))
+
+
+@pytest.mark.parametrize("data", [b"hello", b"5", b"[" * 5000, b'{"error": null}', b"{}"])
 async def test_what_is_no_event_is_named(data: bytes) -> None:
     async with answering(b"data: %b\n\n" % data, 100) as client:
         with pytest.raises(WorkerUnavailable, match=r"no event; is it the address of an OpenAI-compatible server\?"):

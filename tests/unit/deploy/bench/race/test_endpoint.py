@@ -76,6 +76,14 @@ def test_a_server_without_counts_of_drafts_has_no_steps() -> None:
     assert (reader.answer().completion_tokens, reader.answer().steps) == (2, 0)
 
 
+def test_an_event_without_an_error_may_name_none() -> None:
+    reader = StreamReader()
+    reader.line(f"data:{json.dumps({**chunk('a'), 'error': None})}")
+    assert reader.answer().text == "a"
+    with pytest.raises(WorkerUnavailable, match="with an error: too long"):
+        reader.line('data:{"error": "too long"}')
+
+
 async def test_an_error_of_the_server_names_its_address() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(404, text="no such model"))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
@@ -84,17 +92,22 @@ async def test_an_error_of_the_server_names_its_address() -> None:
 
 
 async def test_a_server_has_answered_every_prompt_before_its_first_measured_pass() -> None:
-    """Its prefix cache would have the prompts in all passes but the first."""
-    asked: list[str] = []
+    """Its prefix cache would have the prompts in all passes but the first; it need not have the answers."""
+    asked: list[tuple[str, int]] = []
 
     def serve(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content)["messages"][0]["content"])
+        body = json.loads(request.content)
+        asked.append((body["messages"][0]["content"], body["max_tokens"]))
         return httpx.Response(200, text=events(chunk("a")))
 
     texts = [f"{number}?" for number in range(6)]
     tasks = {"questions": tuple(BenchPrompt((), text) for text in texts)}
-    session = BenchSession(Schedule(4), tasks, BenchResults("", {}, ""), lambda *_: None, lambda _: None, 1)
+    schedule = Schedule(4, batches=(1, 2))
+    session = BenchSession(schedule, tasks, BenchResults("", {}, ""), lambda *_: None, lambda _: None, 1)
     async with httpx.AsyncClient(transport=httpx.MockTransport(serve), base_url="http://server") as client:
         entry = Entry("http://server", "endpoint", (), Cost())
         await session.measure([Started(entry, EndpointContestant(client, "m"), Judge(0.0))], None)
-    assert asked == texts * 2
+    stored, compiled, measured = asked[:6], asked[6:12], asked[12:]
+    assert stored == [(text, 1) for text in texts]  # once, whatever the number of batches
+    assert compiled == [(text, 4) for text in texts[:2] + texts[:4]]
+    assert measured == [(text, 4) for text in texts * 2]
