@@ -1,6 +1,6 @@
 """Functions of single numbers on CPU whose results for a row do not depend on the other rows.
 
-torch computes what fills no vector, at the end of a tensor or of a thread's part, by other code. The last bit may differ.
+torch computes what fills no vector, at the end of a tensor or of a thread's part, by other code with other last bits.
 """
 
 from __future__ import annotations
