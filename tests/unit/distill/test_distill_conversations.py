@@ -86,7 +86,7 @@ def test_a_question_of_the_target_is_answered_without_its_system_message_in_ever
 
 
 def test_a_run_that_goes_on_draws_other_numbers_than_the_one_before() -> None:
-    """With the same numbers, the target would write the same questions for the same system message again."""
+    """The target writes the same questions again for the same system message and the same random numbers."""
 
     def seeds_of(*passes: int) -> list[int]:
         seeds: list[int] = []

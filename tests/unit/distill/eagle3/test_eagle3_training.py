@@ -134,7 +134,7 @@ def test_weights_are_spread_over_small_files(directory: Path, tmp_path: Path) ->
 
 
 def test_texts_shorter_than_a_roll_out_are_measured(target: PreTrainedModel) -> None:
-    """Of a prompt of two tokens and an answer of three, a draft can predict two."""
+    """A draft can predict two tokens of an answer of three after a prompt of two."""
     texts = TextStates(target, [Answer("a", "", 0.0, False, (3, 4), (5, 6, 7))], TAPS, max_length=64, batch_tokens=64)
     plan = RollOutPlan(steps=1, depths=8, is_bfloat16=False)
 

@@ -334,7 +334,7 @@ def _stop_at(progress: Progress, step: int) -> None:
 def test_a_search_for_layers_leaves_out_prompts_that_fill_the_whole_length(
     target: torch.nn.Module, answers: tuple[Answer, ...]
 ) -> None:
-    """They leave no position to compare."""
+    """Prompts that fill the whole length leave no position to compare."""
     long = [replace(answer, prompt=answer.prompt * 3) for answer in answers]
 
     found = search_exit(target, [*long, answers[0]], 2 * len(answers[0].prompt), lambda *_: None)

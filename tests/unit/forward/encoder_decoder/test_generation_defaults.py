@@ -66,7 +66,7 @@ def test_fewest_tokens_are_counted_after_the_start(
 
 
 def test_config_json_counts_only_without_a_generation_configuration(marian: SourcedModel, tmp_path: Path) -> None:
-    """As in `transformers`."""
+    """`transformers` reads one of the two files alone, too."""
     own = {"decoder_start_token_id": 7, "no_repeat_ngram_size": 3}
     both = marian.with_generation_config(tmp_path / "both", **own)
     config = json.loads((both.directory / "config.json").read_text())
@@ -92,7 +92,7 @@ def test_config_json_counts_only_without_a_generation_configuration(marian: Sour
 def test_bad_words_keep_no_answer_from_ending_but_suppressed_tokens_do(
     marian: SourcedModel, tmp_path: Path, ends: int | list[int]
 ) -> None:
-    """As in `transformers`."""
+    """`transformers` generates so, too: an end token that is also a bad word ends an answer."""
     values = {"eos_token_id": ends, "bad_words_ids": [[2], [0], [2, 5]], "suppress_tokens": [2, 8]}
     found = read_generation_defaults(marian.with_generation_config(tmp_path / "m", **values).directory)
     assert found.bad_words == ((0,), (2, 5), (2,), (8,))

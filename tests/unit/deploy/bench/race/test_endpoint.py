@@ -92,7 +92,7 @@ async def test_an_error_of_the_server_names_its_address() -> None:
 
 
 async def test_a_server_has_answered_every_prompt_before_its_first_measured_pass() -> None:
-    """Its prefix cache would have the prompts in all passes but the first; it need not have the answers."""
+    """The prefix cache of a server would have the prompts in all passes but the first; it need not have the answers."""
     asked: list[tuple[str, int]] = []
 
     def serve(request: httpx.Request) -> httpx.Response:
