@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,10 +20,11 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def unused() -> str:
-    """An address at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"127.0.0.1:{taken.getsockname()[1]}"
+def unused() -> Iterator[str]:
+    """An address at which nothing listens. Its port is taken, so that nobody begins to listen there meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("command", [("plan",), ("serve", "--set", "draft.method=none")])
