@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.core.drafting import DraftRow
 from cluster.core.ids import SequenceId
@@ -143,9 +144,8 @@ class MissedRows:
                 found.append(row)
                 continue
             missed.extend(row)
-            tokens = tuple(missed.tokens)
-            evidence = tuple(missed.evidence)
-            found.append(DraftRow(row.sequence_id, row.base_len, tokens, row.budget, missed.start, evidence))
+            tokens, evidence = tuple(missed.tokens), tuple(missed.evidence)
+            found.append(replace(row, new_tokens=tokens, start=missed.start, evidence=evidence))
         return found
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
