@@ -5,8 +5,7 @@
    whose activations fit the second-level cache; a block's weights are then read from that cache by all groups but the
    first. Products on tile registers are cut in the same way, with larger groups: see tiles.c.
 
-   Every output is summed over the inputs in one fixed order, whatever the number of rows and threads. Sums are written with
-   `fused`: a compiler that is free to round products by themselves may do so for some sizes of a tile alone. */
+   Every output is summed over the inputs in one fixed order, whatever the number of rows and threads. */
 
 #include <omp.h>
 #include <sched.h>
@@ -115,9 +114,9 @@ INLINE void add_products(const Factors *factors, const int rows, Vector first, V
 {
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        const Vector x = same(*(const float *)factor(factors, r));
-        sum[r][0] = fused(first, x, sum[r][0]);
-        sum[r][1] = fused(second, x, sum[r][1]);
+        const float x = *(const float *)factor(factors, r);
+        sum[r][0] += first * x;
+        sum[r][1] += second * x;
     }
 }
 
@@ -173,8 +172,8 @@ INLINE Vector two_products(Vector sum, Words weights, uint32_t pair)
 #if defined(__AVX512BF16__) && defined(IS_AVX512)
     return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)pair));
 #else
-    sum = fused((Vector)(weights & 0xffff0000u), same(widen_bfloat16((uint16_t)(pair >> 16))), sum);
-    return fused((Vector)(weights << 16), same(widen_bfloat16((uint16_t)pair)), sum);
+    sum += (Vector)(weights & 0xffff0000u) * widen_bfloat16((uint16_t)(pair >> 16));
+    return sum + (Vector)(weights << 16) * widen_bfloat16((uint16_t)pair);
 #endif
 }
 
