@@ -29,7 +29,8 @@ CASES = list(LEAST_AGREED)
 
 def configure(target: Path, kv: str, dtype: str, method: str) -> Configuration:
     code = str(code_directory(load_settings().cache_directory))
-    settings = {"compile": "auto", "dtype": dtype, "compile_directory": code}
+    # Layers of `transformers` attend to fp8. Compiled, they may round a row otherwise beside other rows.
+    settings = {"compile": "off" if kv == "fp8" else "auto", "dtype": dtype, "compile_directory": code}
     draft = {"method": method, "controller": "off", "timeout_seconds": 60.0}
     memory = {"dtype": kv, "pool_bytes": 50 << 20}
     scheduler = {"max_sequences": 8, "max_step_tokens": 128}
