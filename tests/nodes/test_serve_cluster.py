@@ -139,7 +139,12 @@ async def test_the_http_api_answers(cluster: ServeProcess, deadline: None) -> No
     async with httpx.AsyncClient(base_url=cluster.server.http_url) as client:
         assert (await client.get("/ready")).status_code == 200
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 4,
+            "ignore_eos": True,
+        }
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert "vllm:" in (await client.get("/metrics")).text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,12 @@ OOM_SCORE = 500
 """How readily the kernel ends a process of the cluster when memory is used up: a number up to 1000. Ray's is 1000."""
 FIRST_OOM_SCORE = 1000
 """How readily the kernel ends a process that is replaced cheaply."""
+_SYSTEM_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 20_000
+"""Ray gives ports below this one to its workers."""
+_END_OF_PORTS = 30_000
+"""Kubernetes gives ports from this one on to services."""
+_PORT_TRIALS = 50
 
 
 def set_threads(threads: int) -> None:
@@ -87,10 +94,28 @@ def reserved_port(host: str, port: int) -> Iterator[None]:
 
 
 def free_port(host: str) -> int:
-    """A port of `host` that is free now."""
+    """A port of `host` that is free now, and that programs which ask the system for any free port do not get later.
+
+    It is chosen at random, so that two callers hardly ever choose the same one. Where the system gives out all ports,
+    it is one that the system chooses.
+    """
+    ports = _own_ports()
+    for port in random.SystemRandom().sample(ports, min(_PORT_TRIALS, len(ports))):
+        with suppress(OSError), socket.socket(socket_family(host)) as probe:
+            probe.bind((host, port))
+            return port
     with socket.socket(socket_family(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _own_ports() -> range:
+    """The ports that neither Linux nor Ray gives to programs which ask for any; none where they cannot be known."""
+    with suppress(OSError, ValueError):
+        first, _ = map(int, _SYSTEM_PORTS.read_text().split())
+        if first >= _FIRST_PORT + _PORT_TRIALS:
+            return range(_FIRST_PORT, min(first, _END_OF_PORTS))
+    return range(0)
 
 
 def offer_to_end_first() -> None:

@@ -23,9 +23,9 @@ from tests.bench.decoding import Decoding, alike
 from tests.bench.options import Options
 from tests.bench.random_model import Shape
 from tests.bench.report import heading, ratios, spread, table, write
-from tests.support.engines.rank_processes import free_port
 from workers.model import loading
 from workers.model.sharding import check_divisible
+from workers.serve.node import free_port
 from workers.verify.build import build_engine
 from workers.verify.group import join_group, leave_group
 
@@ -90,7 +90,7 @@ def _measure(section: TargetSection, options: Options) -> Times:
     """Run the ranks, each in a process of its own. Returns what rank 0 measured."""
     context = multiprocessing.get_context("spawn")
     answers: Queue[Times] = context.Queue()
-    port, batches = free_port(), options.batches or BATCHES
+    port, batches = free_port("127.0.0.1"), options.batches or BATCHES
     prompt, repeats = options.long_prompt(64, 0), 1 if options.quick else options.repeats
     processes = [
         context.Process(target=_run_rank, args=(section, rank, port, prompt, repeats, batches, answers), daemon=True)

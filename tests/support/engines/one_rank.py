@@ -11,9 +11,9 @@ from unittest.mock import patch
 from torch import nn
 
 from cluster.core.config.target_section import TargetSection
-from tests.support.engines.rank_processes import free_port
 from workers.forward import replace_linear
 from workers.forward.loaded_model import LoadedModel
+from workers.serve.node import free_port
 from workers.verify import build
 from workers.verify.decider import Decider
 from workers.verify.group import join_group, leave_group
@@ -28,7 +28,7 @@ def group_of_one(device: str) -> Iterator[None]:
     engine that `build_engine` builds inside decides with the other ranks. The weights are whole. Drop every engine
     before the end: NCCL waits for the CUDA graphs with its collectives when a group ends.
     """
-    join_group(TargetSection.model_validate({"device": device}), 0, "127.0.0.1", free_port())
+    join_group(TargetSection.model_validate({"device": device}), 0, "127.0.0.1", free_port("127.0.0.1"))
     try:
         with (
             patch.object(replace_linear, "_style", _planned_style),

@@ -6,7 +6,6 @@ They are forked from a server that has imported the libraries of the models, and
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from workers.serve.node import free_port
 
 LONGEST_SECONDS = 120.0
 """Longest wait for an answer of a rank."""
@@ -36,13 +37,6 @@ def start_ranks(run: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) 
         process.start()
         processes.append(process)
     return processes
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -79,7 +73,7 @@ class Ranks:
 @contextmanager
 def running_ranks(count: int, run: Callable[..., None], *arguments: object) -> Iterator[Ranks]:
     """Processes in which rank `i` calls `run(i, *arguments, port, pipe)`. They are killed at the end."""
-    port, pairs = free_port(), [Pipe() for _ in range(count)]
+    port, pairs = free_port("127.0.0.1"), [Pipe() for _ in range(count)]
     processes = start_ranks(run, [(*arguments, port, theirs) for _, theirs in pairs])
     for _, theirs in pairs:
         theirs.close()  # so that this process notices the end of a rank

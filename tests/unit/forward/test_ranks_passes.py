@@ -16,7 +16,7 @@ from torch.nn import functional
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
-from tests.support.engines.rank_processes import free_port, start_ranks
+from tests.support.engines.rank_processes import start_ranks
 from tests.support.models import tiny
 from workers.forward import fused_layers
 from workers.forward.fused_trial import fuse_if_equal
@@ -27,6 +27,7 @@ from workers.forward.projections import Gated
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+from workers.serve.node import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +151,7 @@ def check(found: Sequence[dict[str, torch.Tensor]], alone: dict[str, torch.Tenso
 
 def test_ranks_have_the_hidden_states_and_the_partial_passes_of_one_rank_alone(tmp_path: Path) -> None:
     directory = tiny.save(tmp_path, tiny.llama(num_attention_heads=4, num_key_value_heads=2), sharpness=1.5)
-    ranks = start_ranks(run_rank, [(directory, free_port())] * RANKS)
+    ranks = start_ranks(run_rank, [(directory, free_port("127.0.0.1"))] * RANKS)
     alone = passes(directory)
     for process in ranks:
         process.join(SECONDS)

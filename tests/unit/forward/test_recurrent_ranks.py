@@ -16,7 +16,7 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from tests.support.engines.engine_rows import PROMPT
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import free_port, start_ranks
+from tests.support.engines.rank_processes import start_ranks
 from tests.support.models.hybrids import save_hybrid
 from workers.forward import recurrent
 from workers.forward.native import build
@@ -25,6 +25,7 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.model.share import Share
+from workers.serve.node import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +95,7 @@ def run_rank(rank: int, directory: Path, port: int) -> None:
 
 def test_a_fault_of_one_rank_makes_all_compute_the_layer_by_the_same_other_code(tmp_path: Path) -> None:
     case = save_hybrid(tmp_path, "qwen3_next")
-    ranks = start_ranks(run_rank, [(case.directory, free_port())] * RANKS)
+    ranks = start_ranks(run_rank, [(case.directory, free_port("127.0.0.1"))] * RANKS)
     expected = case.reference(PROMPT, TOKENS)
     for process in ranks:
         process.join(SECONDS)

@@ -14,9 +14,10 @@ import pytest
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.rank_processes import free_port, start_ranks
+from tests.support.engines.rank_processes import start_ranks
 from tests.support.models import tiny
 from workers.serve.configuration import load_configuration
+from workers.serve.node import free_port
 from workers.serve.rank_placement import RankGroup
 
 pytestmark = pytest.mark.slow
@@ -75,7 +76,7 @@ def start_rank(rank: int, directory: Path, ports: list[int]) -> None:
 
 def test_all_ranks_fail_together_and_one_says_why(tmp_path: Path) -> None:
     directory = tiny.save(tmp_path, tiny.llama(num_attention_heads=4, num_key_value_heads=2))
-    processes = start_ranks(start_rank, [(directory, [free_port() for _ in FAULTS])] * RANKS)
+    processes = start_ranks(start_rank, [(directory, [free_port("127.0.0.1") for _ in FAULTS])] * RANKS)
     for process in processes:
         process.join(SECONDS)
         if process.is_alive():

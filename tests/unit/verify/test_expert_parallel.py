@@ -16,10 +16,11 @@ from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftBudget
 from tests.support.engines.colocated_decoding import decode_together, plain_answers, through_trees
 from tests.support.engines.rank_group import REQUESTS, RankGroup, configure_ranks, rank_group
-from tests.support.engines.rank_processes import free_port, start_ranks
+from tests.support.engines.rank_processes import start_ranks
 from tests.support.models import tiny
 from tests.zoo.configs import tiny_config
 from workers.model.loading import load_model
+from workers.serve.node import free_port
 from workers.verify.build import build_engine
 from workers.verify.group import join_group, leave_group
 
@@ -87,7 +88,7 @@ def read_own_experts(rank: int, directory: Path, port: int) -> None:
 
 
 def test_each_rank_reads_its_own_experts_alone(tmp_path: Path) -> None:
-    directory, port = tiny.save(tmp_path, tiny.mixtral(num_key_value_heads=2)), free_port()
+    directory, port = tiny.save(tmp_path, tiny.mixtral(num_key_value_heads=2)), free_port("127.0.0.1")
     for process in start_ranks(read_own_experts, [(directory, port)] * RANKS):
         process.join(SECONDS)
         assert process.exitcode == 0
