@@ -13,7 +13,7 @@ from pydantic import Field
 from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
-from cluster.core.json_text import find_half, is_deeper_than
+from cluster.core.json_text import find_half, find_infinite, is_deeper_than
 from cluster.ingress.client import GenerateClient, TextClient
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond
@@ -373,8 +373,8 @@ _MOST_LEVELS = MAX_JSON_DEPTH - 8
 def _parsed(arguments: str) -> Json:
     """Return the arguments of a call as an object.
 
-    Those that the end of the answer cut off, that are nested too deep to come back, or whose strings have half of a
-    surrogate pair, are no JSON that can be sent.
+    Those that the end of the answer cut off, that are nested too deep to come back, whose strings have half of a
+    surrogate pair, or whose numbers are not finite, are no JSON that can be sent.
     """
     try:
         value = json.loads(arguments or "{}", strict=False)
@@ -382,5 +382,5 @@ def _parsed(arguments: str) -> Json:
         return {"partial_json": arguments}
     if not isinstance(value, dict):
         return {}
-    is_whole = find_half(value) is None and not is_deeper_than(value, _MOST_LEVELS)
+    is_whole = find_half(value) is None and find_infinite(value) is None and not is_deeper_than(value, _MOST_LEVELS)
     return value if is_whole else {"partial_json": arguments}

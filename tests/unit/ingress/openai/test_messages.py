@@ -178,6 +178,21 @@ async def test_a_call_with_deep_arguments_can_be_sent_back(tmp_path: Path) -> No
     assert f'"arguments": {deep}}}' in prompt_of(api)
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+async def test_a_call_with_a_number_that_json_lacks_is_answered_and_can_be_sent_back(
+    tmp_path: Path, number: str
+) -> None:
+    arguments = f'{{"to": [{number}]}}'
+    api = api_that_writes(tmp_path, f'<tool_call>{{"name": "swim", "arguments": {arguments}}}</tool_call>')
+    body = {**BODY, "max_tokens": 400, "tools": [TOOL]}
+    response = await api.post("/v1/messages", **body)
+    assert response.status_code == 200, response.text
+    (block,) = response.json()["content"]
+    assert (block["type"], block["input"]) == ("tool_use", {"partial_json": arguments})
+    turns = [*HI, {"role": "assistant", "content": [block]}]
+    assert (await api.post("/v1/messages", **{**body, "messages": turns})).status_code == 200
+
+
 def test_arguments_of_any_depth_are_read() -> None:
     assert _parsed("[" * 100_000) == {"partial_json": "[" * 100_000}
     assert _parsed('{"a": [1]}') == {"a": [1]}
