@@ -63,7 +63,7 @@ class Planner:
     async def repair(self, faults: Mapping[SequenceId, RowFaultCode]) -> None:
         """Evict sequences that the target lost, to open them again; preempt the latest arrival if blocks ran out.
 
-        Quarantined sequences that the target was not ready for let the others go first for a while.
+        Sequences that the target was not ready for let the others go first for a while.
 
         Raises `TargetUnavailable`.
         """
@@ -97,12 +97,12 @@ class Planner:
             live.mark_released()
 
     def _state(self, wanted: WantedDrafts) -> State:
-        info, running = self._target.info, self._table.running.values()
+        info, running, now = self._target.info, self._table.running.values(), self._clock()
         room = self._limits.max_sequences - len(running)
         waiting = self._table.waiting(room) if room > 0 else ()  # no other one can be admitted
         return State(
-            waiting=tuple([live.view(wanted.of(live.id)) for live in waiting]),
-            running=tuple([live.view(wanted.of(live.id)) for live in running]),
+            waiting=tuple([live.view(wanted.of(live.id), now) for live in waiting]),
+            running=tuple([live.view(wanted.of(live.id), now) for live in running]),
             kv=self._target.kv,
             layout=info.layout,
             max_context_len=info.max_context_len,

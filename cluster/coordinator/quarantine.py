@@ -21,7 +21,7 @@ MAX_LOSSES = 8
 """Number of lost calls without progress in between after which the request of a sequence in them fails."""
 _FIRST_DEFERRAL_SECONDS = 0.25
 _LONGEST_DEFERRAL_SECONDS = 2.0
-"""Time for which others go first when the target is not ready for a quarantined sequence, in seconds; it doubles."""
+"""Time for which others go first when the target is not ready for a sequence, in seconds; it doubles."""
 
 
 class Quarantine:
@@ -53,7 +53,7 @@ class Quarantine:
     def defer(self, sequence_ids: Iterable[SequenceId]) -> None:
         """Let others go first for a while: the target was not ready for these sequences."""
         for sequence_id in sequence_ids:
-            if (live := self._table.running.get(sequence_id)) is not None and live.is_quarantined:
+            if (live := self._table.running.get(sequence_id)) is not None:
                 seconds = backoff(live.deferrals, _FIRST_DEFERRAL_SECONDS, _LONGEST_DEFERRAL_SECONDS)
                 live.defer(self._clock() + seconds)
 

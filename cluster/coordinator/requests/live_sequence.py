@@ -140,11 +140,11 @@ class LiveSequence:
         self._may_fork = False
 
     def is_deferred(self, now: float) -> bool:
-        """Whether others go first, although the sequence is quarantined: the target was not ready for it."""
+        """Whether others go first: the target was not ready for the sequence."""
         return now < self._deferred_until
 
     def defer(self, until: float) -> None:
-        """Let others go first until then, if the sequence is quarantined."""
+        """Let others go first until then."""
         self.deferrals += 1
         self._deferred_until = until
 
@@ -170,8 +170,8 @@ class LiveSequence:
         sequence = self.sequence
         return clip_draft(None, max_draft, self.max_draft_tokens, sequence.remaining)
 
-    def view(self, draft: DraftBudget | None) -> SequenceView:
-        """Return the scheduler's view. `draft` is the tree size that the speculation controller chose."""
+    def view(self, draft: DraftBudget | None, now: float) -> SequenceView:
+        """Return the scheduler's view now. `draft` is the tree size that the speculation controller chose."""
         sequence, source = self.sequence, self.kv_source
         shared = 0 if source is None else min(source.sequence.stored_len, len(sequence) - 1)
         return SequenceView(
@@ -187,6 +187,7 @@ class LiveSequence:
             forced=len(sequence.forced),
             turn=self.turn,
             priority=sequence.request.priority,
+            goes_last=self.is_deferred(now),
         )
 
 

@@ -2,10 +2,11 @@
 
 Sequences are served by priority, then by their clients' turns, then by arrival (`FairQueue`): "older" means this order.
 Every step first gives each decoding sequence one token. Half of the tokens left are reserved for the oldest sequence
-that still prefills. Draft trees share the others evenly. Prompt chunks use the tokens that the trees leave. While other
-sequences decode, all prompts together take at most `max_prompt_tokens` of a step, so that a new request does not
-lengthen the time between the tokens of the others (chunked prefill, as in Sarathi-Serve, Agrawal et al. 2024). Blocks
-are allocated on demand. When they run out, the latest is preempted, so that the oldest sequence can always finish.
+that still prefills and that the target is ready for. Draft trees share the others evenly. Prompt chunks use the tokens
+that the trees leave. While other sequences decode, all prompts together take at most `max_prompt_tokens` of a step, so
+that a new request does not lengthen the time between the tokens of the others (chunked prefill, as in Sarathi-Serve,
+Agrawal et al. 2024). Blocks are allocated on demand. When they run out, the latest is preempted, so that the oldest
+sequence can always finish.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ def plan(state: State) -> Plan:
     step = StepAllocation(state)
     running = sorted(state.running, key=_order)
     decoding, prefilling = _split(running)
+    prefilling.sort(key=_prompt_order)
     preempted = _secure(step, running, essential={view.id for view in (*decoding, *prefilling[:1])})
     gone = set(preempted)
     admitted = [] if preempted else _admissible(state, running)
     decoding = [view for view in decoding if view.id not in gone]
-    prefilling = sorted([view for view in prefilling if view.id not in gone] + admitted, key=_order)
+    prefilling = sorted([view for view in prefilling if view.id not in gone] + admitted, key=_prompt_order)
 
     if any(step.pending(view) for view in decoding):
         step.limit_prompts(state.limits.max_prompt_tokens, prefilling)
@@ -46,6 +48,10 @@ def plan(state: State) -> Plan:
 
 def _order(view: SequenceView) -> tuple[int, int, int]:
     return view.priority, view.turn, view.arrival
+
+
+def _prompt_order(view: SequenceView) -> tuple[bool, int, int, int]:
+    return view.goes_last, *_order(view)
 
 
 def _split(views: Iterable[SequenceView]) -> tuple[list[SequenceView], list[SequenceView]]:

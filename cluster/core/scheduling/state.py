@@ -38,6 +38,8 @@ class SequenceView:
     """When it is the turn of its client, see `FairQueue`: smaller goes first, and of equal turns the older one."""
     priority: int = 0
     """The priority of the request: smaller goes first, whatever the turn."""
+    goes_last: bool = False
+    """Whether its prompt gets only what other prompts leave of a step: the target is not ready for it."""
 
     @property
     def missing(self) -> int:

@@ -79,6 +79,20 @@ def test_a_younger_prompt_gets_the_tokens_that_the_older_leaves() -> None:
     assert pending(decide((view(1, 50), view(2, 50)))) == {"s1": 50, "s2": 14}
 
 
+def test_prompts_that_go_last_get_the_tokens_and_blocks_that_other_prompts_leave() -> None:
+    late = replace(view(1, 64), goes_last=True)
+    assert pending(decide((view(2, 50),), (late,))) == {"s1": 14, "s2": 50}
+    assert pending(decide((), (late, view(2, 50)), free=14)) == {"s1": 4, "s2": 50}
+    assert pending(decide((), (late,))) == {"s1": 64}
+
+
+def test_a_prompt_that_goes_last_keeps_its_place_and_the_blocks_that_it_will_need() -> None:
+    late = replace(view(1, 64), goes_last=True)
+    assert decide((view(2, 50),), (late,), sequences=1).admit == ()
+    assert decide((view(2, 50),), (late,), free=30).admit == ()
+    assert decide((view(2, 50),), (late,), free=31).admit == ("s2",)
+
+
 def test_trees_share_evenly_the_tokens_that_are_not_reserved_for_the_oldest_prompt() -> None:
     running = (decoding(1), decoding(2), view(3, 200, 64))
     result = decide((), running, tokens=32, draft=DraftBudget(16, 16))

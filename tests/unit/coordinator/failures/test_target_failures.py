@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -248,6 +249,43 @@ async def test_a_quarantined_request_whose_grammar_is_being_compiled_keeps_no_ot
         is_compiled = True
         assert await reading == target.answer(slow)
     assert crashes == QUARANTINE_LOSSES
+    assert target.accepted > 0
+
+
+@pytest.mark.parametrize("crashes", [0, QUARANTINE_LOSSES])
+async def test_new_prompts_do_not_wait_for_the_grammar_of_a_prompt_that_fills_the_steps(crashes: int) -> None:
+    """Its last chunk would take all tokens of each step."""
+    target = FakeTarget()
+    slow = request("slow", (*(7,) * 63, 31), max_tokens=4)
+    new = [request(f"new{index}", range(1, 25), max_tokens=4, seed=index) for index in range(3)]
+    original, left, refusals, is_compiled = target.step, crashes, 0, False
+
+    async def step(batch: StepBatch) -> StepResult:
+        nonlocal left, refusals
+        last = [row for row in batch.rows if row.decide and row.pending[-1] == 31 and row.base_len == 64]
+        if last and left:
+            left -= 1
+            target.crash()
+            target.revive()
+            raise TargetUnavailable("it crashed")
+        if not last or is_compiled:
+            return await original(batch)
+        refusals += 1
+        fault = RowFault(RowFaultCode.NOT_READY, "its grammar is being compiled")
+        result = await original(StepBatch(tuple(row for row in batch.rows if row not in last)))
+        return replace(
+            result, verdicts=(*result.verdicts, *(Verdict(row.sequence_id, 64, fault=fault) for row in last))
+        )
+
+    target.step = step  # type: ignore[method-assign]
+    async with serving(target, PerfectDrafter(target)) as coordinator:
+        reading = asyncio.create_task(tokens_of(coordinator, slow))
+        await until(lambda: refusals > 0)
+        assert await all_tokens(coordinator, new) == [target.answer(one) for one in new]
+        assert not reading.done()
+        is_compiled = True
+        assert await reading == target.answer(slow)
+    assert left == 0
     assert target.accepted > 0
 
 
