@@ -17,7 +17,7 @@ from cluster.ingress.access.http_access import OPEN_PATHS, route_path
 from cluster.ingress.observability.http_middleware import note_error
 from cluster.ingress.openai.errors import error_response
 
-_EXPOSED = ("retry-after", "x-ignored-fields", "x-request-id")
+_EXPOSED = ("retry-after", "x-ignored-fields", "x-misspelt-fields", "x-request-id")
 _PREFLIGHT_SECONDS = 600
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/@\s]+))(?::(\d*))?")
 _PORTS = {"http": "80", "https": "443"}

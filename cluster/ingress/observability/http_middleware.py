@@ -25,7 +25,11 @@ _UNKNOWN = "none"
 
 
 class ObservabilityMiddleware:
-    """Measures every HTTP request from its arrival to the last byte of its response, and logs one line."""
+    """Measures every HTTP request from its arrival to the last byte of its response, and logs one line.
+
+    It also answers a request that fails unexpectedly, with status 500: further out, the response would lack the
+    headers that every response has.
+    """
 
     def __init__(
         self, app: ASGIApp, metrics: IngressMetrics, clock: Callable[[], float], tracer: CallTracer | None = None
@@ -36,11 +40,11 @@ class ObservabilityMiddleware:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app."""
+        """Run the app. Raises an unexpected error of a response that has begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500  # what an unexpected error becomes, further out
+        status: int | None = None
         state = scope.setdefault("state", {})
         record = state["record"] = RequestRecord(self._clock)
 
@@ -58,12 +62,14 @@ class ObservabilityMiddleware:
             await self._app(scope, receive, send_and_note)
         except Exception as error:
             record.error = type(error).__name__
-            raise
+            if status is not None:
+                raise
+            await failed(Request(scope), error).response(scope)(scope, receive, send_and_note)
         finally:
             current.reset(token)
-            name = self._ended(scope, record, status)
+            name = self._ended(scope, record, status or 500)
             if span is not None:
-                span.end(name, status, record.error)
+                span.end(name, status or 500, record.error)
 
     def _ended(self, scope: Scope, record: RequestRecord, status: int) -> str:
         """Count and log a request. Returns its method and route."""

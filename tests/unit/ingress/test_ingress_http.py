@@ -206,6 +206,7 @@ async def test_an_unexpected_error_is_logged_and_its_text_is_not_sent(
     assert "request my-1 failed" in caplog.text
     assert "secret" in caplog.text
     assert error_of(response)["type"] == "server_error"
+    assert response.headers["x-request-id"] == "my-1"
 
 
 @pytest.mark.parametrize(

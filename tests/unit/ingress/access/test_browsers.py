@@ -168,6 +168,27 @@ async def test_pages_that_cors_allows_may_call(tmp_path: Path, origins: tuple[st
         assert await chat(http, origin="https://attacker.example") == other
 
 
+async def test_pages_that_cors_allows_read_every_header_of_every_response(tmp_path: Path) -> None:
+    """Without the headers of CORS, a page reads of an unexpected error only that the network failed."""
+    api, rules = HttpApi(tmp_path), BrowserRules(("https://chat.example.com",))
+    app = create_app(api.client, LimitsSection(), browsers=rules)
+    headers = JSON | {"origin": "https://chat.example.com"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://localhost"
+    ) as http:
+        bodies = [BODY, b'{"temprature": 1, ' + BODY[1:], b"{}"]
+        responses = [await http.post("/v1/chat/completions", content=body, headers=headers) for body in bodies]
+        api.engine.script = lambda request: 1 // 0  # type: ignore[return-value]
+        responses.append(await http.post("/v1/chat/completions", content=BODY, headers=headers))
+    assert [response.status_code for response in responses] == [200, 200, 400, 500]
+    own = {"content-length", "content-type", "vary"}
+    for response in responses:
+        assert response.headers["access-control-allow-origin"] == "https://chat.example.com"
+        exposed = response.headers["access-control-expose-headers"].split(", ")
+        read = {name for name in response.headers if not name.startswith("access-control-")}
+        assert read - own <= set(exposed) and "x-request-id" in read
+
+
 async def test_with_keys_any_name_and_page_is_served_to_who_has_one(tmp_path: Path) -> None:
     foreign = {"host": "pilotfish.example.com", "origin": "https://attacker.example"}
     async with served(tmp_path, keys=KeyRing(parse_keys(f"alice {KEY}", "keys"))) as http:
