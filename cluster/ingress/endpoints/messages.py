@@ -40,6 +40,7 @@ _NAMES = {
     r"response_format\b": "output_config.format",
     r"stop\b": "stop_sequences",
     r"thinking_token_budget": "thinking.budget_tokens",
+    r"continue_final_message": "messages",
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"(tools\[\d+\])\.function": r"\1",
 }
@@ -56,7 +57,8 @@ class ConversationBody(StrictModel):
     model: Text | None = None
     """A served name of the model."""
     messages: Untypeds
-    """The conversation: texts, or lists of blocks, of the roles `user`, `assistant` and `system`."""
+    """The conversation: texts, or lists of blocks, of the roles `user`, `assistant` and `system`. The answer continues
+    a last message of the assistant that is text."""
     system: Text | Untypeds | None = None
     """What the system says first."""
     tools: Untypeds = Field(default_factory=list)
@@ -140,7 +142,8 @@ def add_messages(app: FastAPI, client: MessagesClient, limits: LimitsSection) ->
 
 def _chat(body: ConversationBody) -> Json:
     """Return the conversation of a chat in OpenAI's API. Raises `InvalidRequest`."""
-    chat: Json = {"model": body.model, "messages": _all_turns(body)}
+    turns = _all_turns(body)
+    chat: Json = {"model": body.model, "messages": turns, "continue_final_message": _is_begun(turns)}
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
@@ -166,6 +169,12 @@ def _all_turns(body: ConversationBody) -> list[Json]:
     while len(turns) > 1 and turns[0]["role"] == turns[1]["role"] == "system":
         turns[:2] = [{"role": "system", "content": f"{turns[0]['content']}\n{turns[1]['content']}"}]
     return turns
+
+
+def _is_begun(turns: list[Json]) -> bool:
+    """Whether the last message is the beginning of the answer: a text of the assistant."""
+    last = turns[-1] if turns else {}
+    return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 def _output(body: ConversationBody, arguments: Json) -> Json:

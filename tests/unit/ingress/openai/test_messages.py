@@ -47,6 +47,25 @@ async def test_tokens_are_counted_as_the_model_reads_them(tmp_path: Path) -> Non
             await client.messages.count_tokens(model="other", messages=HI)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("content", ["hello ", [{"type": "text", "text": "hello "}]])
+async def test_the_answer_continues_a_last_message_of_the_assistant(tmp_path: Path, content: Any) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    body = {**BODY, "messages": [*HI, {"role": "assistant", "content": content}]}
+    answer = await api.post("/v1/messages", **body)
+    assert prompt_of(api).endswith("hi<|im_end|>\n<|im_start|>assistant\nhello ")
+    del body["max_tokens"]
+    counted = await api.post("/v1/messages/count_tokens", **body)
+    assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
+
+
+async def test_a_last_message_with_a_call_is_complete(tmp_path: Path) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    called = [{"type": "text", "text": "so"}, {"type": "tool_use", "id": "c", "name": "swim", "input": {}}]
+    turns = [*HI, {"role": "assistant", "content": called}]
+    assert (await api.post("/v1/messages", **{**BODY, "messages": turns})).status_code == 200
+    assert prompt_of(api).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
 async def test_messages_of_the_system_may_be_anywhere(tmp_path: Path) -> None:
     api = api_that_writes(tmp_path, TEXT)
     turns = [
