@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Protocol
 
@@ -80,6 +80,17 @@ def _named(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
         if (found := re.match(pattern, error.field)) is not None:
             return error.renamed(found.expand(own) + error.field[found.end() :])
     return error
+
+
+def with_one_system(turns: Sequence[Json]) -> list[Json]:
+    """Return messages of which the first ones, of the system and of the developer behind it, are one.
+
+    Many templates take one message of the system, at the beginning alone: others raise an error, or are not shown.
+    """
+    joined = [*turns]
+    while len(joined) > 1 and joined[0]["role"] == "system" and joined[1]["role"] in ("system", "developer"):
+        joined[:2] = [{"role": "system", "content": f"{joined[0]['content']}\n{joined[1]['content']}"}]
+    return joined
 
 
 async def respond(

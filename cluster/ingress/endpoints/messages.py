@@ -16,7 +16,7 @@ from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.core.json_text import find_half, find_infinite, is_deeper_than
 from cluster.ingress.client import GenerateClient, TextClient
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond
+from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond, with_one_system
 from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.errors import ErrorResponse, anthropics_error
 from cluster.ingress.openai.fields.types import StrictModel, Text, Texts, UInt32, Untyped, Untypeds
@@ -162,13 +162,10 @@ def _chat(body: ConversationBody) -> Json:
 
 
 def _all_turns(body: ConversationBody) -> list[Json]:
-    """Return the messages, those of the system at the beginning as one: many templates take one, and only there."""
     turns = [{"role": "system", "content": _text("system", body.system)}] if body.system else []
     for position, message in enumerate(body.messages):
         turns += _turns(f"messages[{position}]", message)
-    while len(turns) > 1 and turns[0]["role"] == turns[1]["role"] == "system":
-        turns[:2] = [{"role": "system", "content": f"{turns[0]['content']}\n{turns[1]['content']}"}]
-    return turns
+    return with_one_system(turns)
 
 
 def _is_begun(turns: list[Json]) -> bool:

@@ -16,7 +16,7 @@ from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.ingress.access.http_access import named
 from cluster.ingress.client import GenerateClient
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond
+from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond, with_one_system
 from cluster.ingress.endpoints.responses_body import ResponsesBody
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.parse import parse
@@ -60,10 +60,11 @@ def add_responses(app: FastAPI, client: GenerateClient, limits: LimitsSection) -
 
 def _chat(body: ResponsesBody, turns: list[Json]) -> Json:
     """Return the body of the same chat in the older API. Raises `InvalidRequest`."""
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if body.instructions:
+        turns = with_one_system([{"role": "system", "content": body.instructions}, *turns])
     chat: Json = {
         "model": body.model,
-        "messages": [*system, *turns],
+        "messages": turns,
         "max_tokens": body.max_output_tokens,
         "stream": body.stream,
         "temperature": body.temperature,

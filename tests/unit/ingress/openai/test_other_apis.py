@@ -81,6 +81,16 @@ async def test_a_response_continues_an_earlier_one_while_it_is_kept(tmp_path: Pa
             await client.responses.create(model=MODEL, input="four", previous_response_id=loose.id)
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+async def test_instructions_and_what_the_system_says_first_are_one_message(tmp_path: Path, role: str) -> None:
+    """Templates refuse a second message of the system, or leave it out."""
+    api = api_that_writes(tmp_path, TEXT)
+    turns = [{"role": role, "content": "Use short words."}, *HI, {"role": role, "content": "Now shout."}]
+    assert (await api.post("/v1/responses", input=turns, instructions="Be brief.")).status_code == 200
+    assert prompt_of(api).startswith("<|im_start|>system\nBe brief.\nUse short words.<|im_end|>\n<|im_start|>user\nhi")
+    assert "<|im_start|>system\nNow shout." in prompt_of(api)
+
+
 async def test_a_response_calls_functions(tmp_path: Path) -> None:
     api = api_that_writes(tmp_path, CALL)
     async with openai_client(api) as client:
