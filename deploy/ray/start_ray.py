@@ -20,6 +20,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._private.node import Node
+from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import AuthenticationError
 
@@ -123,15 +124,19 @@ def _without_reports() -> Iterator[None]:
 
 
 def join_ray(address: str, *, demands_token: bool) -> None:
-    """Join the Ray cluster at `address`. With `demands_token`, it must demand its token.
+    """Join the Ray cluster at `address`: `HOST:PORT`, or `auto` for that of `RAY_ADDRESS` or of this machine.
 
-    Raises `ConfigurationError` if there is none, or if it refuses this process, or is open.
+    With `demands_token`, it must demand its token. Raises `ConfigurationError` if there is no Ray cluster, or if it
+    refuses this process, or is open.
     """
     if demands_token:
         _enable_authentication()
     _log_messages_of_ray()
     try:
-        _check_listening(address)
+        if address == "auto":
+            address = str(canonicalize_bootstrap_address(address))
+        if "://" not in address and (found := canonicalize_bootstrap_address(address)):
+            _check_running(found)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
         reason = str(error).splitlines()[0]
@@ -147,19 +152,29 @@ def join_ray(address: str, *, demands_token: bool) -> None:
         check_ray_authentication()
 
 
-def _check_listening(address: str) -> None:
-    """Raise `OSError` if nothing listens at `HOST:PORT` for some seconds. Ray tries for a minute, and says less."""
+def _check_running(address: str) -> None:
+    """Raise `OSError` if Ray does not answer at `HOST:PORT` for some seconds.
+
+    Ray itself tries for a minute where nothing listens, and for many where another service accepts its connections.
+    """
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return None
+    host = host.strip("[]")
     until = time.monotonic() + _CONNECT_SECONDS
     while True:
         try:
-            return socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+            if _has_tls() or probe(host, int(port), RAY_METHOD) is not Demand.UNKNOWN:
+                return
+            raise OSError("what listens there does not answer as Ray's control service (GCS)")
         except OSError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.5)
+
+
+def _has_tls() -> bool:
+    """Whether Ray's processes encrypt what they send each other, so that they cannot be asked without a certificate."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def check_ray_authentication() -> None:

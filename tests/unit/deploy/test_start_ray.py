@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 
+import grpc
 import pytest
+from ray._private.services import canonicalize_bootstrap_address
 
 from cluster.core.errors import ConfigurationError
+from deploy.network.probe import RAY_METHOD
 from deploy.ray import start_ray
 from deploy.ray.start_ray import join_ray
 from tests.support.terminal import run_command
@@ -52,7 +57,61 @@ def test_what_ray_raises_is_one_line(error: Exception, reason: str, monkeypatch:
     def refuse(**_: object) -> None:
         raise error
 
-    monkeypatch.setattr(start_ray.ray, "init", refuse)
+    monkeypatch.setattr("ray.init", refuse)
     with pytest.raises(ConfigurationError) as refused:
-        join_ray("auto", demands_token=False)
-    assert str(refused.value).endswith(f"found auto: {reason}")
+        join_ray("ray://head:10001", demands_token=False)
+    assert str(refused.value).endswith(f"found ray://head:10001: {reason}")
+
+
+def address_of(port: int) -> str:
+    """`HOST:PORT` of a server on this machine, as Ray makes it of `127.0.0.1:PORT`."""
+    return str(canonicalize_bootstrap_address(f"127.0.0.1:{port}"))
+
+
+@contextmanager
+def silent_service() -> Iterator[str]:
+    """The address of a server that accepts connections and answers nothing."""
+    with socket.create_server(("", 0)) as server:
+        yield address_of(server.getsockname()[1])
+
+
+@contextmanager
+def grpc_service(*methods: str) -> Iterator[str]:
+    """The address of a gRPC server with these methods."""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+            if handler_call_details.method not in methods:
+                return None
+            return grpc.unary_unary_rpc_method_handler(lambda request, _: bytes(request))
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Handler()])
+    port = server.add_insecure_port("0.0.0.0:0")
+    server.start()
+    try:
+        yield address_of(port)
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize("service", [silent_service, grpc_service], ids=["silent", "another gRPC service"])
+@pytest.mark.parametrize("variable", ["PILOTFISH_RAY_ADDRESS", "RAY_ADDRESS"])
+def test_another_service_than_ray_is_refused_soon(
+    service: Callable[[], AbstractContextManager[str]], variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_ray, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray waits there for many minutes"))
+    with service() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigurationError) as refused:
+            join_ray(address if variable == "PILOTFISH_RAY_ADDRESS" else "auto", demands_token=False)
+    reason = "what listens there does not answer as Ray's control service (GCS)"
+    assert str(refused.value).endswith(f"found {address}: {reason}")
+
+
+def test_a_running_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = []
+    monkeypatch.setattr("ray.init", lambda address, **_: joined.append(address))
+    with grpc_service(RAY_METHOD) as address:
+        join_ray(address, demands_token=False)
+    assert joined == [address]
