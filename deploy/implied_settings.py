@@ -27,13 +27,11 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
     draft = configuration.draft
     needs, place = needs_of(draft), placement_of(draft, configuration.target)
     check_learning(draft.model_copy(update={"placement": place}))
+    least, reason = _sequences_of_a_drafter(configuration, place)
     for name in draft.selected("method"):
         sequences = getattr(draft.settings(name, METHODS.get(name).settings), "sequences", None)
-        if sequences is not None and sequences < configuration.scheduler.max_sequences:
-            raise ConfigurationError(
-                f"draft.{name}.sequences: {sequences} is refused; it must be at least scheduler.max_sequences "
-                f"({configuration.scheduler.max_sequences})"
-            )
+        if sequences is not None and sequences < least:
+            raise ConfigurationError(f"draft.{name}.sequences: {sequences} is refused; it must be at least {reason}")
     most, sequences = configuration.scheduler.max_sequences, configuration.target.kv.sequences
     if sequences is not None and sequences < most:
         raise ConfigurationError(
@@ -64,6 +62,17 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
             if is_own and _at(values, key) != _at(defaults, key):
                 raise ConfigurationError(f"{key}: {shorten(_at(values, key))} is refused; draft.method={name} sets it")
     return load_configuration(values, implied)
+
+
+def _sequences_of_a_drafter(configuration: Configuration, place: str) -> tuple[int, str]:
+    """How many sequences run at once on one drafter, and that bound in words."""
+    most, drafters = configuration.scheduler.max_sequences, configuration.draft.replicas
+    targets = max(configuration.target.replicas, configuration.target.autoscaling.max_replicas)
+    least = targets * -(-most // drafters)
+    if place == "target" or least <= most:
+        return most, f"scheduler.max_sequences ({most})"
+    shared = "1 drafter" if drafters == 1 else f"{drafters} drafters"
+    return least, f"{least}: {targets} targets share {shared}, each with scheduler.max_sequences ({most})"
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

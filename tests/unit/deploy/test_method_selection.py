@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +169,36 @@ def test_a_draft_model_that_learns_drafts_on_the_target_unless_there_are_several
     assert places == {"off": "drafter", "on": "target"}
     with pytest.raises(ConfigurationError, match="replicas: 2 is refused; on the target there is one drafter"):
         with_implied_settings(load_configuration(values, {"draft.learn": "on", "draft.replicas": 2}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"scheduler.max_sequences": 256}, None),
+        ({"scheduler.max_sequences": 257}, "at least scheduler.max_sequences (257)"),
+        ({"scheduler.max_sequences": 257, "draft.eagle.sequences": 257}, None),
+        ({"draft.placement": "target", "target.replicas": 9}, None),
+        ({"draft.placement": "drafter", "target.replicas": 8}, None),
+        ({"draft.placement": "drafter", "target.replicas": 9}, "at least 288: 9 targets share 1 drafter"),
+        ({"target.replicas": 17, "draft.replicas": 2}, "at least 272: 17 targets share 2 drafters"),
+        ({"target.replicas": 16, "draft.replicas": 2}, None),
+        ({"draft.placement": "drafter", "target.autoscaling.max_replicas": 9}, "at least 288"),
+    ],
+)
+def test_a_drafter_keeps_the_sequences_of_all_targets(
+    settings: dict[str, object], reason: str | None, tmp_path: Path
+) -> None:
+    drafting_modules.save(tiny.save(tmp_path / "target", tiny.llama()), tmp_path / "eagle", "eagle")
+    values = {
+        "target": {"path": str(tmp_path / "target")},
+        "draft": {"method": "eagle", "eagle": {"path": str(tmp_path / "eagle")}},
+    }
+    configuration = load_configuration(values, settings)
+    if reason is None:
+        with_implied_settings(configuration)
+        return
+    with pytest.raises(ConfigurationError, match=rf"^draft\.eagle\.sequences: 256 is refused.* {re.escape(reason)}"):
+        with_implied_settings(configuration)
 
 
 def test_learned_drafts_are_listed_and_rolled_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
