@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from cluster.core.config.draft_section import NO_DRAFTS
 from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError, PilotfishError, shorten
+from cluster.core.errors import ConfigurationError, ModelLoadError, PilotfishError, shorten
 from deploy.bench.contestants.answers import RequestOptions
 from deploy.bench.options import ContestOptions
 from deploy.models import resolve_models
@@ -78,6 +79,12 @@ class BenchSettings:
         """The settings without drafts. Raises `PilotfishError`."""
         return self.settings(_selecting(NO_DRAFTS))
 
+    def check(self, own: Sequence[str]) -> None:
+        """Raise `ConfigurationError` for settings of one competitor that are refused whatever drafts the target has."""
+        drafts = [f"draft.{name}.path=unknown" for name, plugin in METHODS.items() if _needs_path(plugin)]
+        with suppress(ModelLoadError):
+            load_settings(self.config, own, below=[*drafts, *self.assignments])
+
     def settings(self, own: Sequence[str]) -> Settings:
         """The settings of one competitor, with models as local directories. Raises `PilotfishError`."""
         found = load_settings(self.config, own, below=[*FREE_PORTS, *self.assignments])
@@ -90,7 +97,8 @@ def find_competitors(
 ) -> tuple[tuple[Competitor, ...], tuple[Skipped, ...]]:
     """The competitors in order, and those that cannot run with the reason.
 
-    Raises `ConfigurationError` for an unknown method and for a configuration that cannot be read.
+    Raises `ConfigurationError` for an unknown method, and for a configuration that cannot be read or whose settings are
+    refused.
     """
     wanted: dict[str, tuple[str, ...]] = {}
     named = options.method_names
@@ -103,6 +111,7 @@ def find_competitors(
             if name in wanted:
                 raise ConfigurationError(f"--configuration: {name!r} is named twice; each name must be unique")
             wanted[name] = assignments
+            _check(name, assignments, settings_source)
     found: list[Competitor] = []
     skipped: list[Skipped] = []
     for name, assignments in wanted.items():
@@ -113,6 +122,13 @@ def find_competitors(
         except PilotfishError as error:
             skipped.append(Skipped(name, str(error)))
     return tuple(found), tuple(skipped)
+
+
+def _check(name: str, assignments: Sequence[str], settings_source: BenchSettings) -> None:
+    try:
+        settings_source.check(split_request_options(assignments)[1])
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--configuration {name}: {error}") from None
 
 
 def draft_model_directory(settings_source: BenchSettings) -> Path:
@@ -189,6 +205,15 @@ def _selecting(method: str) -> tuple[str, ...]:
 def _is_default(method: str, plugin: MethodPlugin) -> bool:
     """Whether a method takes part if the user names none. Methods that change the target's answers do not."""
     return method != NO_DRAFTS and plugin.target_settings is None
+
+
+def _needs_path(plugin: MethodPlugin) -> bool:
+    """Whether a method cannot be selected without the path of its draft."""
+    try:
+        plugin.settings().check_selected()
+    except ValueError:
+        return "path" in plugin.settings.model_fields
+    return False
 
 
 def _own_dtype(method: str, plugin: MethodPlugin, settings_source: BenchSettings) -> tuple[str, ...]:

@@ -134,12 +134,48 @@ class TestRequests:
         assert found.request == RequestOptions(beams=4, length_penalty=0.5)
         assert found.request.name == "4 beams, length penalty 0.5" and not found.alters_target
 
-    @pytest.mark.parametrize("text", ["one=request.beams=0", "one=request.beam=4"])
-    def test_a_wrong_request_option_is_left_out_with_its_name(self, text: str, target: Path) -> None:
-        found, (skipped,) = find_competitors(
-            options(configuration=(text,)), BenchSettings(None, (f"target.path={target}",))
-        )
-        assert not found and text.split("=")[1] in skipped.reason
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("one=request.beams=0", "request.beams: 0 is refused"),
+            ("one=request.beam=4", "request.beam: 4 is refused"),
+            ("one=draft.max_depht=3", "draft.max_depht: unknown key; the nearest valid one is draft.max_depth"),
+            ("one=draft.model.paht=x", "draft.model.paht: unknown key"),
+            ("one=draft.max_depth=-1", "draft.max_depth: -1 is refused"),
+            ("one=draft.method=medussa", "'medussa' is unknown"),
+            ("one=draft.methods=[ngram,medussa]", "'medussa' is unknown"),
+            ("one=draft.method=ngram,target.dtype=float17", "target.dtype: 'float17' is refused"),
+        ],
+    )
+    def test_a_wrong_setting_is_refused_with_the_competitor_and_its_name(
+        self, text: str, words: str, target: Path
+    ) -> None:
+        chosen = options(methods="ngram", configuration=(text,))
+        with pytest.raises(ConfigurationError) as refused:
+            find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
+        assert str(refused.value).startswith("--configuration one: ") and words in str(refused.value)
+
+    def test_a_method_whose_path_is_optional_takes_part(self, target: Path) -> None:
+        chosen = options(configuration=("one=draft.method=early_exit,draft.early_exit.layers=[0]",))
+        (found,), _ = find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
+        assert found.name == "one"
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [("one=draft.path=./missing", "./missing"), ("one=draft.method=model", "draft.model: path must be set")],
+    )
+    def test_a_configuration_without_its_draft_is_left_out_with_the_reason(
+        self, text: str, words: str, target: Path
+    ) -> None:
+        chosen = options(methods="ngram", configuration=(text,))
+        (found,), (skipped,) = find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
+        assert (found.name, skipped.name) == ("ngram", "one") and words in skipped.reason
+
+    def test_a_combination_leaves_out_methods_without_a_draft_for_the_target(self, target: Path) -> None:
+        chosen = options(configuration=("window",))
+        found, skipped = find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
+        assert "window ngram" in {one.name for one in found}
+        assert [one.name for one in skipped] == ["window model"]
 
     def test_settings_of_the_target_may_change_its_answers(self, target: Path) -> None:
         chosen = options(
