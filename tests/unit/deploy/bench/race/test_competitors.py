@@ -156,7 +156,7 @@ class TestRequests:
         assert str(refused.value).startswith("--configuration one: ") and words in str(refused.value)
 
     def test_a_method_whose_path_is_optional_takes_part(self, target: Path) -> None:
-        chosen = options(configuration=("one=draft.method=early_exit,draft.early_exit.layers=[0]",))
+        chosen = options(configuration=("one=draft.method=early_exit,draft.early_exit.layers=1",))
         (found,), _ = find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
         assert found.name == "one"
 
