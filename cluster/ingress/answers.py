@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
-from cluster.core.errors import WorkerUnavailable
+from cluster.core.errors import InvalidRequest, WorkerUnavailable
 from cluster.ingress.access.http_access import named
 from cluster.ingress.client import GenerateClient
 from cluster.ingress.observability.request_record import RequestRecord, current
@@ -81,9 +81,16 @@ class _Arrivals:
                 async for event in call:
                     await self._arrived.put((prompt, event))
         except Exception as error:  # `next` raises it
-            await self._arrived.put(error)
+            await self._arrived.put(_of_prompt(prompt, error))
         else:
             await self._arrived.put(None)
+
+
+def _of_prompt(prompt: int, error: Exception) -> Exception:
+    """Return an error of one of several prompts, with the place of the prompt in its field."""
+    if isinstance(error, InvalidRequest) and error.field.partition("[")[0] == "prompt":
+        return error.renamed(f"prompt[{prompt}]{error.field.removeprefix('prompt')}")
+    return error
 
 
 def _choices(

@@ -102,6 +102,14 @@ async def test_several_prompts_become_choices_in_order(api: HttpApi) -> None:
     assert body["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in ("one", "two", "three"))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "field"),
+    [(["hi", ""], "prompt[1]"), ([[5], [6, 7], [8, 300]], "prompt[2][1]"), (["hi", "hi " * 100], "prompt[1]")],
+)
+async def test_an_error_of_one_of_several_prompts_says_of_which(api: HttpApi, prompts: list[Any], field: str) -> None:
+    assert error_of(await api.complete(prompt=prompts))["param"] == field
+
+
 async def test_a_stop_string_ends_the_text_and_is_reported(api: HttpApi) -> None:
     choice = (await api.complete(stop=[" wor", "never"])).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello the", "stop", " wor")
