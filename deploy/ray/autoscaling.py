@@ -50,7 +50,7 @@ def number_of_replicas(replicas: int, section: AutoscalingSection) -> dict[str, 
     scaling = AutoscalingConfig(
         min_replicas=replicas,
         initial_replicas=replicas,
-        max_replicas=max(replicas, section.max_replicas),
+        max_replicas=section.max_replicas,
         policy=policy,
     )
     return {"autoscaling_config": scaling}

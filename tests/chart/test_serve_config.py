@@ -295,6 +295,23 @@ def test_too_few_gpus_for_ranks_are_refused(values: Object, fault: str) -> None:
         render(values)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"workers": {"target": {"replicas": 3}}, "settings": {"target": {"autoscaling": {"max_replicas": 2}}}},
+        {
+            "autoscaling": {"enabled": True},
+            "workers": {"target": {"replicas": 1, "maxReplicas": 2}},
+            "serve": {"deployments": [{"name": "Target", "num_replicas": 3}]},
+        },
+    ],
+)
+def test_fewer_targets_at_most_than_at_least_are_refused(values: Object) -> None:
+    fault = "settings.target.autoscaling.max_replicas of pilotfish: is 2; it must be 0 or at least the 3 replicas"
+    with pytest.raises(helm_python.HelmError, match=re.escape(fault)):
+        render(values)
+
+
 def test_the_preset_for_gpus_runs_its_own_model_with_lookups() -> None:
     for values in (GPU, GPU | {"image": {"digest": f"sha256:{'0' * 64}"}}):
         (found,) = checked(render(values).serve_config)

@@ -121,6 +121,13 @@ class TargetSection(ModelSection, PluginHost):
     """What the target shows to drafters."""
 
     @model_validator(mode="after")
+    def _check_replicas(self) -> TargetSection:
+        most = self.autoscaling.max_replicas
+        if 0 < most < self.replicas:
+            raise ValueError(f"autoscaling.max_replicas ({most}) must be 0 or at least replicas ({self.replicas})")
+        return self
+
+    @model_validator(mode="after")
     def _check_parsers(self) -> TargetSection:
         for name, value, known, others in (
             ("tool_parser", self.tool_parser, call_format_names(), ("auto",)),

@@ -127,6 +127,10 @@ Why a group cannot run a model on GPUs, as a list: call with (dict "root" . "nam
 {{- if eq (int $server.grpc_port) 0 -}}
 {{- $faults = append $faults (printf "settings.server.grpc_port of %s: is 0; it must be the number of a port" $model.name) -}}
 {{- end -}}
+{{- $most := dig "autoscaling" "max_replicas" 0 $model.arguments.target | int -}}
+{{- if and (gt $most 0) (lt $most ($model.arguments.target.replicas | default 1 | int)) -}}
+{{- $faults = append $faults (printf "settings.target.autoscaling.max_replicas of %s: is %d; it must be 0 or at least the %d replicas" $model.name $most (int $model.arguments.target.replicas)) -}}
+{{- end -}}
 {{- if gt (len $server.allowed_hosts) 64 -}}
 {{- $faults = append $faults (printf "settings.server.allowed_hosts of %s: has %d names with those of the Services; it must have at most 64" $model.name (len $server.allowed_hosts)) -}}
 {{- end -}}

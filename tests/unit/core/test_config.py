@@ -104,6 +104,8 @@ def test_contradictory_values_are_refused() -> None:
     message = refusal({"draft": {"method": "model"}})
     assert message.startswith("draft.model: path must be set to a draft model with the target's tokenizer")
     assert "prefix_cache (False) must be true" in refusal({"target": {"kv": {"prefix_cache": False, "host_bytes": 1}}})
+    message = refusal({"target": {"replicas": 3, "autoscaling": {"max_replicas": 2}}})
+    assert message == "target: autoscaling.max_replicas (2) must be 0 or at least replicas (3)"
 
 
 def test_all_errors_are_reported_at_once() -> None:
