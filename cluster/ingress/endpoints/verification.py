@@ -108,6 +108,8 @@ def add_verification(app: FastAPI, client: GenerateClient, limits: LimitsSection
 def _request(body: VerifyBody, limits: LimitsSection, request_id: str) -> generation_pb2.GenerateRequest:
     """Return the request that generates the answer again, without drafts. Raises `InvalidRequest`."""
     seed = body.receipt.seed % (1 << 64)
+    if body.text is not None and body.request.get("echo") is True:
+        raise InvalidRequest("text", "sent", "left out with echo: answers are compared without prompts, by token_ids")
     content = json.dumps({**body.request, **_REPLACED}).encode()
     parsed: Parameters
     if "messages" in body.request:

@@ -135,6 +135,7 @@ async def test_the_first_token_that_differs_is_named(http: httpx.AsyncClient) ->
             "request.use_beam_search",
         ),
         ({"request": {**BODY, "hue": 1}, "receipt": {"seed": 1}, "text": "a"}, "hue"),
+        ({"request": {**BODY, "echo": True}, "receipt": {"seed": 1}, "text": "a"}, "text"),  # it has the prompt too
     ],
 )
 async def test_what_cannot_be_verified_is_refused_by_name(
