@@ -35,6 +35,12 @@ class EvidenceStore:
             size -= _size(kept.popleft())
         self._bytes[sequence_id] = size if size <= MAX_BYTES else _shorten(kept, size, _LEFT_BYTES)
 
+    def positions(self, sequence_id: SequenceId) -> int:
+        """Number of positions of a sequence whose hidden states are kept."""
+        kept = self._kept.get(sequence_id)
+        hidden = kept[-1].hidden if kept else None
+        return 0 if hidden is None else self._bytes[sequence_id] // (2 * hidden.width)
+
     def take(self, sequence_id: SequenceId, most_bytes: int = MAX_BYTES) -> tuple[Evidence, ...]:
         """Remove and return the evidence of a sequence: the latest, with at most `most_bytes` of hidden states."""
         kept = self._kept.pop(sequence_id, deque())

@@ -198,7 +198,11 @@ class DrafterPool:
         return client is not None and client.unsynced(sequence) <= PREFILL_TOKENS
 
     def prefill(self, sequences: Iterable[Sequence]) -> ProposeCalls:
-        """Let drafters prefill, in the background, sequences that are too many tokens ahead of them."""
+        """Let drafters prefill, in the background, sequences that are too many tokens ahead of them.
+
+        So are sequences of which a drafter lacks the hidden states of too many tokens. A long prompt's come in pieces,
+        because those of all its tokens would be too many to keep.
+        """
         requests = {sequence.id: DraftRequest(sequence, NO_DRAFT) for sequence in sequences}
         self._try_failed(requests.values())
         self._prefilling = {client: call for client, call in self._prefilling.items() if not call.done()}
@@ -207,12 +211,13 @@ class DrafterPool:
         for request in requests.values():
             sequence = request.sequence
             client = self._client_of(sequence)
-            if client is None or client.unsynced(sequence) <= PREFILL_TOKENS:
+            lacking = 0 if client is None else max(client.unsynced(sequence), self._evidence.positions(sequence.id))
+            if client is None or lacking <= PREFILL_TOKENS:
                 continue
             if client.is_busy(sequence.id) or client.refuses(sequence.id):
                 continue
             if client not in self._prefilling and tokens[client] < MAX_PREFILL_TOKENS:
-                tokens[client] += client.unsynced(sequence)
+                tokens[client] += lacking
                 parts.setdefault(client, []).append(request)
         calls = {client: self._start(client, part) for client, part in parts.items()}
         for client, call in calls.items():

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-from tests.support.fakes.fake_cluster import first_commit_then_leave, read, request, until
+from cluster.coordinator.clients.drafter_pool import DrafterPool
+from cluster.coordinator.metrics import Metrics
+from cluster.core.drafting import DraftBudget, Evidence, HiddenStates
+from cluster.core.evidence_store import MAX_BYTES
+from cluster.core.ids import SequenceId
+from cluster.core.kv import KvOccupancy
+from cluster.core.sequence import DraftRequest, Sequence
+from cluster.core.verification import StepResult, Verdict
+from tests.support.fakes.fake_cluster import configure, first_commit_then_leave, read, request, until
+from tests.support.fakes.fake_drafters import FakeDrafter
+from tests.support.fakes.fake_target import FakeTarget
 from tests.support.fakes.simulated_time import (
     DrafterModel,
     PrefillingDrafter,
@@ -78,3 +89,22 @@ def test_the_prefill_of_a_request_that_left_is_cancelled() -> None:
             await cluster.serve([request("next", max_tokens=20)])  # the drafter still works
 
     simulate(scenario())
+
+
+async def test_a_drafter_is_shown_all_hidden_states_of_a_long_prompt_while_the_target_computes_it() -> None:
+    """Together they are twice what is kept of a sequence."""
+    drafter, chunk, chunks = FakeDrafter(FakeTarget()), 512, 8
+    width = MAX_BYTES // (chunk * chunks)
+    pool = DrafterPool([drafter], configure().draft, Metrics(), time.monotonic)
+    pool.start(vocabulary_size=32)
+    sequence = Sequence(SequenceId("s"), request(prompt=[1] * chunk * chunks), 0)
+    for first in range(0, len(sequence), chunk):
+        await pool.prefill([sequence]).wait(1.0)
+        hidden = HiddenStates(first, width, bytes(2 * width * chunk))
+        verdict = Verdict(sequence.id, first + chunk, evidence=Evidence(first + chunk, hidden=hidden))
+        pool.keep_evidence(StepResult((verdict,), KvOccupancy(1, 1)))
+    await pool.propose({sequence.id: DraftRequest(sequence, DraftBudget(1, 1))}).wait(1.0)
+    await pool.close(1.0)
+    shown = [evidence.hidden for call in drafter.calls for row in call for evidence in row.evidence]
+    assert [position for one in shown if one for position in range(one.first, one.end)] == list(range(len(sequence)))
+    assert [sum(len(row.new_tokens) for row in call) for call in drafter.calls] == [len(sequence), *[0] * chunks]
