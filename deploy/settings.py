@@ -28,6 +28,7 @@ from typing import Any
 
 import yaml
 
+from cluster.core.config.base import with_home
 from cluster.core.config.draft_section import SELECTORS
 from cluster.core.config.load import merge
 from cluster.core.config.sections import Configuration
@@ -172,13 +173,13 @@ def _has_draft(values: Mapping[str, Any], *keys: str) -> bool:
 def cache_directory(environment: Mapping[str, str] | None = None) -> Path:
     """The directory for converted weights on this machine."""
     variables = os.environ if environment is None else environment
-    return Path(variables.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish").expanduser()
+    return with_home("PILOTFISH_CACHE_DIR", variables.get("PILOTFISH_CACHE_DIR") or "~/.cache/pilotfish")
 
 
 def code_directory(cache_directory: Path, environment: Mapping[str, str] | None = None) -> Path:
     """The directory for code compiled on this machine: that of the environment, else a folder in `cache_directory`."""
     variables = os.environ if environment is None else environment
-    return Path(variables.get("PILOTFISH_CODE_DIR") or cache_directory / "compiled").expanduser()
+    return with_home("PILOTFISH_CODE_DIR", variables.get("PILOTFISH_CODE_DIR") or str(cache_directory / "compiled"))
 
 
 def presets() -> tuple[str, ...]:
@@ -212,7 +213,7 @@ def read_values(config: str) -> dict[str, Any]:
 def read_list(file: Path) -> list[Any]:
     """Read a YAML file that holds a list. Raises `ConfigurationError`."""
     try:
-        found = _parse(str(file), file.expanduser().read_text("utf-8"))
+        found = _parse(str(file), Path(expanduser(file)).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file}: needed a readable YAML file; {error}") from None
     if not isinstance(found, list):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 
+from cluster.core.config.base import with_home
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
 
@@ -51,9 +52,9 @@ class CertificateFiles:
     ) -> None:
         """`is_internal`: the files are those of `cluster.tls`, else of `server.tls`. Errors name their settings."""
         names = {"certificate": certificate, "key": key} | ({} if client_ca is None else {"client_ca": client_ca})
-        self._files = {name: Path(file).expanduser() for name, file in names.items()}
         section, authority = ("cluster.tls", "ca") if is_internal else ("server.tls", "client_ca")
         self._settings = {name: f"{section}.{name}" for name in names} | {"client_ca": f"{section}.{authority}"}
+        self._files = {name: with_home(self._settings[name], file) for name, file in names.items()}
         self._whose = "internal services" if is_internal else "public APIs"
         self._clock = clock
         self._looked_at = clock()
@@ -178,17 +179,20 @@ def client_context(
     The server's certificate is checked. Its name need not be, where the server listens at an address of this machine.
     Raises `ConfigurationError`.
     """
-    trusted = None if tls.trusted is None else Path(tls.trusted).expanduser()
+    name = f"server.tls.{'ca' if tls.ca else 'certificate'}"
+    trusted = None if tls.trusted is None else with_home(name, tls.trusted)
     try:
         context = ssl.create_default_context(cafile=trusted)
     except (OSError, ValueError) as error:
-        name = "ca" if tls.ca else "certificate"
-        raise ConfigurationError(f"server.tls.{name}: needed a readable PEM file, found {trusted}: {error}") from None
+        raise ConfigurationError(f"{name}: needed a readable PEM file, found {trusted}: {error}") from None
     context.check_hostname = checks_name
     try:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # `certificate` need not be an authority's
         if presents_certificate and tls.client_pair is not None:
-            context.load_cert_chain(*tls.client_pair)
+            certificate, key = tls.client_pair
+            context.load_cert_chain(
+                with_home("server.tls.client_certificate", certificate), with_home("server.tls.client_key", key)
+            )
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"server.tls: needed readable PEM files, found {error}") from None
     return context
@@ -197,6 +201,6 @@ def client_context(
 def read_file(setting: str, file: str) -> bytes:
     """The content of the file that `setting` names. Raises `ConfigurationError` if it cannot be read."""
     try:
-        return Path(file).expanduser().read_bytes()
+        return with_home(setting, file).read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{setting}: needed a readable file, found {file}: {error.strerror}") from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
+from cluster.core.config.base import with_home
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import scoped_salt
 from deploy.commands.options import ConfigOption, SetOption
@@ -42,7 +42,7 @@ def drafts(
     settings = load_settings(config, assignments or ()).configuration
     if settings.draft.learn_directory is None:
         raise ConfigurationError("draft.learn_directory: needed the directory with the learned versions, found none")
-    directory = Path(settings.draft.learn_directory).expanduser()
+    directory = with_home("draft.learn_directory", settings.draft.learn_directory)
     key = None if client is None else salt_key(scoped_salt(client, "", shares_between_keys=False))
     try:
         if action is Action.ROLLBACK:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from cluster.core.config.base import with_home
 from cluster.core.errors import ConfigurationError
 from cluster.wire.peer_access import LONGEST_TOKEN, ClusterToken
 
@@ -58,7 +59,7 @@ def _default_ray_file(environment: Mapping[str, str]) -> str | None:
 
 def _read(source: str, file: str) -> str:
     try:
-        with Path(file).expanduser().open("rb") as stream:
+        with with_home(source, file).open("rb") as stream:
             return stream.read(2 * LONGEST_TOKEN).decode("ascii").strip()
     except UnicodeDecodeError:
         raise ConfigurationError(f"{source}: needed ASCII characters in {file}") from None

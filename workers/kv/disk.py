@@ -26,6 +26,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from cluster.core.config.base import with_home
+
 logger = logging.getLogger(__name__)
 
 _PREFIX = "pilotfish-kv-"
@@ -55,7 +57,7 @@ class DiskTier:
 
     def __init__(self, directory: str, max_bytes: int, max_queued: int = _MAX_QUEUED) -> None:
         self.counts = TierCounts()
-        self._parent = Path(directory).expanduser()
+        self._parent = with_home("target.kv.disk_directory", directory)
         self._max_bytes = max_bytes
         self._max_queued = max_queued
         self._sizes: OrderedDict[bytes, int] = OrderedDict()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SerializeAsAny
+
+from cluster.core.errors import ConfigurationError
 
 MIB = 1024 * 1024
 """Bytes of a mebibyte."""
@@ -75,3 +78,14 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+def with_home(setting: str, path: str) -> Path:
+    """The path that `setting` names, with the home directory in place of a first `~` or `~USER`.
+
+    Raises `ConfigurationError` for a user without a home directory.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigurationError(f"{setting}: needed a known user, found {path}") from None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from cluster.core.config.base import with_home
 from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import ConfigurationError, Unauthenticated
 from cluster.ingress.access.api_keys import ApiKey, check_keys, digest, parse_key, parse_keys
@@ -114,7 +115,7 @@ class KeyFile:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path).expanduser()
+        self._path = with_home(SETTING, path)
 
     def version(self) -> Version:
         """What changes when the keys change. It is empty if nothing is there."""

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,11 @@ class TestSettings:
         file.write_text("- {1: number, '1': text}\n")
 
         assert settings.read_list(file) == [{1: "number", "1": "text"}]
+
+    @pytest.mark.parametrize("read", [settings.read_list, lambda file: settings.read_values(str(file))])
+    def test_a_file_of_an_unknown_user_is_refused(self, read: Callable[[Path], object]) -> None:
+        with pytest.raises(ConfigurationError, match=r"~no\.body/mine\.yaml: needed a"):
+            read(Path("~no.body/mine.yaml"))
 
 
 class TestCommands:
@@ -424,3 +430,11 @@ class TestPreflight:
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("pilotfish: PILOTFISH_CACHE_DIR: needed the directory")
         assert line.endswith(f"found the file {tmp_path}/cache; set PILOTFISH_CACHE_DIR to another directory")
+
+    @pytest.mark.parametrize("variable", ["PILOTFISH_CACHE_DIR", "PILOTFISH_CODE_DIR"])
+    def test_a_directory_of_an_unknown_user_is_named(
+        self, variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv(variable, "~no.body/cache")
+        assert run_command("doctor") == 2
+        assert capsys.readouterr().err == f"pilotfish: {variable}: needed a known user, found ~no.body/cache\n"

@@ -49,6 +49,11 @@ def test_applications_with_one_token_of_ray_have_one_cluster_token_which_does_no
         find_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "nothing")}, None)
 
 
+def test_a_file_of_an_unknown_user_is_refused_with_its_setting() -> None:
+    with pytest.raises(ConfigurationError, match=r"cluster\.token_file: needed a known user, found ~no\.body/token"):
+        find_token({}, "~no.body/token")
+
+
 def test_an_application_that_is_deployed_again_finds_the_token_that_ray_has_drawn(tmp_path: Path) -> None:
     """`ray start` with `RAY_AUTH_MODE=token` alone, as the page of settings shows it."""
     environment = {"RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}

@@ -34,6 +34,13 @@ def test_a_client_is_meant_with_all_its_salts(tmp_path: Path, capsys: pytest.Cap
     assert {one.key: one.served for one in versions_of(tmp_path)} == {OWN: 0, OTHER: 0, BOB: 1}
 
 
+def test_a_directory_of_an_unknown_user_is_refused_with_its_setting() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"draft\.learn_directory: needed a known user, found ~no\.body/drafts"
+    ):
+        drafts(Action.LIST, None, ["draft.learn_directory=~no.body/drafts"])
+
+
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / OWN / "000001").mkdir(parents=True)
     (tmp_path / OWN / SERVED).write_text("1\n")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cluster.core.config.base import MIB
+from cluster.core.errors import ConfigurationError
 from tests.support.engines.kv_tiers import BLOCK_BYTES, FILE_BYTES, block, empty, held, holds, key, save, tiers_of
 from workers.kv import disk
 from workers.kv.disk import DiskTier
@@ -244,3 +245,10 @@ def test_files_of_dead_processes_are_removed_and_files_of_live_ones_are_not(tmp_
             assert len(list(tmp_path.iterdir())) == 3
         assert holds(alive, 1)
     assert list(tmp_path.iterdir()) == [starting]
+
+
+def test_a_directory_of_an_unknown_user_is_refused_with_its_setting() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"target\.kv\.disk_directory: needed a known user, found ~no\.body/kv"
+    ):
+        DiskTier("~no.body/kv", MIB)

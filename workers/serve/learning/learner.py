@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from cluster.core.config.base import with_home
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
@@ -101,7 +102,7 @@ def start_learner(
         "target": target.model_dump(mode="json") | {"device": "cpu", "tensor_parallel": 1},
         "draft": draft.model_dump(mode="json"),
     }
-    directory = None if draft.learn_directory is None else Path(draft.learn_directory).expanduser()
+    directory = None if draft.learn_directory is None else with_home("draft.learn_directory", draft.learn_directory)
     reservoir = Reservoir(draft.learn_text_bytes or method.default_text_bytes)
     versions = Versions(directory, weights, _directory_bytes(draft, weights, options))
     learner = Learner(weights, reservoir, values, versions, is_idle, replace(options, weight_bytes=most))

@@ -126,6 +126,8 @@ def test_a_directory_has_a_file_per_key_as_a_mounted_secret_has(tmp_path: Path) 
 def test_a_missing_or_empty_file_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="needed a readable file or directory"):
         KeyRing(file=str(tmp_path / "missing"))
+    with pytest.raises(ConfigurationError, match=r"server\.api_key_file: needed a known user, found ~no\.body/keys"):
+        KeyRing(file="~no.body/keys")
     (tmp_path / "empty").write_text("# nobody\n")
     with pytest.raises(ConfigurationError, match="at least one API key"):
         KeyRing(file=str(tmp_path / "empty"))

@@ -17,7 +17,7 @@ from cluster.wire import tls as wire_tls
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.tls import CertificateFiles, client_context
+from cluster.wire.tls import CertificateFiles, channel_credentials, client_context, server_files
 from tests.support.certificates import Authority
 from tests.support.fakes.both_apis import HI, BothApis, Request, serving
 
@@ -154,6 +154,16 @@ def test_files_in_the_middle_of_a_change_leave_the_certificate_as_it_was(tmp_pat
     assert "BEGIN" not in repr(second).replace(repr(second.certificate), "")
 
 
+def test_files_below_the_home_directory_are_found(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tls = settings(authority, presents=True)
+    files = {name: f"~/{Path(file).relative_to(tmp_path)}" for name, file in tls if name != "server_name" and file}
+    server_files(tls.model_copy(update=files))
+    client_context(tls.model_copy(update=files))
+
+
 def test_unusable_files_are_refused_by_name(tmp_path: Path, authority: Authority) -> None:
     certificate, key = authority.issue("server")
     other = authority.issue("other")[1]
@@ -163,5 +173,12 @@ def test_unusable_files_are_refused_by_name(tmp_path: Path, authority: Authority
         CertificateFiles(certificate, other).read()
     with pytest.raises(ConfigurationError, match=r"server\.tls\.client_ca"):
         CertificateFiles(certificate, key, key).read()
+    for unknown in (
+        lambda: CertificateFiles("~no.body/server.crt", key),
+        lambda: client_context(PublicTlsSection(certificate="~no.body/server.crt", key=key)),
+        lambda: channel_credentials(PublicTlsSection(certificate="~no.body/server.crt", key=key)),
+    ):
+        with pytest.raises(ConfigurationError, match=r"server\.tls\.certificate: needed a known user, found ~no\.body"):
+            unknown()
     with pytest.raises(ConfigurationError, match="certificate and key must be set together"):
         load({"server": {"tls": {"certificate": certificate}}})

@@ -448,6 +448,14 @@ def test_drafts_that_cannot_be_trained_are_refused(
         start_learner(configuration, drafter, lambda: True)
 
 
+def test_a_directory_of_an_unknown_user_is_refused_with_its_setting(served: Served) -> None:
+    configuration = load_configuration(served.values, {"draft.learn_directory": "~no.body/drafts"})
+    with pytest.raises(
+        ConfigurationError, match=r"draft\.learn_directory: needed a known user, found ~no\.body/drafts"
+    ):
+        start_learner(configuration, served.method, lambda: True)
+
+
 def test_settings_replace_the_default_memory(served: Served) -> None:
     for chosen, texts in ((None, served.method.default_text_bytes), (3 << 20, 3 << 20)):
         configuration = load_configuration(served.values, {"draft.learn_text_bytes": chosen})
