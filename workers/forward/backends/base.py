@@ -137,8 +137,8 @@ class Capabilities:
     """Whether a padded row costs as much as the blocks that it uses, and not as many as its block table has."""
     packs_steps: bool = False
     """Whether steps of any size are planned as a CUDA graph may hold them: `plan_packed`."""
-    long_prompt: int | None = None
-    """Fewest tokens of a prompt chunk that has a kernel of its own, which the trial then runs too; `None`: none has."""
+    prompts: tuple[int, ...] = ()
+    """Fewest tokens of the prompt chunks that have kernels of their own, all of which the trial then runs too."""
 
     def problem(self, setting: AttentionSetting, kind: StepKind) -> str | None:
         """Why the backend does not compute steps of this kind for a model; `None` if it does."""

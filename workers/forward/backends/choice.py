@@ -127,8 +127,7 @@ def _trial_problem(plugin: BackendPlugin, setting: AttentionSetting, kind: StepK
 def _trial_rows(size: int, capabilities: Capabilities) -> list[RowShape]:
     """A tree, tokens after few and many others, and prompts, with blocks of `size` tokens anywhere in the pool."""
     shapes = [(2 * size + 3, 1, _TREE), (size, 1, EMPTY_TREE), (_MANY_TOKENS, 1, EMPTY_TREE), (0, 5, EMPTY_TREE)]
-    if capabilities.long_prompt is not None:
-        shapes.append((size + 1, capabilities.long_prompt, EMPTY_TREE))
+    shapes += [(size + 1, tokens, EMPTY_TREE) for tokens in capabilities.prompts]
     needed = [-(-(stored + fresh + len(tree)) // size) for stored, fresh, tree in shapes]
     order = torch.randperm(sum(needed) + _SPARE_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
     free: Iterator[int] = iter(order)

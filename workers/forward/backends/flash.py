@@ -35,7 +35,7 @@ CAPABILITIES = replace(
     kv_types=frozenset({torch.bfloat16, torch.float16}),
     stored_types=frozenset(),
     head_sizes=range(16, 257, 16),
-    long_prompt=_LONG,
+    prompts=(*triton.CAPABILITIES.prompts, _LONG),
 )
 
 

@@ -67,6 +67,7 @@ CAPABILITIES = Capabilities(
     block_sizes=frozenset(1 << exponent for exponent in range(4, 9)),
     is_batch_invariant=True,
     packs_steps=True,
+    prompts=(WORD + 1,),
 )
 
 

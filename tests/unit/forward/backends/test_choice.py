@@ -15,6 +15,7 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from tests.support.models import tiny
+from workers.forward.backends import flash, triton
 from workers.forward.backends.base import (
     REFERENCE,
     AttentionSetting,
@@ -30,6 +31,7 @@ from workers.forward.backends.flex import Flex, FlexBackend
 from workers.forward.backends.native import NativeBackend
 from workers.forward.backends.sdpa import SdpaBackend
 from workers.forward.gathered_step import GatheredStep
+from workers.forward.graph_sizes import WORD
 from workers.forward.layout import RowShape
 from workers.forward.runner import attention_setting, choose_attention
 from workers.kv.pool import KvPool
@@ -153,6 +155,27 @@ def test_the_trial_finds_faults_of_what_is_stored_and_what_is_seen(
         plugin = BackendPlugin("planted", everything, 30, create)
         chosen = choose_backend(setting, StepKind.RAGGED, candidates=[plugin, reference()])
         assert (chosen.name == "planted") is is_right
+
+
+class ForgetsAPrompt(Planted):
+    """Computes prompt chunks, which have kernels of their own, without their last token's value."""
+
+    def attend(self, layer: int, queries: torch.Tensor, metadata: GatheredStep, scaling: float | None) -> torch.Tensor:
+        found = super().attend(layer, queries, metadata, scaling)
+        for group in metadata.groups:
+            if group.padding.gather.shape[1] > WORD:
+                found[group.targets[-1:]] = 0
+        return found
+
+
+@pytest.mark.parametrize("capabilities", [triton.CAPABILITIES, flash.CAPABILITIES], ids=["triton", "flash"])
+def test_the_trial_finds_faults_of_the_kernels_for_prompt_chunks(
+    capabilities: Capabilities, suited: AttentionSetting
+) -> None:
+    on_any_device = replace(capabilities, devices=None, kv_types=None)
+    for create, chosen in ((Planted, "planted"), (ForgetsAPrompt, REFERENCE)):
+        plugin = BackendPlugin("planted", on_any_device, 30, create)
+        assert choose_backend(suited, StepKind.RAGGED, candidates=[plugin, reference()]).name == chosen
 
 
 def test_a_backend_that_is_not_available_here_is_passed_over(suited: AttentionSetting) -> None:
