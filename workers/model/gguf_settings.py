@@ -69,13 +69,6 @@ def completed_settings(settings: Mapping[str, Any], parameters: Iterable[str], r
     return found
 
 
-def end_tokens(stated: int | list[int] | None, reader: GGUFReader) -> list[int]:
-    """The tokens that end generation: those that the configuration states, and those that end a turn or a message."""
-    own = [stated] if isinstance(stated, int) else stated or []
-    more = (reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
-    return list(dict.fromkeys([*own, *(int(field.contents()) for field in more if field is not None)]))
-
-
 class _File:
     """The keys of a file's architecture, and its tensors of factors."""
 

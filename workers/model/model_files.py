@@ -28,7 +28,8 @@ from cluster.core.errors import ModelLoadError
 from workers.model.complete_weights import load_complete
 from workers.model.dequantized import write_dequantized_from
 from workers.model.formats.hub import Report, fetch
-from workers.model.gguf_settings import completed_settings, end_tokens
+from workers.model.gguf_settings import completed_settings
+from workers.model.gguf_tokenizer import complete_tokenizer, end_tokens
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 from workers.model.packaged.marian import convert_marian, extract_entries
 from workers.model.stored.quantized_checkpoint import DEQUANTIZED, QuantizedCheckpoint, quantization_of
@@ -42,8 +43,9 @@ _HUB_TOKENIZER_FILES = [
     *("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja"),
     *("source.spm", "target.spm"),
 ]
-_GGUF_READING = "with scaled rotations\n"
-"""What of GGUF files is read. It changes with `completed_settings`, so that files are converted again."""
+_GGUF_READING = "with scaled rotations and divided texts\n"
+"""What of GGUF files is read. It changes with `completed_settings` and `complete_tokenizer`, so that files are
+converted again."""
 _QUANTIZED_READING = "with smaller last groups\n"
 """What of quantized checkpoints is read. It changes with their reading, so that files are converted again."""
 
@@ -203,6 +205,7 @@ def _convert_gguf(file: Path, destination: Path) -> None:
         quantized = load_complete(AutoModelForCausalLM, file.parent, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
         reader = GGUFReader(file)
+        complete_tokenizer(tokenizer, reader)
         settings = completed_settings(quantized.config.to_dict(), quantized.state_dict(), reader)
         # A model loaded from GGUF would be saved as quantized, so its plain weights move to a plain model.
         settings.pop("quantization_config", None)
