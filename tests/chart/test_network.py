@@ -71,6 +71,8 @@ def test_nginx_is_told_how_long_and_how_large_requests_are() -> None:
         for api, protocol in zip(("http", "grpc"), protocols, strict=True):
             annotations = found.one("Ingress", f"-{api}")["metadata"]["annotations"]
             assert annotations == expected | {f"{prefix}backend-protocol": protocol}
+    month = render({"ingress": {"enabled": True, "nginx": {"timeoutSeconds": 2592000}}}).one("Ingress", "-grpc")
+    assert month["metadata"]["annotations"][f"{prefix}proxy-read-timeout"] == "2592000"
     own = {"http": {"annotations": {f"{prefix}proxy-body-size": "1g"}}}
     chosen = render({"ingress": values | own}).one("Ingress", "-http")["metadata"]["annotations"]
     assert chosen[f"{prefix}proxy-body-size"] == "1g" and chosen[f"{prefix}proxy-read-timeout"] == "900"

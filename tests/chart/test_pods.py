@@ -34,6 +34,24 @@ def test_no_process_runs_as_root_or_writes_to_its_image(rendered: Rendered) -> N
             assert security["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_the_user_of_a_namespace_on_openshift_is_a_whole_number() -> None:
+    found = render({"pods": {"userId": 1000660000}})
+    for template in (*found.pod_templates.values(), found.one("Pod")):
+        users = [value for key, value in template["spec"]["securityContext"].items() if key in ("runAsUser", "fsGroup")]
+        assert users and all(type(user) is int and user == 1000660000 for user in users)
+
+
+def test_a_variable_of_the_values_replaces_that_of_the_chart_and_of_all_pods() -> None:
+    """KubeRay's definition refuses a name that is there twice."""
+    own: Object = {"name": "RAY_SERVE_PROXY_USE_GRPC", "value": "0"}
+    shared: list[Object] = [{"name": "NCCL_DEBUG", "value": "WARN"}, {"name": "LANG", "value": "C"}]
+    found = render({"pods": {"env": shared}, "workers": {"target": {"env": [own, {"name": "LANG", "value": "fr"}]}}})
+    for role, container in containers(found).items():
+        values = {name: entry.get("value") for name, entry in environment(container).items()}
+        chosen = ("0", "fr") if role == "target" else ("1", "C")
+        assert (values["RAY_SERVE_PROXY_USE_GRPC"], values["LANG"], values["NCCL_DEBUG"]) == (*chosen, "WARN")
+
+
 def test_ray_and_the_caches_have_places_to_write_to(rendered: Rendered) -> None:
     for template in rendered.pod_templates.values():
         mounts = {mount["mountPath"]: mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
@@ -206,6 +224,9 @@ def test_the_control_store_may_outlive_the_head() -> None:
         "redisUsername": {"value": "ray"},
         "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}},
     }
+    address = {"enabled": True, "redisAddress": "[fd00::1]:6379"}
+    options = render({"gcsFaultTolerance": address}).cluster["gcsFaultToleranceOptions"]
+    assert options == {"backend": "redis", "redisAddress": "[fd00::1]:6379"}
     volume = {"enabled": True, "backend": "rocksdb", "storage": {"size": "1Gi"}}
     assert render({"gcsFaultTolerance": volume}).cluster["gcsFaultToleranceOptions"] == {
         "backend": "rocksdb",

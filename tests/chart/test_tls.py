@@ -43,6 +43,13 @@ def test_clients_certificates_are_demanded_and_presented() -> None:
     assert ingress["readinessProbe"]["tcpSocket"] == {"port": "http"}
 
 
+def test_a_certificate_that_the_settings_name_is_expected_by_prometheus() -> None:
+    tls = {"certificate": "/certificates/tls.crt", "key": "/certificates/tls.key"}
+    found = render(_MONITORED | {"settings": {"server": {"tls": tls}}, "tls": {"serverName": "llm.example.com"}})
+    (endpoint,) = found.one("ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https" and endpoint["tlsConfig"] == {"serverName": "llm.example.com"}
+
+
 def test_without_a_secret_nothing_speaks_tls() -> None:
     found = render(_MONITORED)
     assert "tls" not in found.serve_config["applications"][0]["args"]["server"]

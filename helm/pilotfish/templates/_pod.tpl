@@ -26,9 +26,9 @@ spec:
   terminationGracePeriodSeconds: {{ include "pilotfish.graceSeconds" $root }}
   securityContext:
     runAsNonRoot: true
-    runAsUser: {{ $root.Values.pods.userId }}
-    runAsGroup: {{ $root.Values.pods.userId }}
-    fsGroup: {{ $root.Values.pods.userId }}
+    runAsUser: {{ $root.Values.pods.userId | int64 }}
+    runAsGroup: {{ $root.Values.pods.userId | int64 }}
+    fsGroup: {{ $root.Values.pods.userId | int64 }}
     fsGroupChangePolicy: OnRootMismatch
     seccompProfile:
       type: RuntimeDefault
@@ -98,11 +98,7 @@ spec:
           {{- end }}
         {{- end }}
       env:
-        {{- include "pilotfish.env" $root | nindent 8 }}
-        {{- include "pilotfish.memoryMonitor" (list $root $isHead) | nindent 8 }}
-        {{- with concat $root.Values.pods.env .group.env }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+        {{- include "pilotfish.variables" (list $root $isHead .group) | nindent 8 }}
       {{- with $root.Values.pods.envFrom }}
       envFrom:
         {{- toYaml . | nindent 8 }}
@@ -194,6 +190,28 @@ readOnlyRootFilesystem: true
 runAsNonRoot: true
 capabilities:
   drop: [ALL]
+{{- end -}}
+
+{{/*
+The environment variables of a pod: call with (list ROOT IS-HEAD GROUP). Those of the group come before those of all pods, and these before
+the chart's own: KubeRay's resource definition refuses a name that is there twice.
+*/}}
+{{- define "pilotfish.variables" -}}
+{{- $root := index . 0 -}}
+{{- $own := include "pilotfish.env" $root | fromYamlArray -}}
+{{- $own = concat $own (include "pilotfish.memoryMonitor" (list $root (index . 1)) | fromYamlArray) -}}
+{{- $given := concat $own $root.Values.pods.env (index . 2).env -}}
+{{- $last := dict -}}
+{{- range $index, $variable := $given -}}
+{{- $_ := set $last $variable.name $index -}}
+{{- end -}}
+{{- $variables := list -}}
+{{- range $index, $variable := $given -}}
+{{- if eq $index (get $last $variable.name) -}}
+{{- $variables = append $variables $variable -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $variables -}}
 {{- end -}}
 
 {{- define "pilotfish.env" -}}
