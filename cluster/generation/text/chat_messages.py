@@ -65,6 +65,10 @@ class Expected:
     """Whether it reads contents as lists of parts."""
     reads_texts: bool = True
     """Whether it reads contents as texts."""
+    knows_none: bool = False
+    """Whether it asks if a content is none, as that of a message is that has calls alone."""
+    shows_arguments: bool = False
+    """Whether it shows arguments of calls as they are, and so expects their text, not an object."""
 
     @classmethod
     def of(cls, source: str, tree: nodes.Template, call_ids: str) -> Expected:
@@ -73,12 +77,16 @@ class Expected:
         reads_parts = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
         tests = (test for test in tree.find_all(nodes.Test) if test.name == "string")
         reads_texts = not reads_parts or any(_is_content(test.node, names) for test in tests)
-        return cls(call_ids, "developer" in source, reads_parts, reads_texts)
+        nones = (test for test in tree.find_all(nodes.Test) if test.name == "none")
+        knows_none = any(_is_content(test.node, names) for test in nones)
+        return cls(call_ids, "developer" in source, reads_parts, reads_texts, knows_none, _shows_arguments(tree))
 
     def variables(self, message: Message, arguments: Callable[[CalledTool], object]) -> dict[str, Any]:
         """Return a message as the template reads it. `arguments` returns those of a call."""
         content: object = message.content
-        if self.reads_parts and (message.parts or not self.reads_texts):
+        if self.knows_none and message.tool_calls and not message.content:
+            content = None
+        elif self.reads_parts and (message.parts or not self.reads_texts):
             content = [{"type": "text", "text": text} for text in message.parts or (message.content,)]
         found: dict[str, Any] = {"role": message.role, "content": content}
         if message.name is not None:
@@ -89,7 +97,14 @@ class Expected:
             found["reasoning_content"] = found["reasoning"] = found["thinking"] = message.reasoning
         if message.tool_calls:
             found["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call)}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments if self.shows_arguments else arguments(call),
+                    },
+                }
                 for call in message.tool_calls
             ]
         return found
@@ -123,6 +138,29 @@ def _is_content(node: nodes.Node | None, names: Sequence[str] | set[str]) -> boo
             return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
         case nodes.Filter():
             return _is_content(node.node, names)
+    return False
+
+
+def _shows_arguments(tree: nodes.Template) -> bool:
+    """Whether a template writes arguments of calls as they are, and never reads them as an object."""
+    assigned = (one for one in tree.find_all(nodes.Assign) if _is_arguments(one.node, ()))
+    names = {one.target.name for one in assigned if isinstance(one.target, nodes.Name)}
+
+    def is_part_of(*kinds: type[nodes.Node]) -> bool:
+        return any(_is_arguments(part, names) for one in tree.find_all(kinds) for part in one.iter_child_nodes())
+
+    reads = (nodes.Filter, nodes.Test, nodes.For, nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call)
+    return is_part_of(nodes.Output, nodes.Add, nodes.Concat) and not is_part_of(*reads)
+
+
+def _is_arguments(node: nodes.Node, names: Sequence[str] | set[str]) -> bool:
+    match node:
+        case nodes.Name():
+            return node.name in names
+        case nodes.Getattr():
+            return node.attr == "arguments"
+        case nodes.Getitem():
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
     return False
 
 

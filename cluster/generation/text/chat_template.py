@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import product
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, meta, nodes
@@ -204,9 +205,10 @@ class ChatTemplate:
             offers = [with_tools_as_text(prepared, options.tools, in_system=is_first) for is_first in (True, False)]
         # Arguments that are no object are shown as text. Some templates take objects only.
         forms = (as_text, as_object) if any(map(has_broken_call, messages)) else (as_text,)
-        for turns in offers:
-            for form in forms:
-                yield [self._expected.variables(turn, form) for turn in turns]
+        # Where a template asks if a content is none, it may still read that of another message as a text.
+        expected = (self._expected, *([replace(self._expected, knows_none=False)] if self._expected.knows_none else ()))
+        for turns, form, expects in product(offers, forms, expected):
+            yield [expects.variables(turn, form) for turn in turns]
 
     def _generate(self, variables: Mapping[str, Any], most_chars: int | None) -> str:
         parts, length = [], 0

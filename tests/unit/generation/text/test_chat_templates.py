@@ -139,6 +139,50 @@ def test_calls_have_ids_that_the_template_takes() -> None:
     assert "functions.rest:0" in kimi and "functions.rest:2" in kimi
 
 
+HISTORY = "{{ tools | length }}{%- for message in messages %}{%- set content = message['content'] %}"
+EACH = "{%- for call in message['tool_calls'] %}"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ '<function=' + call['function']['name'] + '>' + call['function']['arguments'] }}",
+        "{{ '<function=' ~ call.function.name ~ '>' ~ call.function.arguments }}",
+        "{%- set written = call.function.arguments %}<function={{ call.function.name }}>{{ written }}",
+    ],
+)
+def test_a_template_that_writes_arguments_as_they_are_gets_their_text(call: str) -> None:
+    """As those of DeepSeek and of functionary, which fail with an object, or write what is no JSON."""
+    source = HISTORY + "{{ content }}" + EACH + call + "{%- endfor %}{%- endfor %}"
+    shown = '<function=swim>{"to": "reef <b>", "depth": 3}<function=rest>{}'
+    assert rendered(source, [USER, CALLER]) == f"2Where to?{shown}"
+
+
+@pytest.mark.parametrize("test", ["call.function.arguments is string", "call.function.arguments is mapping"])
+def test_a_template_that_asks_what_arguments_are_gets_an_object(test: str) -> None:
+    written = "{{ call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}"
+    if "mapping" in test:
+        written = "{{ call.function.arguments | tojson }}{% else %}{{ call.function.arguments }}"
+    source = HISTORY + EACH + f"{{% if {test} %}}{written}{{% endif %}}" + "{%- endfor %}{%- endfor %}"
+    assert rendered(source, [USER, CALLER]) == expected(source, [USER, CALLER])
+
+
+def test_a_message_of_calls_alone_has_no_content_where_the_template_asks() -> None:
+    """As that of DeepSeek-R1, which shows either the content or the calls."""
+    shows_either = (
+        "{%- if content is none %}" + EACH + "<{{ call.function.name }}>{%- endfor %}"
+        "{%- else %}({{ content + ')' }}{%- endif %}{%- endfor %}"
+    )
+    assert rendered(HISTORY + shows_either, [USER, CALLER, RESULT]) == "2(Where to?)<swim><rest>(done)"
+    spoken = Message("assistant", "Yes.", tool_calls=CALLED)
+    assert rendered(HISTORY + shows_either, [USER, spoken]) == "2(Where to?)(Yes.)"
+    needs_text = (
+        "{%- if message.role == 'user' and content is none %}{{ raise_exception('empty') }}{%- endif %}"
+        "{{ content.strip() }}{%- endfor %}"
+    )
+    assert rendered(HISTORY + needs_text, [USER, CALLER, RESULT]) == "2Where to?done"
+
+
 def test_tools_are_offered_to_the_user_where_the_template_refuses_a_system() -> None:
     source = (
         "{%- for message in messages %}{%- if message.role == 'system' %}{{ raise_exception('no system') }}{%- endif %}"
