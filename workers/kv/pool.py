@@ -124,6 +124,7 @@ def _make_states(spec: KvCacheSpec, section: PoolSection, *, truncatable: bool) 
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has freed
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return int(psutil.virtual_memory().available)

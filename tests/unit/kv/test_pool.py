@@ -27,6 +27,15 @@ def test_a_pool_takes_its_share_of_the_free_memory_that_is_not_reserved(monkeypa
     assert blocks_that_fit(replace(SPEC, reserved_bytes=400 * BLOCK_BYTES), given) == 900
 
 
+def test_memory_that_loading_has_freed_counts_as_free_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver does not know that the allocator of torch holds it for later tensors."""
+    cached = [300 * BLOCK_BYTES]
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 * BLOCK_BYTES - sum(cached), 2000 * BLOCK_BYTES))
+    on_gpu = replace(SPEC, device=torch.device("cuda", 0))
+    assert blocks_that_fit(on_gpu, KvSection(block_size=16, memory_fraction=0.5)) == 500
+
+
 def test_ranks_keep_the_length_that_they_agreed_on_though_a_disk_drops_a_block_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
