@@ -122,7 +122,8 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
         return  # they would be larger as one than they are stored
     bias = None if biases[0] is None else torch.cat(biases)
     product = _kernel(joined, bias, f"{path}.{names[0]}", how)
-    for name, fast in zip(names, merge_linears(product, [one.outputs for one in storages]), strict=True):
+    for name, layer, fast in zip(names, layers, merge_linears(product, [one.outputs for one in storages]), strict=True):
+        layer._parameters.clear()  # see `_replace_experts`
         setattr(parent, name, fast)
 
 
@@ -133,6 +134,7 @@ def _replace(layer: nn.Module, path: str, style: str, how: _How) -> FastLinear:
     fast = FastLinear(kernel, storage.outputs, reduce=is_cut, bias=bias if is_cut else None)
     if isinstance(layer.weight, torch.Tensor):
         fast.weight = PackedWeight(layer.weight.dtype, torch.Size((storage.outputs, storage.inputs)))
+    layer._parameters.clear()  # see `_replace_experts`
     return fast
 
 
