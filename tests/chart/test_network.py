@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import product
+from threading import Thread
+
+import pytest
 
 from tests.support.chart.network import Pod, allows, selects
-from tests.support.chart.rendering import Rendered, render, render_ci
+from tests.support.chart.rendering import CHART, Object, Rendered, render, render_ci
 
 FREE_PORT = 43121
 """A port that a process chose: the roles' own gRPC servers, Ray's workers and the ranks' rendezvous have such ports."""
@@ -82,6 +92,63 @@ def test_the_test_pod_of_helm_reaches_both_apis(rendered: Rendered) -> None:
     test = Pod(rendered.one("Pod")["metadata"]["labels"])
     assert may(rendered, test, "ingress", "http") and may(rendered, test, "ingress", "grpc")
     assert not may(rendered, test, "target", FREE_PORT)
+
+
+@pytest.fixture
+def late_service() -> Iterator[str]:
+    """The URL of a Service whose pods are not ready at first: it refuses connections, then answers with status 418."""
+    server = HTTPServer(("127.0.0.1", 0), Teapot, bind_and_activate=False)
+    server.server_bind()
+
+    def serve() -> None:
+        time.sleep(1.0)
+        server.server_activate()
+        server.serve_forever()
+
+    thread = Thread(target=serve)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class Teapot(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(418)
+
+
+def check_apis(url: str, seconds: float) -> str:
+    """Run the script of the test pod against an HTTP API, and return its last line of errors."""
+    script = CHART / "files" / "check_apis.py"
+    environment = os.environ | {"HTTP_URL": url, "GRPC_ADDRESS": "127.0.0.1:1", "READY_SECONDS": str(seconds)}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    return run.stderr.splitlines()[-1]
+
+
+def test_the_test_of_helm_waits_for_the_first_pod_of_the_service(late_service: str) -> None:
+    assert check_apis(late_service, 60) == f"{late_service}/health: status 418"
+
+
+def test_the_test_of_helm_says_that_no_pod_is_ready() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert check_apis(url, 0.5).startswith(f"{url}/health: ")
+
+
+def test_the_test_of_helm_waits_for_most_of_its_time() -> None:
+    (container,) = render({"tests": {"timeoutSeconds": 900}}).one("Pod")["spec"]["containers"]
+    assert {"name": "READY_SECONDS", "value": "840"} in container["env"]
+
+
+def test_without_a_listed_address_the_head_reaches_no_api_server() -> None:
+    listed: list[Object] = [{"namespaceSelector": {}}]
+    for peers in (listed, []):
+        found = render({"autoscaling": {"enabled": True}, "networkPolicy": {"apiServer": peers}})
+        may_call = allows(found.of_kind("NetworkPolicy"), pods(found)["head"], STRANGER, 6443, {})
+        assert may_call is bool(peers)
 
 
 def test_the_operator_reaches_the_head_alone(rendered: Rendered) -> None:

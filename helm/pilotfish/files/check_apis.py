@@ -1,6 +1,7 @@
 """Ask a running cluster over both of its APIs, and exit with status 1 at the first wrong answer.
 
-A cluster that has just started gets a minute until it is ready.
+A cluster that has just started gets `READY_SECONDS` until it is ready. Until then, its Services have no pod and refuse
+connections.
 """
 
 import os
@@ -12,7 +13,7 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-READY_SECONDS = 60.0
+READY_SECONDS = float(os.environ.get("READY_SECONDS", "60"))
 
 url, address = os.environ["HTTP_URL"], os.environ["GRPC_ADDRESS"]
 until = time.monotonic() + READY_SECONDS
@@ -26,13 +27,20 @@ if authority:
     context.check_hostname = False  # gRPC checks the name
     if certificate and private_key:
         context.load_cert_chain(certificate, private_key)
-with httpx.Client(timeout=120.0, headers=headers, verify=context) as client:
+timeout = httpx.Timeout(120.0, connect=5.0)
+with httpx.Client(timeout=timeout, headers=headers, verify=context) as client:
     for path in ("/health", "/ready"):
-        while (reply := client.get(f"{url}{path}")).status_code == httpx.codes.SERVICE_UNAVAILABLE:
-            if time.monotonic() > until:
+        while True:
+            try:
+                status = client.get(f"{url}{path}").status_code
+                found = f"status {status}"
+            except httpx.TransportError as error:
+                status, found = httpx.codes.SERVICE_UNAVAILABLE, str(error)
+            if status == httpx.codes.OK:
                 break
+            if status != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > until:
+                raise SystemExit(f"{url}{path}: {found}")
             time.sleep(0.5)
-        reply.raise_for_status()
     model = client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
     body = {"model": model, "prompt": "The", "max_tokens": 4, "temperature": 0}
     answer = client.post(f"{url}/v1/completions", json=body).raise_for_status().json()

@@ -63,8 +63,8 @@ def _matches_port(ports: list[Any] | None, port: int, names: dict[str, int]) -> 
 
 
 def _matches_peer(peers: list[Any] | None, pod: Pod, namespace: str) -> bool:
-    """Whether a pod is among the peers. An address block holds no pod."""
-    if peers is None:
+    """Whether a pod is among the peers; without any, every pod is. An address block holds no pod."""
+    if not peers:
         return True
     for peer in peers:
         if "ipBlock" in peer:
