@@ -35,6 +35,10 @@ class EvidenceStore:
             size -= _size(kept.popleft())
         self._bytes[sequence_id] = size if size <= MAX_BYTES else _shorten(kept, size, _LEFT_BYTES)
 
+    def size(self, sequence_id: SequenceId) -> int:
+        """Bytes of hidden states that are kept of a sequence."""
+        return self._bytes.get(sequence_id, 0)
+
     def positions(self, sequence_id: SequenceId) -> int:
         """Number of positions of a sequence whose hidden states are kept."""
         kept = self._kept.get(sequence_id)

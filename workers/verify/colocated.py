@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, Proposal, RowFaultCode
-from cluster.core.evidence_store import EvidenceStore
+from cluster.core.evidence_store import MAX_BYTES, EvidenceStore
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SequenceStart
 from cluster.core.verification import VerifyRow
 
 logger = logging.getLogger(__name__)
+
+_MUCH_BYTES = MAX_BYTES // 2
+"""Bytes of hidden states of a sequence above which the method is shown them before a draft is asked for. Only
+`MAX_BYTES` are kept, and a long prompt has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,12 @@ class ColocatedDrafter:
     def draft(self, verified: Sequence[VerifiedRow]) -> dict[SequenceId, Proposal]:
         """Propose trees for the rows whose `next_budget` is not empty.
 
-        The evidence of other rows is kept until they have one.
+        The evidence of other rows is kept until they have one, or until it is much.
         """
         for one in verified:
             if one.evidence is not None and one.row.sequence_id not in self._refused:
                 self._evidence.add(one.row.sequence_id, one.evidence)
-        rows = [self._row(one) for one in verified if one.budget.max_nodes and one.row.sequence_id not in self._refused]
+        rows = [self._row(one) for one in verified if self._is_shown(one)]
         if not rows:
             return {}
         try:
@@ -92,6 +96,11 @@ class ColocatedDrafter:
                 self._method.release(known)
             except Exception:
                 logger.exception("the drafter on the target could not release %d sequences", len(known))
+
+    def _is_shown(self, one: VerifiedRow) -> bool:
+        """Whether the method gets the row now."""
+        is_much = self._evidence.size(one.row.sequence_id) > _MUCH_BYTES
+        return (one.budget.max_nodes > 0 or is_much) and one.row.sequence_id not in self._refused
 
     def _row(self, one: VerifiedRow) -> DraftRow:
         sequence_id = one.row.sequence_id
