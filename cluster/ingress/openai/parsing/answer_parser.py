@@ -194,9 +194,24 @@ def _beginnings(*markers: str) -> Markers:
 
 
 def _merged(fields: list[Json]) -> Json:
-    """Join the fields of several parts: texts are added, calls are listed."""
+    """Join the fields of several parts: texts are added, and of each call there is one entry.
+
+    Clients that take the first entry of a chunk, or the first chunk as it is, would lose the arguments in a second one.
+    """
     found: Json = {}
     for one in fields:
         for name, value in one.items():
-            found[name] = found[name] + value if name in found else value
+            if name not in found:
+                found[name] = value
+            else:
+                found[name] = _with_call(found[name], *value) if name == "tool_calls" else found[name] + value
     return found
+
+
+def _with_call(calls: list[Json], call: Json) -> list[Json]:
+    """Return the entries of calls with one more, which may continue the last one."""
+    *before, last = calls
+    if last["index"] != call["index"]:
+        return [*calls, call]
+    arguments = last["function"]["arguments"] + call["function"]["arguments"]
+    return [*before, {**last, "function": {**last["function"], "arguments": arguments}}]

@@ -316,6 +316,25 @@ def test_a_message_has_the_parts_of_its_deltas() -> None:
     assert parser.ends_with_calls
 
 
+@pytest.mark.parametrize("size", [1, 7, 40, 400])
+def test_a_delta_has_one_entry_for_each_call(size: int) -> None:
+    """Clients take the first entry alone, or begin a call for each entry of their first chunk, as openai 1 does."""
+    written = ('{"name": "swim", "arguments": {"to": "reef"}}', '{"name": "rest", "arguments": {}}')
+    text = "Yes. " + "\n".join(f"<tool_call>{call}</tool_call>" for call in written)
+    parser, called = parser_of("hermes"), dict[int, Any]()
+    for part in (*(text[start : start + size] for start in range(0, len(text), size)), None):
+        delta = parser.last_delta(stopped=True) if part is None else parser.delta(part)
+        entries = delta.get("tool_calls", [])
+        assert len({entry["index"] for entry in entries}) == len(entries)
+        for entry in entries:
+            call = called.setdefault(entry["index"], {"name": "", "arguments": ""})
+            call["name"] += entry["function"].get("name", "")
+            call["arguments"] += entry["function"]["arguments"]
+            assert ("id" in entry) == ("name" in entry["function"])
+    swim, rest = {"name": "swim", "arguments": '{"to": "reef"}'}, {"name": "rest", "arguments": "{}"}
+    assert called == {0: swim, 1: rest}
+
+
 def test_without_parallel_calls_only_the_first_one_is_returned() -> None:
     message = parser_of("hermes", parallel=False).message(NATIVE["hermes"])
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["swim"]
