@@ -17,11 +17,15 @@ from tests.support.clusters.tiny_cluster import tiny_cluster
 pytestmark = pytest.mark.weights
 
 TOKENS = 24
-FEW = 3
-LEAST_AGREED = {("int8", "float32"): 0.97, ("int8", "bfloat16"): 0.95, ("fp8", "float32"): 0.9}
+LEAST_AGREED = {
+    ("int8", "float32"): 0.97,
+    ("int8", "bfloat16"): 0.95,
+    ("fp8", "float32"): 0.9,
+    ("fp8", "bfloat16"): 0.9,
+}
 """Least share of greedy tokens that are those with full keys and values, each after the same tokens before it.
 
-Measured on a CPU with bfloat16 products: 190 and 188 of 192 with int8, 69 of 72 with fp8.
+Measured on a CPU with bfloat16 products: 190 and 188 of 192 with int8, 184 and 184 with fp8.
 With 5 bits in float32: 170 of 192.
 """
 CASES = list(LEAST_AGREED)
@@ -55,7 +59,6 @@ async def answers_of(
 async def test_drafts_and_neighbors_change_no_token(
     kv: str, dtype: str, target_directory: Path, requests: list[RequestCase]
 ) -> None:
-    requests = requests[:FEW] if kv == "fp8" else requests  # no kernel computes it
     full = await answers_of(configure(target_directory, "auto", dtype, "none"), requests, together=True)
     texts = [(*request.prompt, *answer.tokens) for request, answer in zip(requests, full, strict=True)]
     prefixes = [RequestCase(text[:length], 1) for text in texts for length in range(len(text) - TOKENS, len(text))]
@@ -63,10 +66,7 @@ async def test_drafts_and_neighbors_change_no_token(
     answers = await answers_of(plain, [*requests, *prefixes], together=False)
     alone, after = answers[: len(requests)], answers[len(requests) :]
     drafted = await answers_of(configure(target_directory, kv, dtype, "ngram"), requests, together=True)
-    tokens, others = ([token for answer in found for token in answer.tokens] for found in (alone, drafted))
-    # torch attends to fp8: with other rows or nodes in a step, it may round a row otherwise, as its backend states.
-    least = 0.9 * len(tokens) if kv == "fp8" else len(tokens)
-    assert sum(one == other for one, other in zip(tokens, others, strict=True)) >= least
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in alone]
     assert sum(answer.accepted for answer in drafted) > 0
     expected = [(token,) for answer in full for token in answer.tokens]
     agreed = sum(answer.tokens == token for answer, token in zip(after, expected, strict=True))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from cluster.core.config.model_section import ModelSection
-from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 
 
@@ -23,7 +22,5 @@ def choose_device(wanted: str, rank: int) -> torch.device:
 
 
 def may_be_native(section: ModelSection, device: torch.device, ranks: int) -> bool:
-    """Whether the CPU kernels may compute the layers. They read no keys and values in fp8."""
-    if isinstance(section, TargetSection) and section.kv.dtype == "fp8":
-        return False
+    """Whether the CPU kernels may compute the layers."""
     return section.native == "auto" and section.compile != "on" and device.type == "cpu" and ranks == 1

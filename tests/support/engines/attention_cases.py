@@ -88,7 +88,7 @@ def cases(draw: st.DrawFn, dims: Sequence[int] = (8, 12, 16, 20, 32, 48, 64, 80,
     latent = draw(st.sampled_from([None, dim // 2, dim - 3])) if kv_heads == 1 else None
     windows = draw(st.lists(st.sampled_from([None, None, 2, 7, 16, 33, 100]), min_size=1, max_size=3))
     section = KvSection(
-        dtype=draw(st.sampled_from(["auto", "int8"])),
+        dtype=draw(st.sampled_from(["auto", "int8", "fp8"])),
         block_size=draw(st.sampled_from([1, 3, 4, 16, 32])),
         window=draw(st.sampled_from([None, None, 16, 40])),
         sinks=draw(st.sampled_from([0, 1, 4, 20])),

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from cluster.core.config.model_section import ModelSection, PoolSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
@@ -24,6 +25,7 @@ TREE = TokenTree((7, 8, 9, 7, 11, 12), (-1, -1, 0, 2, 1, 3))
 ROWS = ((TEXT[:1], EMPTY_TREE), (TEXT[:5], EMPTY_TREE), (TEXT[:23], EMPTY_TREE), (TEXT[:23], TREE))
 NEIGHBOURS = ([TEXT[:1]], [TEXT[:3]] * 2, [TEXT[:1]] * 7, [TEXT] * 3)
 LAYERS = {"gpt2": "n_layer"}
+MEMORY = PoolSection(block_size=4)
 
 
 @pytest.fixture(autouse=True, params=[1, 2], ids=lambda count: f"{count} threads")
@@ -47,9 +49,9 @@ def load(directory: Path, config: PreTrainedConfig, code: str, **values: object)
 
 
 def logits(
-    model: LoadedModel, tokens: tuple[int, ...], tree: TokenTree, others: Sequence[tuple[int, ...]]
+    model: LoadedModel, tokens: tuple[int, ...], tree: TokenTree, others: Sequence[tuple[int, ...]], memory: PoolSection
 ) -> torch.Tensor:
-    pool = KvPool(model.kv_spec, PoolSection(block_size=4), 256)
+    pool = KvPool(model.kv_spec, memory, 256)
     rows = []
     for read, guess in ((tokens, tree), *((other, EMPTY_TREE) for other in others)):
         table, width = pool.new_table(), len(read) + len(guess)
@@ -58,11 +60,12 @@ def logits(
     return ModelRunner(model, pool).forward(rows)[: len(tokens) + len(tree)].clone()
 
 
-def check(model: LoadedModel) -> None:
+def check(model: LoadedModel, memory: PoolSection = MEMORY) -> None:
     for tokens, tree in ROWS:
-        alone = logits(model, tokens, tree, ())
+        alone = logits(model, tokens, tree, (), memory)
         for others in NEIGHBOURS:
-            assert torch.equal(logits(model, tokens, tree, others), alone), (len(tokens), len(tree), len(others))
+            found = logits(model, tokens, tree, others, memory)
+            assert torch.equal(found, alone), (len(tokens), len(tree), len(others))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,3 +89,16 @@ def test_with_the_modules_of_transformers_in_float32(family: str, quantization: 
 def test_with_a_mixture_of_experts_in_float32(quantization: str, code: str, tmp_path: Path) -> None:
     """A router that chose other experts beside other rows would change much more than a bit."""
     check(load(tmp_path, tiny.qwen3_moe(num_hidden_layers=2), code, quantization=quantization))
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_with_keys_and_values_in_8_bits(kv: str, native: str, code: str, tmp_path: Path) -> None:
+    """With the kernels for whole models, and with modules of `transformers`."""
+    section = KvSection(dtype=kv, block_size=4)
+    path = str(tiny.save(tmp_path, tiny.llama(num_hidden_layers=2)))
+    model = load_model(
+        TargetSection(path=path, device="cpu", native=native, compile="off", compile_directory=code, kv=section)
+    )
+    assert (model.native is not None) == (native == "auto")
+    check(model, section)

@@ -82,13 +82,17 @@ def test_the_name_says_whether_other_requests_can_change_a_bit(tmp_path: Path) -
     names = {
         "kernels": name_of(directory, **code),
         "kernels, bfloat16": name_of(directory, dtype="bfloat16", **code),
+        "kernels, fp8": name_of(directory, kv={"dtype": "fp8"}, **code),
         "modules": name_of(directory, native="off", **code),
+        "modules, fp8": name_of(directory, native="off", kv={"dtype": "fp8"}, **code),
         "modules, float16": name_of(directory, dtype="float16", compile="off", **code),
     }
     assert {kind for kind, name in names.items() if name.startswith("tp1-invariant-")} == {
         "kernels",
         "kernels, bfloat16",
+        "kernels, fp8",
         "modules",
+        "modules, fp8",
     }
 
 

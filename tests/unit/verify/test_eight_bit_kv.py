@@ -30,6 +30,7 @@ MODELS = {
     "bfloat16": (lambda: tiny.llama(head_dim=64), {"dtype": "bfloat16"}),
     "latents": (tiny.deepseek_v3, {}),
     "fp8": (lambda: tiny.mistral(sliding_window=WINDOW), {"kv.dtype": "fp8"}),
+    "fp8, modules": (gemma3, {"kv.dtype": "fp8"}),
 }
 
 

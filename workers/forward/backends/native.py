@@ -33,8 +33,9 @@ from workers.forward.native.attention import (
     build_native_step,
 )
 from workers.forward.native.build import load_library
+from workers.kv.eight_bits import STORED_TYPES
 
-_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8"}
+_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 """Names of the kernels by the type of what is stored."""
 
 CAPABILITIES = Capabilities(
@@ -44,7 +45,7 @@ CAPABILITIES = Capabilities(
     ),
     devices=frozenset({"cpu"}),
     kv_types=frozenset({torch.bfloat16, torch.float32}),
-    stored_types=frozenset({torch.int8}),
+    stored_types=frozenset(STORED_TYPES.values()),
     head_sizes=range(1, MOST_DIM + 1),
     latent_sizes=range(1, MOST_LATENT + 1),
     most_heads_per_kv=MOST_VECTORS,

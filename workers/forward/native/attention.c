@@ -45,8 +45,9 @@ typedef struct {
 /* How a tile's keys and values lie in the working memory. SINGLE: in single precision. AS_STORED: pairs of bfloat16
    numbers, and values in the pool, which are widened when they are used; cheaper if one group of query vectors uses them.
    The same for 8-bit numbers, whose keys are always widened: products and weights are multiplied with their scales. */
-enum { SINGLE, AS_STORED, INT8_SINGLE, INT8_AS_STORED };
-#define HAS_SCALES(FORM) ((FORM) >= INT8_SINGLE)
+enum { SINGLE, AS_STORED, SCALED_SINGLE, INT8_AS_STORED, E4M3_AS_STORED };
+#define HAS_SCALES(FORM) ((FORM) >= SCALED_SINGLE)
+#define HAS_8_BITS(KIND) ((KIND) == INT8 || (KIND) == E4M3)
 
 /* NaN and infinity are stored as finite numbers: the next sequence that gets the block may read it, masked. */
 static inline uint16_t finite_bfloat16(uint16_t value)
@@ -66,22 +67,25 @@ static inline float finite_float32(float value)
 }
 
 #define LARGEST_INT8 127.0f /* the bounds of workers/kv/eight_bits.py */
+#define LARGEST_E4M3 448.0f
 #define BOUND 3e38f
 #define LEAST 1e-30f
 
-/* Quantize one head's numbers of the kind, from index `at` on. */
-static void quantize_head(const void *from, int64_t kind, int64_t at, int64_t dim, int8_t *to, float *scale)
+/* Quantize one head's numbers, of the layer's kind of queries and from index `at` on, to numbers of `kind`. */
+INLINE void quantize_head(const Layer *layer, const void *from, int64_t at, const int kind, uint8_t *to, float *scale)
 {
+    const int64_t dim = layer->dim;
     float number[MOST_LATENT], most = LEAST;
     for (int64_t d = 0; d < dim; d++) {
-        const float x = kind == BFLOAT16 ? widen_bfloat16(((const uint16_t *)from)[at + d]) : ((const float *)from)[at + d];
+        const float x = layer->query_kind == BFLOAT16 ? widen_bfloat16(((const uint16_t *)from)[at + d]) : ((const float *)from)[at + d];
         const float some = x == x ? x : 0.0f, upper = some < BOUND ? some : BOUND;
         number[d] = upper > -BOUND ? upper : -BOUND;
         const float size = fabsf(number[d]);
         most = size > most ? size : most;
     }
-    const float factor = most * (1.0f / LARGEST_INT8);
-    for (int64_t d = 0; d < dim; d++) to[d] = (int8_t)rintf(number[d] / factor);
+    const float factor = most * (kind == INT8 ? 1.0f / LARGEST_INT8 : 1.0f / LARGEST_E4M3);
+    for (int64_t d = 0; d < dim; d++)
+        to[d] = kind == INT8 ? (uint8_t)(int8_t)rintf(number[d] / factor) : narrow_e4m3(number[d] / factor);
     *scale = factor;
 }
 
@@ -152,6 +156,11 @@ static inline Vector full_int8(const int8_t *from)
     for (int l = 0; l < LANES; l++) wide[l] = from[l];
     return wide;
 #endif
+}
+
+static inline Vector full_e4m3(const uint8_t *from)
+{
+    return widen_e4m3s(from) * 256.0f;
 }
 
 /* Makes the compiler keep a vector in a register instead of reading it again for each use. */
@@ -232,6 +241,7 @@ INLINE Vector read_value(const Work *work, int k, int64_t at, const int form)
 {
     return form == AS_STORED        ? full_bfloat16((const uint16_t *)work->value[k] + at)
            : form == INT8_AS_STORED ? full_int8((const int8_t *)work->value[k] + at)
+           : form == E4M3_AS_STORED ? full_e4m3((const uint8_t *)work->value[k] + at)
                                     : full_float32((const float *)work->value[k] + at);
 }
 
@@ -250,7 +260,7 @@ INLINE void add_values(Work *work, const int64_t *which, int keys, int64_t d, co
 #pragma GCC unroll 4
         for (int w = 0; w < width; w++) {
             value[w] = read_value(work, k, d + w * LANES, form);
-            if (form == AS_STORED || form == INT8_AS_STORED) IN_REGISTERS(value[w]);
+            if (form != SINGLE && form != SCALED_SINGLE) IN_REGISTERS(value[w]);
         }
 #pragma GCC unroll 4
         for (int g = 0; g < count; g++)
@@ -293,7 +303,8 @@ static void accumulate_all(Work *work, const int64_t *which, const uint32_t *see
 {
     if (form == AS_STORED) accumulate_form(work, which, seen, keys, count, AS_STORED);
     else if (form == INT8_AS_STORED) accumulate_form(work, which, seen, keys, count, INT8_AS_STORED);
-    else if (form == INT8_SINGLE) accumulate_form(work, which, seen, keys, count, INT8_SINGLE);
+    else if (form == E4M3_AS_STORED) accumulate_form(work, which, seen, keys, count, E4M3_AS_STORED);
+    else if (form == SCALED_SINGLE) accumulate_form(work, which, seen, keys, count, SCALED_SINGLE);
     else accumulate_form(work, which, seen, keys, count, SINGLE);
 }
 
@@ -408,25 +419,35 @@ static inline int64_t record_bytes(const Layer *layer)
     return (first_scale(layer) + stored_heads(layer) * (int64_t)sizeof(float) + 15) / 16 * 16;
 }
 
-void pilotfish_store_int8(const Step *step, const Layer *layer, int64_t token)
+INLINE void store_in_8_bits(const Step *step, const Layer *layer, int64_t token, const int kind)
 {
     const int64_t dim = layer->dim, scales = first_scale(layer);
     const int64_t at = step->slots[layer->table * step->tokens + token] * record_bytes(layer);
-    int8_t *keys = (int8_t *)layer->keys + at, *values = (int8_t *)layer->values + at;
+    uint8_t *keys = (uint8_t *)layer->keys + at, *values = (uint8_t *)layer->values + at;
     for (int64_t head = 0; head < stored_heads(layer); head++) {
         const int64_t key = head * layer->key_head + token * layer->key_token;
         const int64_t value = head * layer->value_head + token * layer->value_token;
-        quantize_head(layer->key, layer->query_kind, key, dim, keys + head * dim, (float *)(keys + scales) + head);
+        quantize_head(layer, layer->key, key, kind, keys + head * dim, (float *)(keys + scales) + head);
         if (!layer->latent)
-            quantize_head(layer->value, layer->query_kind, value, dim, values + head * dim, (float *)(values + scales) + head);
+            quantize_head(layer, layer->value, value, kind, values + head * dim, (float *)(values + scales) + head);
     }
+}
+
+void pilotfish_store_int8(const Step *step, const Layer *layer, int64_t token)
+{
+    store_in_8_bits(step, layer, token, INT8);
+}
+
+void pilotfish_store_e4m3(const Step *step, const Layer *layer, int64_t token)
+{
+    store_in_8_bits(step, layer, token, E4M3);
 }
 
 /* Where the numbers of a slot and a head lie in a pool of the kind, in numbers. */
 static inline int64_t number_at(const Layer *layer, int64_t slot, int64_t head, const int kind)
 {
     const int64_t own = layer->latent ? 0 : head;
-    if (kind == INT8) return slot * record_bytes(layer) + own * layer->dim;
+    if (HAS_8_BITS(kind)) return slot * record_bytes(layer) + own * layer->dim;
     return (slot * stored_heads(layer) + own) * layer->dim;
 }
 
@@ -457,7 +478,8 @@ static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, cons
     const int64_t dim = layer->dim, padded = work->padded;                                                             \
     const int is_direct = sizeof(TYPE) == sizeof(float) && dim == padded;                                              \
     const int is_few = vectors <= GROUP && dim % (KIND == BFLOAT16 ? 2 * LANES : LANES) == 0;                          \
-    const int form = KIND == INT8 ? is_few ? INT8_AS_STORED : INT8_SINGLE : KIND == BFLOAT16 && is_few ? AS_STORED : SINGLE; \
+    const int as_stored = KIND == INT8 ? INT8_AS_STORED : KIND == E4M3 ? E4M3_AS_STORED : KIND == BFLOAT16 ? AS_STORED : SINGLE; \
+    const int form = is_few ? as_stored : HAS_8_BITS(KIND) ? SCALED_SINGLE : SINGLE;                                   \
     const int end = keys > LANES ? KEYS : LANES;                                                                       \
     const TYPE *key[KEYS], *value[KEYS];                                                                               \
     for (int k = 0; k < end; k++) {                                                                                    \
@@ -467,7 +489,7 @@ static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, cons
         work->value[k] = is_direct || (KIND != FLOAT32 && is_few) ? (const void *)value[k] : work->values + k * padded; \
         for (int64_t d = 0; d < dim; d += LINE / (int64_t)sizeof(TYPE)) __builtin_prefetch(value[k] + d, 0, 3);        \
     }                                                                                                                  \
-    for (int k = 0; KIND == INT8 && k < KEYS; k++) {                                                                   \
+    for (int k = 0; HAS_8_BITS(KIND) && k < KEYS; k++) {                                                               \
         work->key_scale[k] = k < end ? scale_at(layer, layer->keys, slots[k], head) : 0.0f;                            \
         work->value_scale[k] = k < end ? scale_at(layer, layer->values, slots[k], head) : 0.0f;                        \
     }                                                                                                                  \
@@ -485,7 +507,7 @@ static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, cons
             transpose(rows, KEYS, work->keys + d * KEYS + half);                                                       \
         }                                                                                                              \
     }                                                                                                                  \
-    for (int64_t d = 0; d < work->value_padded && !is_direct && (form == SINGLE || form == INT8_SINGLE); d += LANES)   \
+    for (int64_t d = 0; d < work->value_padded && !is_direct && (form == SINGLE || form == SCALED_SINGLE); d += LANES) \
         for (int k = 0; k < keys; k++)                                                                                 \
             *(Vector *)(work->values + k * padded + d) = take_##NAME(value[k] + d, dim - d);                           \
     return form;                                                                                                       \
@@ -584,3 +606,4 @@ DEFINE_STORE(float32, float, finite_float32)
 DEFINE(bfloat16, uint16_t, BFLOAT16)
 DEFINE(float32, float, FLOAT32)
 DEFINE(int8, int8_t, INT8)
+DEFINE(e4m3, uint8_t, E4M3)

@@ -34,6 +34,7 @@ typedef struct {
 void pilotfish_store_bfloat16(const Step *step, const Layer *layer, int64_t token);
 void pilotfish_store_float32(const Step *step, const Layer *layer, int64_t token);
 void pilotfish_store_int8(const Step *step, const Layer *layer, int64_t token);
+void pilotfish_store_e4m3(const Step *step, const Layer *layer, int64_t token);
 
 /* A layer's work items: tiles of at most `tokens` tokens of a row times groups of `heads` KV heads. */
 typedef struct {
@@ -49,6 +50,7 @@ Items pilotfish_items(const Step *step, const Layer *layer, int64_t kind, int64_
 void pilotfish_item_bfloat16(const Step *step, const Layer *layer, const Items *items, int64_t item);
 void pilotfish_item_float32(const Step *step, const Layer *layer, const Items *items, int64_t item);
 void pilotfish_item_int8(const Step *step, const Layer *layer, const Items *items, int64_t item);
+void pilotfish_item_e4m3(const Step *step, const Layer *layer, const Items *items, int64_t item);
 
 /* Attention on tile registers. See attention_tiles.c. */
 #define MOST_ON_TILES 192 /* query vectors per item, of all its KV heads */

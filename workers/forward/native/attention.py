@@ -17,7 +17,7 @@ from workers.kv.groups import KvCacheGroups
 MOST_VECTORS = 64  # query heads per KV head, as in attention.c
 MOST_DIM = 256  # head dimension, as in attention.c
 MOST_LATENT = 576  # dimension of a key that holds its value, as in attention.c
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 11}
 _BEYOND = np.iinfo(np.int32).max
 """Stored length of rows that have no tree."""
 

@@ -116,6 +116,7 @@ static void prepare_attention(const Decoder *decoder, const DecoderLayer *own, c
     put(pass->value, decoder->kv_kind, token * kv_heads * dim, qkv + (heads + kv_heads) * dim, kv_heads * dim);
     if (decoder->kv_kind == BFLOAT16) pilotfish_store_bfloat16(step, layer, token);
     else if (decoder->kv_kind == INT8) pilotfish_store_int8(step, layer, token); /* from single precision */
+    else if (decoder->kv_kind == E4M3) pilotfish_store_e4m3(step, layer, token);
     else pilotfish_store_float32(step, layer, token);
 }
 
@@ -151,6 +152,7 @@ static void attention_part(const Decoder *decoder, const DecoderLayer *own, cons
         const int64_t item = left - 1;
         if (decoder->kv_kind == BFLOAT16) pilotfish_item_bfloat16(step, &layer, &items, item);
         else if (decoder->kv_kind == INT8) pilotfish_item_int8(step, &layer, &items, item);
+        else if (decoder->kv_kind == E4M3) pilotfish_item_e4m3(step, &layer, &items, item);
         else pilotfish_item_float32(step, &layer, &items, item);
     }
     pilotfish_wait_for_all(barrier);

@@ -64,28 +64,10 @@ INLINE Vector widen_integers(const uint8_t *from)
 #endif
 }
 
-static inline float widen_e4m3(uint8_t value)
-{
-    return widen_float16((uint16_t)((value & 0x80) << 8 | (value & 0x7f) << 7));
-}
-
 /* LANES values of 8 bits; those of E4M3 divided by 256. */
 INLINE Vector widen_bytes(const uint8_t *from, const int64_t kind)
 {
-    if (kind == GROUPS8) return widen_integers(from);
-#if defined(IS_AVX512)
-    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from));
-    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-    return (Vector)_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7)));
-#elif defined(IS_AVX2) && defined(__F16C__)
-    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from));
-    const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
-    return (Vector)_mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7)));
-#else
-    Vector wide;
-    for (int l = 0; l < LANES; l++) wide[l] = widen_e4m3(from[l]);
-    return wide;
-#endif
+    return kind == GROUPS8 ? widen_integers(from) : widen_e4m3s(from);
 }
 
 /* 16 numbers in registers. */

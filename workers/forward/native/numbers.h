@@ -40,8 +40,9 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 
 /* Kinds of numbers. INT8_TILES is INT8 in the order of tile registers and VNNI. Those from GROUPS4 to GROUPS8_TILES have a scale
    for each group of inputs, see groups.c: integers of 4 or 8 bits, floats of 8 bits (E4M3), 4 bits that choose one of 16
-   numbers, or integers of 4 or 8 bits for tile registers and VNNI, see split_groups.c. FLOAT16 is a kind of scales alone. */
-enum { FLOAT32, BFLOAT16, INT8, INT8_TILES, GROUPS4, GROUPS8, GROUPS_E4M3, GROUPS_TABLE, GROUPS4_TILES, GROUPS8_TILES, FLOAT16 };
+   numbers, or integers of 4 or 8 bits for tile registers and VNNI, see split_groups.c. FLOAT16 is a kind of scales alone, E4M3 one of
+   stored keys and values. */
+enum { FLOAT32, BFLOAT16, INT8, INT8_TILES, GROUPS4, GROUPS8, GROUPS_E4M3, GROUPS_TABLE, GROUPS4_TILES, GROUPS8_TILES, FLOAT16, E4M3 };
 
 /* e^x for x <= 0, within two units in the last place; very small results become 0. */
 static inline float exponential(float x)
@@ -129,6 +130,55 @@ static inline float widen_bfloat16(uint16_t value)
     float wide;
     memcpy(&wide, &bits, sizeof wide);
     return wide;
+}
+
+static inline float widen_float16(uint16_t value)
+{
+    uint32_t bits = (uint32_t)(value & 0x7fff) << 13;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    wide *= 0x1p112f; /* also right for subnormal numbers */
+    memcpy(&bits, &wide, sizeof bits);
+    if ((value & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
+    bits |= (uint32_t)(value & 0x8000) << 16;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+/* A number of 8 bits (E4M3) divided by 256: half precision with other bounds. */
+static inline float widen_e4m3(uint8_t value)
+{
+    return widen_float16((uint16_t)((value & 0x80) << 8 | (value & 0x7f) << 7));
+}
+
+/* The same for LANES numbers. */
+INLINE Vector widen_e4m3s(const uint8_t *from)
+{
+#if defined(IS_AVX512)
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from));
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
+    return (Vector)_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7)));
+#elif defined(IS_AVX2) && defined(__F16C__)
+    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from));
+    const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
+    return (Vector)_mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7)));
+#else
+    Vector wide;
+    for (int l = 0; l < LANES; l++) wide[l] = widen_e4m3(from[l]);
+    return wide;
+#endif
+}
+
+/* Round a number of at most 448 to E4M3: to nearest, ties to even. */
+static inline uint8_t narrow_e4m3(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t sign = bits >> 24 & 0x80, size = bits & 0x7fffffffu;
+    if (size >= 121u << 23) return (uint8_t)(sign | (size - (120u << 23) + 0x7ffff + (size >> 20 & 1)) >> 20);
+    const float rounded = fabsf(value) + 0x1p14f; /* below 2^-6 steps are of 2^-9, as those of this sum */
+    memcpy(&bits, &rounded, sizeof bits);
+    return (uint8_t)(sign | (bits - (141u << 23)));
 }
 
 /* Round to nearest, ties to even; NaN stays NaN. */

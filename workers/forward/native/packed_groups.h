@@ -41,19 +41,6 @@ INLINE const char *group_at(const Matrix *matrix, int64_t block, int64_t group)
     return (const char *)matrix->weights + (block * groups_of(matrix) + group) * group_bytes(matrix);
 }
 
-static inline float widen_float16(uint16_t value)
-{
-    uint32_t bits = (uint32_t)(value & 0x7fff) << 13;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    wide *= 0x1p112f; /* also right for subnormal numbers */
-    memcpy(&bits, &wide, sizeof bits);
-    if ((value & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
-    bits |= (uint32_t)(value & 0x8000) << 16;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
 static inline float number(const void *from, int64_t kind, int64_t at)
 {
     if (kind == FLOAT16) return widen_float16(((const uint16_t *)from)[at]);

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from random import Random
 
@@ -22,11 +22,13 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
 from tests.support.engines.attention_cases import Bench, Case, Row, cases, setting_of, spec_of, trees
+from tests.support.engines.kept_kernels import NARROW, WIDE, portable
 from tests.support.models import tiny
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.native import CAPABILITIES, NativeBackend
 from workers.forward.layout import RowShape
 from workers.forward.native import build
+from workers.forward.native.build import INSTRUCTION_SETS, processor_flags
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.spec import LayerShape
@@ -36,6 +38,9 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
 """Relative error of rounding an exact result to the nearest number."""
 WEIGHTS = 2.0**-6
 """Absolute error of weighted means of values below 8 where each weight is rounded to bfloat16 (2^-9 of it)."""
+
+SMALLEST = INSTRUCTION_SETS[-1]
+HAS_AVX2 = pytest.mark.skipif(not SMALLEST.needed <= processor_flags(), reason="needs a processor with AVX2")
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler on this machine"
@@ -82,7 +87,7 @@ def check_case(case: Case, dtype: torch.dtype, code: str) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("heads", [128, 7])
 def test_latents_of_the_width_of_deepseek_are_read_once_for_keys_and_values(heads: int, kv: str, code: str) -> None:
     """576 numbers of a key, of which 512 are its value."""
@@ -93,6 +98,32 @@ def test_latents_of_the_width_of_deepseek_are_read_once_for_keys_and_values(head
     alone = torch.cat(Bench(case, torch.bfloat16, code).attend(0))
     torch.set_num_threads(3)
     assert torch.equal(torch.cat(Bench(case, torch.bfloat16, code).attend(0)), alone)
+
+
+@pytest.mark.parametrize("width", [NARROW, WIDE, pytest.param(SMALLEST.compiler_flags, marks=HAS_AVX2)], ids=str)
+def test_every_width_reads_and_stores_8_bits_alike(
+    width: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Portable C of two widths, and the code for AVX2."""
+    monkeypatch.setattr(build, "_FLAGS", portable(*width))
+    rows = (Row(70, 1, (-1, -1, 0, 2)), Row(0, 45), Row(33, 1))
+    for kv, dim, dtype in product(("int8", "fp8"), (64, 20), (torch.float32, torch.bfloat16)):
+        section = KvSection(dtype=kv, block_size=4)
+        check_case(Case((LayerShape(2, dim, None, 3),), section, rows), dtype, str(tmp_path))
+
+
+def test_numbers_between_two_of_fp8_are_stored_as_pytorch_rounds_them(code: str) -> None:
+    exact = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # 0 to 448
+    halfway = (exact[1:] + exact[:-1]) / 2
+    near = [torch.nextafter(halfway, torch.full_like(halfway, bound)) for bound in (0.0, 448.0)]
+    key = torch.stack([torch.cat((row, exact[-2:])) for row in (exact[:-1], halfway, *near)])[None, None]
+    case = Case((LayerShape(1, 128),), KvSection(dtype="fp8", block_size=4), (Row(0, 4),))
+    ours, theirs = Bench(case, torch.float32, code), Bench(case, torch.float32, code)
+    for bench in (ours, theirs):
+        bench.fresh = [[key, key, -key]]
+        bench.attend(0, natively=bench is ours)
+    assert torch.equal(ours.pool.keys[0], theirs.pool.keys[0])
+    assert torch.equal(ours.pool.values[0], theirs.pool.values[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -110,7 +141,7 @@ def test_the_batch_around_a_row_does_not_change_a_bit(dtype: torch.dtype, code: 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
 def test_the_number_of_threads_does_not_change_a_bit(kv: str, dtype: torch.dtype, code: str) -> None:
     rows = (Row(200, 1, tuple(range(-1, 40))), Row(0, 300), Row(3, 1), Row(90, 2, (-1, -1, 0, 1, 1)))
     bench = Bench(Case((LayerShape(3, 64, None, 3),), KvSection(dtype=kv), rows), dtype, code)
@@ -142,6 +173,8 @@ def test_one_token_with_many_heads_per_kv_head_is_computed_by_several_threads(dt
         ("auto", torch.bfloat16, 64),
         ("int8", torch.float32, 64),
         ("int8", torch.bfloat16, 20),
+        ("fp8", torch.float32, 64),
+        ("fp8", torch.bfloat16, 20),
     ],
     ids=str,
 )
@@ -186,6 +219,8 @@ def test_a_token_is_the_same_in_a_prompt_in_a_chunk_and_in_a_chain(
         ("auto", torch.bfloat16, 32),
         ("int8", torch.float32, 32),
         ("int8", torch.bfloat16, 16),
+        ("fp8", torch.float32, 16),
+        ("fp8", torch.bfloat16, 32),
     ],
     ids=str,
 )
