@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -189,3 +189,26 @@ def all_blocks(table: BlockTable) -> list[BlockId]:
 
 TestBlockTables = BlockTables.TestCase
 TestBlockTables.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@given(prompts=st.lists(few_tokens, min_size=1, max_size=12), held=st.booleans())
+def test_no_block_is_evicted_before_the_cached_ones_behind_it(prompts: list[list[int]], held: bool) -> None:
+    """A block is found only behind the one before it, so blocks behind an evicted one would fill memory for nothing."""
+    evicted: list[BlockId] = []
+    allocator = BlockAllocator(80, KvLayout(SIZE), on_evict=lambda _, block: evicted.append(block))
+    waiting: BlockTable | None = None
+    for tokens in prompts:
+        table, _ = allocator.adopt(allocator.find(tokens))
+        allocator.reserve(table, len(tokens))
+        allocator.commit(table, tokens[table.stored_len :])
+        if waiting is not None:
+            allocator.release(waiting)
+        waiting = table if held else allocator.release(table)
+    if waiting is not None:
+        allocator.release(waiting)
+    chains = [allocator.find(tokens).blocks[0] for tokens in prompts]
+    allocator.reserve(allocator.new_table(), 80 * SIZE)
+    places = {block: place for place, block in enumerate(evicted)}
+    for chain in chains:
+        order = [places[block] for block in chain]
+        assert order == sorted(order, reverse=True)
