@@ -120,7 +120,7 @@ def load_mtp_layer(
     with torch.device("meta"):
         decoder: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention).get_decoder()
     block = decoder.layers[0]
-    stored = checkpoint.tensors([*names.values(), *parts.values()], mapped=True)  # of a target: they may be large
+    stored = checkpoint.weights([*names.values(), *parts.values()], mapped=True)  # of a target: they may be large
 
     def read(name: str) -> Tensor:
         return stored[name].to(device, torch.float32 if name.endswith(_FLOAT32) else dtype)

@@ -217,7 +217,10 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError),
+        StrictDataclassError,
+    ) as error:
         raise ModelLoadError(
             f"model directory {str(directory)!r}: its configuration cannot be read: {error}"
         ) from error

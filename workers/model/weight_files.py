@@ -18,7 +18,7 @@ def config_values(directory: Path) -> dict[str, Any]:
     """The object in a model's `config.json`; empty without a readable one, which loading the model reports."""
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -42,7 +42,7 @@ def weight_files(directory: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = next((name for name in names if Path(name).name != name or not (directory / name).is_file()), None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelLoadError(f"{where} cannot be read: {error}") from error
     if missing is not None:
         raise ModelLoadError(f"{where} names {missing!r}; there is no such file")

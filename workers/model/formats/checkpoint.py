@@ -60,7 +60,10 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(stream.read(8), "little")
         if length > _LONGEST_HEADER:
             raise ValueError(f"its header claims {length} bytes")
-        header = json.loads(stream.read(length))
+        try:
+            header = json.loads(stream.read(length))
+        except RecursionError:
+            raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
         raise ValueError("its header holds no object")  # noqa: TRY004 - the file is wrong, not a caller
     return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
@@ -134,6 +137,17 @@ class Checkpoint:
                     found |= {name: stored.get_tensor(name) for name in stored.keys() if name in names}  # noqa: SIM118
             except (OSError, ValueError, SafetensorError) as error:
                 self.fail(f"{file.name} cannot be read: {error}")
+        return found
+
+    def weights(self, names: Collection[str], *, mapped: bool = False) -> dict[str, Tensor]:
+        """Tensors that a draft computes with, as `tensors` returns them.
+
+        Raises `ModelLoadError` for numbers of another kind than floats of two or more bytes: nothing would scale them.
+        """
+        found = self.tensors(names, mapped=mapped)
+        for name, value in found.items():
+            if not value.is_floating_point() or value.dtype.itemsize == 1:
+                self.fail(f"{name} is {value.dtype}; it must be float32, bfloat16 or float16")
         return found
 
     def stored_bytes(self, names: Collection[str]) -> int:

@@ -47,7 +47,7 @@ def decoder_shape(config: Checkpoint, sizes: Sizes, *, layers: int, first: str) 
     if config.config.get("use_sliding_window") is not False:
         config.allow("sliding_window")
     kinds = config.config.get("layer_types")
-    if kinds is not None and set(kinds) != {"full_attention"}:
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         config.refuse("layer_types", "all layers must be full_attention")
     size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     kv_heads = config.count("num_key_value_heads", heads)
@@ -79,7 +79,7 @@ def _rope(config: Checkpoint) -> RopeShape:
     theta = found.number("rope_theta", config.number("rope_theta", 10000.0))
     values: Mapping[str, Any] = found.config
     kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         config.refuse(key, f"its rope_type must be {', '.join(_SCALINGS)}")
     known = _SCALINGS[kind]
     found.allow("partial_rotary_factor", 1.0, 1)

@@ -42,7 +42,7 @@ def read_ends(checkpoint: Checkpoint, card: DraftDescription, names: Mapping[str
 
     Raises `ModelLoadError`.
     """
-    found = checkpoint.tensors([*names.values(), *ENDS, *MAPS])
+    found = checkpoint.weights([*names.values(), *ENDS]) | checkpoint.tensors(MAPS)
     vocabulary = None
     if card.vocabulary_size is not None:
         vocabulary = _tokens(checkpoint, found[_OFFSETS], found.get(_IS_DRAFTED), card.target_vocabulary_size)

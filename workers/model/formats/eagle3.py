@@ -85,7 +85,7 @@ def _named_taps(config: Checkpoint) -> tuple[int, ...]:
     """The taps of a list whose meaning all engines agree on. Raises `ModelLoadError` for another list."""
     nested = config.nested("eagle_config")
     for section, key in ((nested, _LAYERS), (nested, "layer_ids"), (config, "target_layer_ids")):
-        listed = section.numbers(key)
+        listed = _listed(section, key)
         if listed is not None:
             inputs, outputs = list(listed), [one + 1 for one in listed]
             section.refuse(
@@ -93,7 +93,12 @@ def _named_taps(config: Checkpoint) -> tuple[int, ...]:
                 f"engines disagree on it: set draft.eagle.taps to {inputs} if it numbers the layers whose inputs are "
                 f"read (vLLM), or to {outputs} if their outputs are (SGLang)",
             )
-    return config.numbers(_LAYERS) or ()
+    return _listed(config, _LAYERS) or ()
+
+
+def _listed(config: Checkpoint, key: str) -> tuple[int, ...] | None:
+    """The numbers of a list. An empty one, as NVIDIA writes it, says nothing."""
+    return None if config.config.get(key) == [] else config.numbers(key)
 
 
 register(Eagle3Format())

@@ -66,7 +66,7 @@ class HydraFormat:
         if not isinstance(card.shape, HydraShape):
             raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
         names = card.shape.tensors()
-        found = checkpoint.tensors([_stored(name) for name in names])
+        found = checkpoint.weights([_stored(name) for name in names])
         return DraftWeights({name: found[_stored(name)] for name in names})
 
 

@@ -88,7 +88,7 @@ class SpeculatorsFormat:
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         """Read the draft; see `DraftFormat.weights`."""
         if card.kind == _MTP:
-            return DraftWeights(checkpoint.tensors(checkpoint.sizes))
+            return DraftWeights(checkpoint.weights(checkpoint.sizes))
         return _LAYOUT.weights(checkpoint, card) if card.kind == "eagle" else block_weights(checkpoint, card)
 
 

@@ -44,6 +44,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model_type": "deepseek_v3"}, "model_type in config.json: 'deepseek_v3' is refused; it must be llama"),
         ({"sliding_window": 512}, "sliding_window in config.json: 512 is refused; it is not supported"),
         ({"layer_types": ["sliding_attention"]}, "layer_types in config.json: .* all layers must be full_attention"),
+        ({"layer_types": 3}, "layer_types in config.json: 3 is refused; all layers must be full_attention"),
+        ({"layer_types": [{}]}, "layer_types in config.json: .* all layers must be full_attention"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling in config.json: .* its rope_type must be default"),
         ({"rope_interleaved": True}, "rope_interleaved in config.json: True is refused; it must be False"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling in config.json: .* its rope_type must be"),
         ({"rope_scaling": {"rope_type": "llama3", "odd": 1}}, "rope_scaling .* rope_type llama3 does not know odd"),
@@ -122,6 +125,20 @@ def test_the_taps_of_the_settings_take_the_place_of_ambiguous_layers(tmp_path: P
     write(tmp_path, EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}, public_drafts.eagle3())
 
     assert read_draft(tmp_path, (2, 5, 7)).taps == (2, 5, 7)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True}},
+        {"eagle_aux_hidden_state_layer_ids": []},
+    ],
+)
+def test_an_empty_list_of_layers_stands_for_the_common_ones(changes: dict[str, Any], tmp_path: Path) -> None:
+    """NVIDIA's library writes one where nobody chose layers."""
+    write(tmp_path, EAGLE3 | changes, public_drafts.eagle3())
+
+    assert read_draft(tmp_path).taps == (2, "middle", -4)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +303,28 @@ def test_tensors(change: Callable[[Tensors], Tensors], message: str, target: Pat
         load_drafter(tmp_path, target, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("config", "tensors", "name"),
+    [
+        (EAGLE3, public_drafts.eagle3, "fc.weight"),
+        (EAGLE3, public_drafts.eagle3, "lm_head.weight"),
+        (LLAMA, public_drafts.eagle1, "layers.0.mlp.up_proj.weight"),
+        (DFLASH, public_drafts.block, "hidden_norm.weight"),
+        ({}, public_drafts.medusa, "1.0.linear.weight"),
+        (public_drafts.HYDRA, public_drafts.hydra, "hydra_lm_head.0.weight"),
+    ],
+)
+def test_numbers_that_nothing_scales(
+    config: dict[str, Any], tensors: Callable[[], Tensors], name: str, dtype: torch.dtype, target: Path, tmp_path: Path
+) -> None:
+    stored = tensors()
+    write(tmp_path, config, stored | {name: stored[name].to(dtype)})
+
+    with pytest.raises(ModelLoadError, match=rf"{name} is {dtype}; it must be float32, bfloat16 or float16"):
+        load_drafter(tmp_path, target, torch.float32, torch.device("cpu"))
+
+
 class Malicious:
     """Runs code when it is unpickled."""
 
@@ -308,6 +347,25 @@ class TestFiles:
         (tmp_path / "model.safetensors").write_bytes(whole[:100])
 
         with pytest.raises(ModelLoadError, match=r"model.safetensors is no safetensors file"):
+            read_draft(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("file", "message"),
+        [
+            ("model.safetensors", r"model.safetensors is no safetensors file: its header is nested too deeply"),
+            ("model.safetensors.index.json", r"model.safetensors.index.json cannot be read: maximum recursion depth"),
+            ("config.json", r"vocab_size in config.json: None is refused"),
+        ],
+    )
+    def test_json_that_is_nested_too_deeply(self, file: str, message: str, tmp_path: Path) -> None:
+        write(tmp_path, EAGLE3, public_drafts.eagle3())
+        if "index" in file:
+            (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
+        deep = 100_000 * b"["
+        begin = len(deep).to_bytes(8, "little") if file == "model.safetensors" else b""
+        (tmp_path / file).write_bytes(begin + deep)
+
+        with pytest.raises(ModelLoadError, match=message):
             read_draft(tmp_path)
 
     def test_a_directory_of_no_known_format(self, tmp_path: Path) -> None:
