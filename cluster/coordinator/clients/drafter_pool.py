@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from itertools import accumulate
 
 from cluster.coordinator.clients.drafter import DrafterClient, Proposals, ProposeCall
 from cluster.coordinator.metrics import DrafterStatus, Metrics
@@ -270,13 +271,20 @@ class DrafterPool:
         return assigned
 
     def _try_failed(self, requests: Collection[DraftRequest]) -> None:
-        """Start a background trial call to each failed drafter whose circuit breaker is due."""
+        """Start a background trial call to each failed drafter whose circuit breaker is due.
+
+        The call has the sequences of which the drafter lacks the least, up to `MAX_PREFILL_TOKENS` tokens: the drafter
+        must answer in time. One sequence is enough where other drafters serve the rest.
+        """
         for client in self._clients:
             if client.breaker.closed or client.is_calling or not requests or not client.breaker.due():
                 continue
             served = [request for request in requests if not client.refuses(request.sequence.id)]
+            served.sort(key=lambda request: client.unsynced(request.sequence))
+            lacking = accumulate(client.unsynced(request.sequence) for request in served)
+            most = 1 if len(self._by_name) > 1 else max(1, sum(tokens <= MAX_PREFILL_TOKENS for tokens in lacking))
             if served:
-                self._start(client, served if len(self._by_name) == 1 else served[-1:])
+                self._start(client, served[:most])
 
     def _unassign(self, sequence_id: SequenceId) -> None:
         assigned = self._assigned.pop(sequence_id, None)

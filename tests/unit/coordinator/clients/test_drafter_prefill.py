@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence as Many
+
+import pytest
 
 from cluster.coordinator.clients.drafter_pool import DrafterPool
 from cluster.coordinator.metrics import Metrics
-from cluster.core.drafting import DraftBudget, Evidence, HiddenStates
+from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates, Proposal
+from cluster.core.errors import DrafterUnavailable
 from cluster.core.evidence_store import MAX_BYTES
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
@@ -87,6 +91,34 @@ def test_the_prefill_of_a_request_that_left_is_cancelled() -> None:
             await until(lambda: drafter.cancelled == 1)
             assert now() - left < 0.05  # the prefill takes two seconds
             await cluster.serve([request("next", max_tokens=20)])  # the drafter still works
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_a_drafter_that_comes_back_is_not_sent_the_prompts_of_all_sequences_at_once(drafters: int) -> None:
+    class Returning(PrefillingDrafter):
+        is_down = True
+
+        async def propose(self, rows: Many[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
+            if self.is_down:
+                raise DrafterUnavailable("connection refused")
+            return await super().propose(rows, timeout_seconds)
+
+    async def scenario() -> None:
+        target = TimedTarget(gpu_step)
+        returning = [Returning(target, DrafterModel(0.9), token_seconds=0.001) for _ in range(drafters)]
+        cluster = SimulatedCluster(returning, target, draft__controller="off")
+        long = [request(f"long{index}", [index] * 2000, 1000, seed=index) for index in range(8)]
+        async with cluster.coordinator:
+            reading = asyncio.create_task(cluster.serve([request("short", max_tokens=500, seed=9), *long]))
+            await until(lambda: len(target.batches) > 60)
+            for drafter in returning:
+                drafter.is_down = False
+            back = now()
+            await until(lambda: target.accepted > 0)
+            assert now() - back < 2.0  # the prompts take sixteen seconds
+            await reading
 
     simulate(scenario())
 
