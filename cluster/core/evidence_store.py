@@ -19,7 +19,9 @@ _LEFT_BYTES = MAX_BYTES * 3 // 4
 class EvidenceStore:
     """Evidence by sequence, oldest first, within bounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: float = MAX_BYTES) -> None:
+        """`most_bytes` bounds the hidden states that are kept of one sequence."""
+        self._most_bytes = most_bytes
         self._kept: dict[SequenceId, deque[Evidence]] = {}
         self._bytes: dict[SequenceId, int] = {}
 
@@ -33,7 +35,7 @@ class EvidenceStore:
         size = self._bytes.get(sequence_id, 0) + _size(evidence)
         while len(kept) > MAX_STEPS:
             size -= _size(kept.popleft())
-        self._bytes[sequence_id] = size if size <= MAX_BYTES else _shorten(kept, size, _LEFT_BYTES)
+        self._bytes[sequence_id] = size if size <= self._most_bytes else _shorten(kept, size, _LEFT_BYTES)
 
     def size(self, sequence_id: SequenceId) -> int:
         """Bytes of hidden states that are kept of a sequence."""
@@ -45,10 +47,12 @@ class EvidenceStore:
         hidden = kept[-1].hidden if kept else None
         return 0 if hidden is None else self._bytes[sequence_id] // (2 * hidden.width)
 
-    def take(self, sequence_id: SequenceId, most_bytes: int = MAX_BYTES) -> tuple[Evidence, ...]:
+    def take(self, sequence_id: SequenceId, most_bytes: int | None = None) -> tuple[Evidence, ...]:
         """Remove and return the evidence of a sequence: the latest, with at most `most_bytes` of hidden states."""
         kept = self._kept.pop(sequence_id, deque())
-        _shorten(kept, self._bytes.pop(sequence_id, 0), most_bytes)
+        size = self._bytes.pop(sequence_id, 0)
+        if most_bytes is not None:
+            _shorten(kept, size, most_bytes)
         return tuple(kept)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, Proposal, RowFaultCode
-from cluster.core.evidence_store import MAX_BYTES, EvidenceStore
+from cluster.core.evidence_store import EvidenceStore
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SequenceStart
@@ -19,9 +20,9 @@ from cluster.core.verification import VerifyRow
 
 logger = logging.getLogger(__name__)
 
-_MUCH_BYTES = MAX_BYTES // 2
-"""Bytes of hidden states of a sequence above which the method is shown them before a draft is asked for. Only
-`MAX_BYTES` are kept, and a long prompt has more."""
+_MUCH_BYTES = 8 * 1024 * 1024
+"""Bytes of hidden states of a sequence above which the method is shown them before a draft is asked for: no more are
+kept, and a long prompt has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class ColocatedDrafter:
         self._raises = raises
         self._synced_lens: dict[SequenceId, int] = {}
         self._refused: set[SequenceId] = set()
-        self._evidence = EvidenceStore()
+        self._evidence = EvidenceStore(inf)  # what is much is not kept
 
     def draft(self, verified: Sequence[VerifiedRow]) -> dict[SequenceId, Proposal]:
         """Propose trees for the rows whose `next_budget` is not empty.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from cluster.core.drafting import EVIDENCE_ONLY, DraftBudget, DraftRow, Evidence, HiddenStates, Proposal
 from cluster.core.evidence_store import MAX_BYTES
 from cluster.core.ids import SequenceId
@@ -14,7 +16,7 @@ from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 NAME = SequenceId("s")
 CHUNK = 512
 WIDTH = MAX_BYTES // (8 * CHUNK)
-"""Values per position: a chunk of a prompt takes a quarter of what is kept of a sequence."""
+"""Values per position with which a chunk of a prompt takes a quarter of what is kept for drafters elsewhere."""
 
 
 class Recorder:
@@ -31,7 +33,7 @@ class Recorder:
         """Nothing is kept."""
 
 
-def shown(chunks: int) -> list[DraftRow]:
+def shown(chunks: int, width: int = WIDTH) -> list[DraftRow]:
     """The rows that the method gets while the target computes a prompt of so many chunks and decides a token."""
     method = Recorder()
     drafter, tokens = ColocatedDrafter(method), [1] * CHUNK * chunks
@@ -39,7 +41,7 @@ def shown(chunks: int) -> list[DraftRow]:
         decides = end == len(tokens)
         budget = DraftBudget(2, 2) if decides else EVIDENCE_ONLY
         row = VerifyRow(NAME, end, tuple(tokens[end - CHUNK : end]), decide=decides, next_budget=budget)
-        hidden = HiddenStates(end - CHUNK, WIDTH, bytes(2 * WIDTH * CHUNK))
+        hidden = HiddenStates(end - CHUNK, width, bytes(2 * width * CHUNK))
         last = (2,) if decides else ()
         drafter.draft(
             [
@@ -55,8 +57,9 @@ def shown(chunks: int) -> list[DraftRow]:
     return method.rows
 
 
-def test_a_drafter_on_the_target_is_shown_all_hidden_states_of_a_long_prompt() -> None:
-    rows = shown(chunks=9)
+@pytest.mark.parametrize("width", [WIDTH, 3 * WIDTH, 6 * WIDTH], ids=str)
+def test_a_drafter_on_the_target_is_shown_all_hidden_states_of_a_long_prompt(width: int) -> None:
+    rows = shown(9, width)
     parts = [evidence.hidden for row in rows for evidence in row.evidence if evidence.hidden is not None]
     assert [position for part in parts for position in range(part.first, part.end)] == list(range(9 * CHUNK))
     assert sum(len(row.new_tokens) for row in rows) == 9 * CHUNK + 1
