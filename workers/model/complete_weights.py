@@ -1,7 +1,7 @@
-"""Loads a model with `transformers`, and refuses files that lack weights or whose quantized numbers stay as they are.
+"""Loads a model with `transformers`, and refuses files whose weights it would invent, leave out or read wrong.
 
-`transformers` warns of both and goes on: it draws missing parameters at random, and reads numbers of a quantization
-that it does not know without their scales.
+It warns of them and goes on: it draws missing parameters at random, leaves out biases that the configuration does not
+state, and reads numbers of a quantization that it does not know without their scales.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from cluster.core.errors import ModelLoadError, shorten
+from workers.model.weight_files import weight_files
 
 _SCALE = re.compile(r"(.*\.)?weight_scale\w*|(.*)_scale(_inv)?")
 """Names of the scales of a layer's weight, or of another parameter."""
 
 
+_INTEGERS = frozenset(("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"))
+"""Types of numbers that are no weights without a scale, as safetensors names them."""
 _COMPUTED = "SinusoidalPositionalEmbedding"
 """Ends the names of classes whose weight `transformers` computes where the files lack it, as those of Pegasus do."""
 
@@ -45,8 +49,38 @@ def load_complete(kind: Any, directory: Path, **options: Any) -> PreTrainedModel
             f"model directory {str(directory)!r}: its weights are quantized in a way that is not read (quant_method "
             f"{method!r} in its configuration, scales {shorten(scales[:3])}); give the model in another format"
         )
+    if "gguf_file" not in options:
+        biases = [name for name in report["unexpected_keys"] if _is_bias(name, parameters)]
+        has_scales = getattr(module, "hf_quantizer", None) is not None
+        _check_numbers(directory, biases, frozenset() if has_scales else parameters)
     loaded: PreTrainedModel = module
     return loaded
+
+
+def _is_bias(name: str, parameters: Collection[str]) -> bool:
+    """Whether a tensor that no parameter takes is the bias of a layer of the model."""
+    return name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in parameters
+
+
+def _check_numbers(directory: Path, biases: Collection[str], parameters: Collection[str]) -> None:
+    """Raise `ModelLoadError` for one of these `biases` that is not 0, and for one of these `parameters` of integers."""
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            dropped = [name for name in names if name in biases and bool(opened.get_tensor(name).any())]
+            integers = [
+                name for name in names if name in parameters and opened.get_slice(name).get_dtype() in _INTEGERS
+            ]
+        if dropped:
+            raise ModelLoadError(
+                f"model directory {str(directory)!r}: its files have {shorten(dropped[:3])}, and the model of its "
+                "configuration has no such biases; put the configuration of these weights there"
+            )
+        if integers:
+            raise ModelLoadError(
+                f"model directory {str(directory)!r}: {shorten(integers[:3])} are integers without scales; weights "
+                "must be float32, bfloat16 or float16"
+            )
 
 
 def _is_scale(name: str, parameters: Collection[str]) -> bool:

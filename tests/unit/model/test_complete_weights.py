@@ -106,6 +106,27 @@ def test_scales_of_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
         load(directory)
 
 
+BIAS = "model.layers.1.self_attn.q_proj.bias"
+
+
+def test_a_bias_that_the_configuration_does_not_state_is_refused(tmp_path: Path) -> None:
+    """Its numbers would be left out. Some tools write biases of 0 into every layer."""
+    directory = tiny.save(tmp_path / "model", tiny.llama())
+    expected = logits(load(directory), TEXT)
+    change(directory, **{BIAS: torch.zeros(48)})
+    check_close(logits(load(directory), TEXT), expected)
+    change(directory, **{BIAS: torch.ones(48)})
+    with pytest.raises(ModelLoadError, match=rf"have \['{BIAS}'\], and the model of its configuration has no such"):
+        load(directory)
+
+
+def test_weights_of_integers_without_scales_are_refused(tmp_path: Path) -> None:
+    directory = tiny.save(tmp_path / "model", tiny.llama())
+    change(directory, **{LOST: load_file(directory / "model.safetensors")[LOST].to(torch.int8)})
+    with pytest.raises(ModelLoadError, match=rf"\['{LOST}'\] are integers without scales"):
+        load(directory)
+
+
 def test_tensors_that_a_model_does_not_need_change_nothing(tmp_path: Path) -> None:
     """Scales of a KV cache, layers for other purposes, and the head of a model that is tied to its embedding."""
     directory = tiny.save(tmp_path / "model", tiny.qwen2())

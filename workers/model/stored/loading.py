@@ -153,7 +153,7 @@ def _linear(
 ) -> StoredLinear:
     """A rank's share of a linear layer. `tied` is the whole matrix, if it is known."""
     shape = layer.out_features, layer.in_features
-    bias = None if layer.bias is None else checkpoint.vector(f"{name}.bias").to(dtype)
+    bias = _bias(layer, f"{name}.bias", checkpoint, dtype)
     region = cut.region(shape, name)
     try:
         if tied is not None:
@@ -165,6 +165,17 @@ def _linear(
     if cut.style == "rowwise":
         return StoredLinear(storage, bias, sums_ranks=True)
     return StoredLinear(storage, None if bias is None else bias[region.outputs])
+
+
+def _bias(layer: Any, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype) -> torch.Tensor | None:
+    """The whole bias of a linear layer, if it has one. Raises `ModelLoadError` for one that the layer would drop."""
+    if layer.bias is not None:
+        return checkpoint.vector(name).to(dtype)
+    if name in checkpoint and bool(checkpoint.vector(name).any()):
+        raise ModelLoadError(
+            f"{str(checkpoint.path)!r}: {name} is no parameter of the model; its configuration must state it"
+        )
+    return None
 
 
 def _experts(

@@ -391,6 +391,11 @@ POISONED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]
         lambda tensors: tensors[f"{UP}.weight.quant_state.bitsandbytes__nf4"].fill_(7),
         r"up_proj': Expecting value",
     ),
+    "a bias that the configuration does not state": (
+        "gptq 4 bits",
+        lambda tensors: tensors.update({f"{UP}.bias": torch.ones(192)}),
+        r"up_proj\.bias is no parameter of the model; its configuration must state it",
+    ),
     "no head": ("awq", lambda tensors: tensors.pop("lm_head.weight"), r"there is no tensor for 'lm_head\.weight'"),
 }
 
