@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -20,12 +21,14 @@ from itertools import chain
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 _MEMORY_BYTES = 4 << 30
 """Most address space of a process."""
 _STACK_BYTES = 1 << 20
 """Stack of a compilation: less than any thread that compiles the same grammar later has."""
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]*start(?:\[[^\]\n]*\])?[ \t]*:(?!:=))", re.MULTILINE)
+"""What a grammar has that is not EBNF: the rule `start`, which may have a prefix and attributes."""
 _STEPS = 16
 """Tokens, or chains of forced tokens, of the answer that is tried."""
 
@@ -35,7 +38,7 @@ def compile_one(request: dict[str, Any], vocabulary: LLTokenizer) -> dict[str, s
     source = request["source"]
     try:
         if request["is_ebnf"]:
-            source = any_to_lark(source)
+            source = source if _LARK.search(source) else gbnf_to_lark(source)
         matcher = LLMatcher(vocabulary, source, limits=LLParserLimits(**request["limits"]), log_level=0)
         _follow(matcher)
         return {"source": source, "error": matcher.get_error() if matcher.is_error() else ""}

@@ -171,6 +171,21 @@ async def test_ebnf_is_translated(checker: GrammarChecker) -> None:
     assert "start:" in found.text and "::=" not in found.text
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        '\n    ?start: words\n\n    ?words: WORD (" " WORD)*\n    WORD: /[a-z]+/\n',
+        '!start: "yes" | "no"',
+        'start[max_tokens=5]: "yes" | "no"',
+        "%llguidance {}\nstart : /[a-z]+/",
+    ],
+)
+async def test_larks_syntax_stays_as_it_is(checker: GrammarChecker, source: str) -> None:
+    """Rules may have a prefix, as in the example of vLLM's documentation, and attributes."""
+    async with deadline(SECONDS):
+        assert await checker.check(lark(source)) == lark(source)
+
+
 async def test_a_process_that_ends_is_started_again(
     new_checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
