@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.core.errors import PilotfishError
+from cluster.core.errors import Aborted, PilotfishError
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.observability.request_record import RequestRecord, current, log_request
 from cluster.ingress.observability.traces import CallTracer
@@ -60,6 +61,10 @@ class ObservabilityMiddleware:
         token = current.set(record)
         try:
             await self._app(scope, receive, send_and_note)
+        except asyncio.CancelledError:  # Ray Serve cancels the call of a client that has left
+            if status is None:
+                status, record.error = Aborted.http_status, Aborted.__name__
+            raise
         except Exception as error:
             record.error = type(error).__name__
             if status is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.core.errors import NotReady, Overloaded
@@ -48,6 +52,21 @@ async def test_refusals_are_counted_by_reason(api: HttpApi) -> None:
     counts = await samples(api, "pilotfish:refusals_total")
     reasons = ("InvalidRequest", "UnknownRoute", "Overloaded", "NotReady")
     assert counts == {("http", reason): 1.0 for reason in reasons}
+
+
+async def test_a_call_that_serve_cancels_because_its_client_has_left_is_no_error_of_the_server(
+    api: HttpApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray Serve tells the application that the client has left, and cancels it at the same time."""
+    caplog.set_level(logging.INFO, "pilotfish.requests")
+    api.engine.hold_after = 0
+    asking = asyncio.create_task(api.chat())
+    await api.engine.arrived.get()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert (await samples(api, "http_requests_total"))[(CHAT, "POST", "4xx")] == 1
+    assert await samples(api, "pilotfish:refusals_total") == {("http", "Aborted"): 1.0}
+    assert "status=499" in caplog.text and "error=Aborted" in caplog.text
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_a_refusal_too(api: HttpApi) -> None:
