@@ -116,7 +116,7 @@ def _checked(directory: Path) -> Path:
 def _plain_weights(directory: Path, cache_directory: Path) -> Path:
     """The directory itself, or its de-quantized copy if its weights are quantized in a known format."""
     settings = quantization_of(directory)
-    if settings is None or settings.get("quant_method") not in DEQUANTIZED:
+    if settings is None or str(settings.get("quant_method")) not in DEQUANTIZED:
         return directory
     files = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".json"))
     destination = cache_directory / f"{directory.name}-{_identity(files, _QUANTIZED_READING)}"

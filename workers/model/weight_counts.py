@@ -127,7 +127,7 @@ def _computed(directory: Path) -> dict[str, tuple[int, ...]]:
     Such layers have names of their own, or are numbered after the last decoder layer. Raises `ModelLoadError`.
     """
     settings = quantization_of(directory)
-    is_packed = settings is not None and settings.get("quant_method") in FORMATS
+    is_packed = settings is not None and str(settings.get("quant_method")) in FORMATS
     shapes = QuantizedCheckpoint(directory).shapes() if is_packed else tensor_shapes(directory)
     shapes = {name: shape for name, shape in shapes.items() if not name.startswith(_PREDICTING)}
     layers = config_values(directory).get("num_hidden_layers")

@@ -193,6 +193,13 @@ def test_a_missing_library_is_named_with_the_format_and_the_model(
     assert str(tmp_path / "model") in str(caught.value)
 
 
+def test_a_method_that_is_no_name_is_refused_as_others_are(source: Path, tmp_path: Path) -> None:
+    quantized.save(source, tmp_path / "model", quantized.compressed_int8, {"quant_method": ["gptq"]})
+    directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")
+    with pytest.raises(ModelLoadError, match="model type 'llama' is refused"):
+        load_model(ModelSection(path=str(directory), device="cpu"))
+
+
 def test_a_method_that_is_not_read_is_refused_with_its_name(source: Path, tmp_path: Path) -> None:
     quantized.save(source, tmp_path / "model", quantized.compressed_int8, {"quant_method": "quanto", "weights": "int8"})
     directory = resolve_model_directory(str(tmp_path / "model"), tmp_path / "cache")

@@ -28,11 +28,11 @@ _FORMATS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": 
 def compressed_tensors(settings: Mapping[str, Any]) -> QuantizedFormat:
     """The format of one checkpoint. Raises `ValueError` for settings that are not read."""
     stored = settings.get("format")
-    if stored not in _FORMATS:
+    if not isinstance(stored, str) or stored not in _FORMATS:
         raise ValueError(f"format is {stored!r}; it must be {' or '.join(_FORMATS)}")
     for field in ("transform_config", "sparsity_config"):
         given = settings.get(field)
-        if given and given.get("format") != "dense":
+        if given and (not isinstance(given, dict) or given.get("format") != "dense"):
             raise ValueError(f"{field} is set; it must be empty")
     schemes = settings.get("config_groups")
     if not isinstance(schemes, dict) or not schemes:

@@ -39,7 +39,10 @@ class Gptq:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raises `ValueError` for settings that are not read."""
         self._settings = settings
-        self._dynamic: Mapping[str, Mapping[str, Any]] = settings.get("dynamic") or {}
+        dynamic = settings.get("dynamic") or {}
+        if not isinstance(dynamic, dict):
+            raise ValueError(f"dynamic is {dynamic!r}; it must have fields for patterns")  # noqa: TRY004 - of a file
+        self._dynamic: Mapping[str, Mapping[str, Any]] = dynamic
         stored = str(settings.get("checkpoint_format") or "gptq")
         if stored not in _FORMATS:
             raise ValueError(f"checkpoint_format is {stored!r}; it must be {' or '.join(_FORMATS)}")

@@ -262,7 +262,7 @@ def stored_bytes(directory: Path, dtype: str, *, read_by_a_step: bool = False) -
     plain: torch.dtype = getattr(torch, dtype)
     settings = quantization_of(directory)
     if settings is not None:
-        if settings.get("quant_method") not in FORMATS:
+        if str(settings.get("quant_method")) not in FORMATS:
             return None
         sizes = QuantizedCheckpoint(directory, plain).sizes()
     elif (file := stored_file(directory)) is not None:
