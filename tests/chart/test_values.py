@@ -72,6 +72,16 @@ def test_a_gateway_needs_a_class_or_an_existing_one() -> None:
     assert render({"gateway": gateway}).one("GRPCRoute")["spec"]["parentRefs"] == gateway["parentRefs"]
 
 
+@pytest.mark.parametrize("door", ["ingress", "gateway"])
+def test_the_two_apis_have_different_hosts(door: str) -> None:
+    """Controllers give one host to one of the two objects, and the other API is not reached."""
+    values = {"enabled": True, "parentRefs": [{"name": "public"}]} if door == "gateway" else {"enabled": True}
+    both = {api: {"host": "llm.example.com"} for api in ("http", "grpc")}
+    with pytest.raises(helm_python.HelmError, match=rf"{door}\.grpc\.host: is that of {door}\.http"):
+        render({door: values | both})
+    render({door: values | {"http": {"host": "llm.example.com"}}})
+
+
 def models_volume(found: Rendered) -> Object:
     (volume,) = [one for one in found.pod_templates["target"]["spec"]["volumes"] if one["name"] == "models"]
     return {key: value for key, value in volume.items() if key != "name"}

@@ -21,6 +21,12 @@
 {{- end -}}
 {{- end -}}
 {{- $faults = concat $faults (include "pilotfish.unusedSettings" . | fromYamlArray) (include "pilotfish.modelFaults" . | fromYamlArray) -}}
+{{- range $door := tuple "ingress" "gateway" -}}
+{{- $values := get $.Values $door -}}
+{{- if and $values.enabled (eq $values.http.host $values.grpc.host) -}}
+{{- $faults = append $faults (printf "%s.grpc.host: is that of %s.http, %q; the two APIs need different hosts" $door $door $values.http.host) -}}
+{{- end -}}
+{{- end -}}
 {{- with $faults -}}
 {{- fail (join "; " (uniq .)) -}}
 {{- end -}}
