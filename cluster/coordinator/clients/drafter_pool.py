@@ -132,6 +132,7 @@ class DrafterPool:
             return
         for sequence_id in [one for one, assigned in self._assigned.items() if assigned is client]:
             self._unassign(sequence_id)
+        del self._loads[client]
         self._prefilling.pop(client, None)
         await client.leave(timeout_seconds)
 

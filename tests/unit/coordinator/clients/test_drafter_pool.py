@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -89,6 +91,26 @@ def test_a_drafter_that_joins_gets_its_share_and_one_that_leaves_loses_all() -> 
             await coordinator.remove_drafter("unknown")
             await reading
             assert len(first.calls) == calls
+        assert target.accepted > 0
+
+    simulate(scenario())
+
+
+def test_nothing_is_kept_of_a_drafter_that_left() -> None:
+    async def scenario() -> None:
+        target = FakeTarget(blocks=4000, step_delay=0.005)
+        cluster = SimulatedCluster([], target, draft__controller="off")
+        async with cluster.coordinator as coordinator:
+            drafter = PerfectDrafter(target)
+            left = weakref.ref(drafter)
+            coordinator.add_drafter("leaving", drafter)
+            await cluster.serve(equal_requests(2, 40))
+            assert drafter.calls
+            del drafter
+            await coordinator.remove_drafter("leaving")
+            await cluster.serve(equal_requests(2, 10, "next"))
+            gc.collect()
+            assert left() is None
         assert target.accepted > 0
 
     simulate(scenario())
