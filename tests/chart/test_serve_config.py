@@ -122,6 +122,15 @@ def test_a_setting_that_the_chart_decides_is_refused(settings: Object, fault: st
         render({"applications": [further]})
 
 
+def test_the_threshold_of_memory_is_that_of_the_first_models_settings() -> None:
+    further = {"name": "small", "routePrefix": "/small", "settings": {"cluster": {"memory_threshold": 0.8}}}
+    fault = (
+        "applications[0].settings.cluster.memory_threshold: has no effect here; settings.cluster has that of all pods"
+    )
+    with pytest.raises(helm_python.HelmError, match=re.escape(fault)):
+        render({"applications": [further]})
+
+
 def test_the_address_of_http_is_that_of_the_first_models_settings() -> None:
     assert render().serve_config["http_options"]["host"] == "0.0.0.0"
     everywhere = {"settings": {"server": {"http_host": "::", "grpc_host": "::"}}}

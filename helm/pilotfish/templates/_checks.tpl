@@ -97,6 +97,9 @@ Why a group cannot run a model on GPUs, as a list: call with (dict "root" . "nam
 {{- $faults = append $faults (printf "%s.server.%s: has no effect here; %s" $section.path $key $instead) -}}
 {{- end -}}
 {{- end -}}
+{{- if and (ne $section.path "settings") (hasKey ($section.settings.cluster | default dict) "memory_threshold") -}}
+{{- $faults = append $faults (printf "%s.cluster.memory_threshold: has no effect here; settings.cluster has that of all pods" $section.path) -}}
+{{- end -}}
 {{- if hasKey ($section.settings.cluster | default dict) "token_file" -}}
 {{- $faults = append $faults (printf "%s.cluster.token_file: has no effect here; secrets.cluster has the token" $section.path) -}}
 {{- end -}}
