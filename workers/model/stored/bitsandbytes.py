@@ -22,6 +22,8 @@ from workers.model.stored.parts import Parts, Region, check_cut
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _LARGEST = 127.0
+_BY_ROWS = 0
+"""The order of a matrix's numbers that is read. Earlier versions also wrote those of the tiles of some GPUs."""
 _MOST_STATE_BYTES = 4096
 
 
@@ -60,6 +62,9 @@ class BitsAndBytes:
         """A region of a matrix."""
         shape = self.shape(parts)
         if "SCB" in parts:
+            order = int(parts.get("weight_format").flatten()[0]) if "weight_format" in parts else _BY_ROWS
+            if order != _BY_ROWS:
+                raise ValueError(f"weight_format is {order}; it must be {_BY_ROWS}, whose numbers lie row by row")
             integers = parts.checked("weight", (torch.int8,), shape)[region.outputs, region.inputs].clone()
             scales = parts.checked("SCB", (torch.float32,), shape[:1])[region.outputs]
             return Int8Storage(integers, scales / _LARGEST)

@@ -386,6 +386,11 @@ POISONED: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]
         lambda tensors: tensors.update({f"{UP}.weight.quant_map": torch.ones(15)}),
         r"up_proj': weight\.quant_map is \[15\]; it must be \[16\]",
     ),
+    "the order of a GPU's tiles": (
+        "bitsandbytes 8 bits",
+        lambda tensors: tensors.update({f"{UP}.weight_format": torch.tensor(3, dtype=torch.uint8)}),
+        r"up_proj': weight_format is 3; it must be 0, whose numbers lie row by row",
+    ),
     "a state that is no JSON": (
         "bitsandbytes nf4",
         lambda tensors: tensors[f"{UP}.weight.quant_state.bitsandbytes__nf4"].fill_(7),
