@@ -54,6 +54,22 @@ def read_tensors(file: Path, names: Collection[str]) -> dict[str, Tensor]:
         raise ValueError(f"its header is wrong: {error!r}") from error
 
 
+def read_pickled(file: Path) -> Any:
+    """What a file of `torch.save` holds, read without running its code. Tensors are memory-mapped.
+
+    Raises whatever the reader of a broken or hostile file raises, and `ValueError` for an archive that is compressed:
+    `torch` maps its bytes as they are.
+    """
+    import torch
+
+    is_archive = zipfile.is_zipfile(file)
+    if is_archive:
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("its entries are compressed; torch.save stores them as they are")
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=is_archive)
+
+
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     """What a safetensors file says of each of its tensors, and the number of bytes before the first one's."""
     with file.open("rb") as stream:
@@ -260,7 +276,7 @@ class Checkpoint:
         import torch
 
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            found = read_pickled(file)
         except Exception as error:  # the reader of a broken or hostile file may raise anything
             self.fail(f"{file.name} cannot be read as plain tensors: {error}")
         if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):

@@ -21,7 +21,7 @@ from workers.model.formats.block_layout import (
     has_block,
     taps_after,
 )
-from workers.model.formats.checkpoint import Checkpoint
+from workers.model.formats.checkpoint import Checkpoint, read_pickled
 from workers.model.formats.decoder_config import DECODER_KEYS
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import MaskedBlockShape
@@ -119,7 +119,7 @@ def _mask_embedding(checkpoint: Checkpoint, shape: MaskedBlockShape) -> Tensor:
     import torch
 
     try:
-        found = torch.load(checkpoint.directory / MASK_EMBEDDING, map_location="cpu", weights_only=True)
+        found = read_pickled(checkpoint.directory / MASK_EMBEDDING)
     except Exception as error:  # the reader of a broken or hostile file may raise anything
         checkpoint.fail(f"{MASK_EMBEDDING} cannot be read as plain tensors: {error}")
     token = shape.mask_token
@@ -130,7 +130,7 @@ def _mask_embedding(checkpoint: Checkpoint, shape: MaskedBlockShape) -> Tensor:
         checkpoint.fail(f"{MASK_EMBEDDING} must hold one vector of {size} elements")
     if not isinstance(token, int) or token != shape.mask_token:
         checkpoint.fail(f"{MASK_EMBEDDING} is of the token {shorten(token)}; mask_token_id is {shape.mask_token}")
-    return found.flatten()
+    return found.flatten().clone()
 
 
 register(DFlashFormat())

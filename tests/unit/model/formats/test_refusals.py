@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,6 +342,32 @@ class TestFiles:
 
         with pytest.raises(ModelLoadError, match=r"pytorch_model.bin cannot be read as plain tensors"):
             read_draft(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("config", "tensors", "file"),
+        [
+            ({}, public_drafts.medusa, "medusa_lm_head.pt"),
+            (LLAMA, public_drafts.eagle1, "pytorch_model.bin"),
+            (DFLASH, public_drafts.block, "mask_embedding.pt"),
+        ],
+    )
+    def test_an_archive_that_is_compressed(
+        self, config: dict[str, Any], tensors: Callable[[], Tensors], file: str, target: Path, tmp_path: Path
+    ) -> None:
+        """`torch` would take its compressed bytes for numbers, or unpack more than there is memory for."""
+        write(tmp_path, config, tensors())
+        if config is not DFLASH:
+            (tmp_path / "model.safetensors").unlink()
+        plain = io.BytesIO()
+        torch.save(torch.zeros(HIDDEN) if config is DFLASH else tensors(), plain)
+        with zipfile.ZipFile(plain) as stored, zipfile.ZipFile(tmp_path / file, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name in stored.namelist():
+                packed.writestr(name, stored.read(name))
+
+        with pytest.raises(
+            ModelLoadError, match=rf"{file} cannot be read as plain tensors: its entries are compressed"
+        ):
+            load_drafter(tmp_path, target, torch.float32, torch.device("cpu"))
 
     def test_a_torn_file(self, tmp_path: Path) -> None:
         write(tmp_path, EAGLE3, public_drafts.eagle3())
