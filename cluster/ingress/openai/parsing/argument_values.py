@@ -37,16 +37,31 @@ def is_text(parameters: Parameters, key: str) -> bool:
 
 
 def from_text(text: str, parameters: Parameters, key: str) -> str:
-    """Return the value of an argument that is written as its JSON, or as the text itself."""
-    types = types_of(parameter(parameters, key), parameters)
+    """Return the value of an argument that is written as its JSON, or as the text itself, as the schema allows it."""
+    schema = parameter(parameters, key)
+    types = types_of(schema, parameters)
     bare = text.strip()
     if types != _TEXT:
         try:
             value = _WORDS[bare] if bare in _WORDS else json.loads(bare, parse_constant=_refuse)
-            return as_json(value) if bare in _WORDS else bare
+            if not _is_meant_as_text(text, value, schema, types):
+                return as_json(value) if bare in _WORDS else bare
         except (ValueError, RecursionError):
             pass
     return as_json(text)
+
+
+def _is_meant_as_text(text: str, value: object, schema: Any, types: frozenset[str] | None) -> bool:
+    """Whether a schema allows a text that can be read as JSON, and not the value that it then is."""
+    named = schema.get("enum") if isinstance(schema, dict) else None
+    if isinstance(named, list) and text in named:
+        return not any(type(one) is type(value) and one == value for one in named)
+    if types is None or "string" not in types:
+        return False
+    own = types_of({"const": value}, {}) or frozenset()
+    if "integer" in own or (isinstance(value, float) and value.is_integer()):
+        own |= {"integer", "number"}
+    return not own & types
 
 
 def from_python(text: str) -> str:

@@ -301,6 +301,39 @@ def test_what_is_no_call_stays_text_and_what_is_one_has_its_values(
         assert read(parser_of(name), parts) == (content, "", calls)
 
 
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        (OPTIONAL, "12345", "12345"),
+        (OPTIONAL, "true", "true"),
+        (OPTIONAL, '{"a": 1}', '{"a": 1}'),
+        (OPTIONAL, "null", None),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"type": ["string", "integer"]}, "5.5", "5.5"),
+        ({"type": ["string", "number"]}, "5", 5),
+        ({"type": ["string", "array"]}, "[1]", [1]),
+        ({"enum": ["1", "a", None]}, "1", "1"),
+        ({"enum": ["1", "a", None]}, "null", None),
+        ({"enum": ["1", 1]}, "1", 1),
+        ({"type": "integer"}, "five", "five"),
+        ({}, "5", 5),
+    ],
+)
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
+def test_an_argument_between_tags_is_what_its_schema_allows(name: str, schema: Any, written: str, value: Any) -> None:
+    text = {
+        "glm45": f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{written}</arg_value>\n</tool_call>",
+        "qwen3_coder": f"<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>",
+    }[name]
+    tools = {"f": {"type": "object", "properties": {"a": schema}}}
+    parser = AnswerParser("c", AnswerFormat(calls_of(name)), CallOptions(tools))
+    (call,) = parser.message(text)["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": value}
+
+
 def test_a_message_has_the_parts_of_its_deltas() -> None:
     text = f"{SAID}\n{NATIVE['hermes']}"
     message = parser_of("hermes").message(text)
