@@ -58,8 +58,12 @@ class DraftsElsewhere:
         return wanted
 
     def split(self, plan: Plan) -> tuple[Plan, Plan]:
-        """Split the rows into those of this round and of the next with alternating halves; prompts are in this one."""
-        drafted = [row for row in plan.rows if row.wants_draft] if self._alternates else []
+        """Split the rows into those of this round and of the next with alternating halves; prompts are in this one.
+
+        While no drafter is available, all rows are: halves without drafts would take twice as many steps.
+        """
+        alternates = self._alternates and self._pool.available > 0
+        drafted = [row for row in plan.rows if row.wants_draft] if alternates else []
         if len(drafted) < 2:
             return plan, Plan()
         ready = {} if self._next is None else self._next.requests

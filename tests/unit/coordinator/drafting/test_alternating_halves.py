@@ -10,7 +10,7 @@ import pytest
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.verification import StepBatch, StepResult
 from tests.support.fakes.fake_cluster import requests, until, value_of
-from tests.support.fakes.fake_drafters import RandomDrafter
+from tests.support.fakes.fake_drafters import FailingDrafter, RandomDrafter
 from tests.support.fakes.fake_target import FakeTarget
 from tests.support.fakes.simulated_time import (
     DrafterModel,
@@ -75,6 +75,23 @@ def test_alternating_halves_that_are_slower_than_all_rows_without_drafts_are_giv
         return taken
 
     assert simulate(seconds("on", "ngram")) < 1.2 * simulate(seconds("off", "none"))
+
+
+@pytest.mark.parametrize("controller", ["auto", "off"])
+def test_without_a_drafter_all_sequences_are_in_each_step(controller: str) -> None:
+    """Halves without drafts would take twice as many steps."""
+
+    async def steps(alternate: str, *, is_down: bool) -> int:
+        target = TimedTarget(gpu_step)
+        drafters = [FailingDrafter(target)] if is_down else []
+        cluster = SimulatedCluster(drafters, target, draft__controller=controller, draft__alternate=alternate)
+        async with cluster.coordinator:
+            await cluster.serve(equal_requests(8, 200))
+        assert not target.accepted
+        return len(target.batches)
+
+    for is_down in (True, False):
+        assert simulate(steps("on", is_down=is_down)) < 1.1 * simulate(steps("off", is_down=is_down))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
