@@ -87,7 +87,7 @@ def build_app(arguments: ApplicationArguments) -> Application:
 
     Models are found, fetched or converted on the nodes that load them. Raises `ConfigurationError`, `ModelLoadError`.
     """
-    settings = settings_from_arguments(arguments.model_dump(exclude_none=True, exclude={"nodes"}))
+    settings = settings_from_arguments(arguments.model_dump(exclude={"nodes"}))
     configuration = with_served_name(settings.configuration)
     if ray.is_initialized() and configuration.cluster.ray_auth == "token":
         check_ray_authentication()

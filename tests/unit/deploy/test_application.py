@@ -46,6 +46,16 @@ def test_dotted_and_nested_arguments_are_settings() -> None:
     assert (values["target"]["threads"], values["server"]["grpc_port"]) == (3, 9100)
 
 
+def test_null_unsets_what_the_file_sets_in_both_forms(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("scheduler: {max_prompt_tokens: 64}\n")
+    assert built(config=str(file))["scheduler"]["max_prompt_tokens"] == 64
+    dotted: dict[str, object] = {"scheduler__max_prompt_tokens": None}
+    nested: dict[str, object] = {"scheduler": {"max_prompt_tokens": None}}
+    for arguments in (dotted, nested):
+        assert built(config=str(file), **arguments)["scheduler"]["max_prompt_tokens"] is None
+
+
 def test_a_wrong_argument_is_refused_with_the_nearest_key() -> None:
     with pytest.raises(ConfigurationError, match=r"the nearest valid one is server\.http_port"):
         built(server__http_prot=1)
