@@ -355,6 +355,7 @@ class CallReader:
         """Read arguments as Python writes them, with keys or in the order of the schema."""
         reader, properties = self._reader, self._options.tools[name].get("properties")
         order = [*properties] if isinstance(properties, dict) else []
+        no_words = sorted((key for key in order if _WORD.fullmatch(key) is None), key=len, reverse=True)
         opening, place = "{", 0
         while True:
             yield from reader.run(_SEPARATORS)
@@ -365,7 +366,7 @@ class CallReader:
                     self._argument("}" if place else "{}")
                 return bool(first)
             start = reader.at
-            key = yield from reader.run(_WORD)
+            key = (yield from self._key_of(no_words)) or (yield from reader.run(_WORD))
             if not key or not (yield from reader.literal("=")):
                 reader.at = start
                 key = order[place] if place < len(order) else f"argument{place}"
@@ -375,6 +376,19 @@ class CallReader:
             self._argument(f"{opening}{values.as_json(key)}: {values.from_python(value)}")
             reader.cut()
             opening, place = ", ", place + 1
+
+    def _key_of(self, keys: list[str]) -> Reading[str]:
+        """Read one of these keys in front of `=`, the longest first; nothing if none is here."""
+        reader, starts = self._reader, [f"{key}=" for key in keys]
+        while True:
+            rests = [reader.text[reader.at : reader.at + len(start)] for start in starts]
+            is_begun = any(rest != start and start.startswith(rest) for rest, start in zip(rests, starts, strict=True))
+            if reader.is_final or not is_begun:
+                break
+            yield
+        found = next((start for rest, start in zip(rests, starts, strict=True) if rest == start), "=")[:-1]
+        reader.at += len(found)
+        return found
 
     def _braces(self) -> Reading[bool]:
         """Read `{key:value,…}`."""

@@ -334,6 +334,18 @@ def test_an_argument_between_tags_is_what_its_schema_allows(name: str, schema: A
     assert json.loads(call["function"]["arguments"]) == {"a": value}
 
 
+def test_keys_of_python_calls_may_be_no_words() -> None:
+    """As schemas name them, and grammars of required calls write them."""
+    keys = ("user-id", "user-id-2", "a b", "x.y", "depth")
+    text = "[f(user-id=-4, user-id-2='x, y', a b=None, x.y=[1], depth=2), f(-3, 'user-id')]"
+    tools = {"f": {"type": "object", "properties": {key: {} for key in keys}}}
+    for parts in ways_to_split(text):
+        parser = AnswerParser("c", AnswerFormat(calls_of("pythonic")), CallOptions(tools))
+        _, _, ((_, first), (_, second)) = read(parser, parts)
+        assert json.loads(first) == {"user-id": -4, "user-id-2": "x, y", "a b": None, "x.y": [1], "depth": 2}
+        assert json.loads(second) == {"user-id": -3, "user-id-2": "user-id"}
+
+
 def test_a_message_has_the_parts_of_its_deltas() -> None:
     text = f"{SAID}\n{NATIVE['hermes']}"
     message = parser_of("hermes").message(text)
