@@ -202,9 +202,11 @@ def _is_of_storing(error: OSError, destination: Path) -> bool:
 def _convert_gguf(file: Path, destination: Path) -> None:
     directory, name = str(file.parent), file.name
     try:
+        reader = GGUFReader(file)
+        if (parts := reader.fields.get("split.count")) is not None and parts.contents() > 1:
+            raise ValueError(f"it is one of {parts.contents()} files; join them with llama-gguf-split --merge")
         quantized = load_complete(AutoModelForCausalLM, file.parent, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
-        reader = GGUFReader(file)
         complete_tokenizer(tokenizer, reader)
         settings = completed_settings(quantized.config.to_dict(), quantized.state_dict(), reader)
         # A model loaded from GGUF would be saved as quantized, so its plain weights move to a plain model.
