@@ -47,9 +47,10 @@ class VerifiedRow:
 class ColocatedDrafter:
     """Brings the method up to date after every step and asks it for the next drafts.
 
-    A method that raises costs drafts, never a verdict: its state is dropped, and every sequence is sent to it anew.
-    With `raises`, its exceptions are raised instead. A method that computes on several ranks needs this: the other
-    ranks wait for this one, and all of them must be restarted.
+    A method that raises costs drafts, never a verdict. A sequence that is the cause gets no more drafts. If none is,
+    the method's state is dropped, and every sequence is sent to it anew. With `raises`, its exceptions are raised
+    instead. A method that computes on several ranks needs this: the other ranks wait for this one, and all of them must
+    be restarted.
     """
 
     def __init__(self, method: DraftMethod, *, raises: bool = False) -> None:
@@ -70,16 +71,8 @@ class ColocatedDrafter:
         rows = [self._row(one) for one in verified if self._is_shown(one)]
         if not rows:
             return {}
-        try:
-            proposals = self._method.propose(rows)
-        except Exception:
-            if self._raises:
-                raise
-            logger.exception("the drafter on the target failed: the next step has no drafts")
-            self.release([row.sequence_id for row in rows])
-            return {}
         found: dict[SequenceId, Proposal] = {}
-        for row, proposal in zip(rows, proposals, strict=True):
+        for row, proposal in self._proposed(rows):
             self._note(row, proposal)
             if row.budget.max_nodes and proposal.fault is None:
                 found[row.sequence_id] = proposal
@@ -97,6 +90,32 @@ class ColocatedDrafter:
                 self._method.release(known)
             except Exception:
                 logger.exception("the drafter on the target could not release %d sequences", len(known))
+
+    def _proposed(self, rows: Sequence[DraftRow]) -> list[tuple[DraftRow, Proposal]]:
+        """Each row with its proposal. After an error, each row is sent alone, and those that fail again are refused.
+
+        Where none can be served, no single row is the cause: none is refused, and their sequences are sent anew.
+        """
+        try:
+            return list(zip(rows, self._method.propose(rows), strict=True))
+        except Exception:
+            if self._raises:
+                raise
+            logger.exception("the drafter on the target failed with %d rows: each is sent alone", len(rows))
+        found: list[tuple[DraftRow, Proposal]] = []
+        failed: list[SequenceId] = []
+        for row in rows if len(rows) > 1 else ():
+            try:
+                found += zip([row], self._method.propose([row]), strict=True)
+            except Exception:
+                logger.exception("the drafter on the target cannot serve %s", row.sequence_id)
+                failed.append(row.sequence_id)
+        if not any(proposal.fault is None for _, proposal in found):
+            self.release([row.sequence_id for row in rows])
+            return []
+        self.release(failed)
+        self._refused.update(failed)
+        return found
 
     def _is_shown(self, one: VerifiedRow) -> bool:
         """Whether the method gets the row now."""

@@ -10,6 +10,7 @@ from cluster.core.drafting import EVIDENCE_ONLY, DraftBudget, DraftRow, Evidence
 from cluster.core.evidence_store import MAX_BYTES
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
+from cluster.core.tree import TokenTree
 from cluster.core.verification import VerifyRow
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 
@@ -69,3 +70,49 @@ def test_a_drafter_on_the_target_is_shown_all_hidden_states_of_a_long_prompt(wid
 
 def test_a_drafter_on_the_target_is_called_first_when_a_short_prompt_has_been_computed() -> None:
     assert [row.base_len for row in shown(chunks=2)] == [2 * CHUNK + 1]
+
+
+class Fragile(Recorder):
+    """A method that drafts one token, and raises for sequences whose last token is one of `bad`."""
+
+    def __init__(self, bad: Sequence[int]) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        super().propose(rows)
+        if any(row.new_tokens[-1] in self.bad for row in rows):
+            raise ZeroDivisionError("a bug in the method")
+        return tuple(Proposal(row.sequence_id, row.base_len, TokenTree.chain([1])) for row in rows)
+
+
+def drafted(method: Fragile, lasts: Sequence[int], steps: int) -> list[set[str]]:
+    """The sequences with a draft after each step; `lasts` are the last tokens of each, by name."""
+    drafter, found = ColocatedDrafter(method), []
+    for length in range(4, 4 + steps):
+        verified = [
+            VerifiedRow(
+                VerifyRow(SequenceId(str(last)), length, (last,), next_budget=DraftBudget(2, 2)),
+                SequenceStart(2, SamplingParameters()),
+                [last] * length,
+                (last,),
+                None,
+            )
+            for last in lasts
+        ]
+        found.append(set(map(str, drafter.draft(verified))))
+    return found
+
+
+def test_a_sequence_that_makes_the_method_raise_takes_no_draft_of_another() -> None:
+    method = Fragile(bad=[3])
+    assert drafted(method, [1, 2, 3], steps=3) == [{"1", "2"}] * 3
+    assert sum(row.sequence_id == "3" for row in method.rows) == 2  # with the others, and alone
+    last = method.rows[-2:]
+    assert [(row.sequence_id, len(row.new_tokens), row.start) for row in last] == [("1", 1, None), ("2", 1, None)]
+
+
+def test_after_an_error_of_every_row_all_sequences_are_sent_anew() -> None:
+    method = Fragile(bad=[1, 2])
+    assert drafted(method, [1, 2], steps=2) == [set(), set()]
+    assert all(row.start is not None for row in method.rows)
