@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gguf import GGUFReader
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -119,9 +119,12 @@ def complete_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
             tokenizer.add_bos_token = True
     elif kind == _SENTENCEPIECE and not str(reader.fields["general.architecture"].contents()).startswith("gemma"):
         backend = tokenizer.backend_tokenizer
-        begins = [] if _key(reader, "add_space_prefix") is False else [normalizers.Prepend(_SPACE)]
+        is_prefixed = _key(reader, "add_space_prefix") is not False
+        begins, ends = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if is_prefixed else ([], [])
         backend.normalizer = normalizers.Sequence([*begins, normalizers.Replace(" ", _SPACE)])
         backend.pre_tokenizer = None
+        joined = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence([*joined, *ends])
 
 
 def end_tokens(stated: int | list[int] | None, reader: GGUFReader) -> list[int]:

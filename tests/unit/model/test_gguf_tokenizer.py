@@ -111,7 +111,10 @@ def test_texts_of_llama_3_begin_with_a_token_unless_the_file_says_otherwise(
 def test_sentencepiece_puts_a_space_before_each_text_unless_the_file_says_otherwise(
     more: dict[str, Any], text: str, pieces: list[str], tmp_path: Path
 ) -> None:
-    assert pieces_of(converted(tmp_path, sentencepiece(**more)), text) == pieces
+    directory = converted(tmp_path, sentencepiece(**more))
+    assert pieces_of(directory, text) == pieces
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text.removeprefix("</s>")
 
 
 def test_tokens_that_end_a_turn_by_their_texts_end_generation(tmp_path: Path) -> None:
