@@ -47,10 +47,9 @@ class VerifiedRow:
 class ColocatedDrafter:
     """Brings the method up to date after every step and asks it for the next drafts.
 
-    A method that raises costs drafts, never a verdict. A sequence that is the cause gets no more drafts. If none is,
-    the method's state is dropped, and every sequence is sent to it anew. With `raises`, its exceptions are raised
-    instead. A method that computes on several ranks needs this: the other ranks wait for this one, and all of them must
-    be restarted.
+    A method that raises costs drafts, never a verdict. A sequence that is the cause is sent to it anew, and after its
+    second error it gets no more drafts. With `raises`, exceptions are raised instead. A method that computes on several
+    ranks needs this: the other ranks wait for this one, and all of them must be restarted.
     """
 
     def __init__(self, method: DraftMethod, *, raises: bool = False) -> None:
@@ -58,6 +57,8 @@ class ColocatedDrafter:
         self._raises = raises
         self._synced_lens: dict[SequenceId, int] = {}
         self._refused: set[SequenceId] = set()
+        self._failed: set[SequenceId] = set()
+        """Sequences that made the method raise once."""
         self._evidence = EvidenceStore(inf)  # what is much is not kept
 
     def draft(self, verified: Sequence[VerifiedRow]) -> dict[SequenceId, Proposal]:
@@ -84,6 +85,7 @@ class ColocatedDrafter:
         for sequence_id in sequence_ids:
             self._synced_lens.pop(sequence_id, None)
             self._refused.discard(sequence_id)
+            self._failed.discard(sequence_id)
             self._evidence.take(sequence_id)
         if known:
             try:
@@ -92,30 +94,27 @@ class ColocatedDrafter:
                 logger.exception("the drafter on the target could not release %d sequences", len(known))
 
     def _proposed(self, rows: Sequence[DraftRow]) -> list[tuple[DraftRow, Proposal]]:
-        """Each row with its proposal. After an error, each row is sent alone, and those that fail again are refused.
-
-        Where none can be served, no single row is the cause: none is refused, and their sequences are sent anew.
-        """
+        """The rows with their proposals. After an error each row is sent alone, without those that fail again."""
         try:
             return list(zip(rows, self._method.propose(rows), strict=True))
         except Exception:
             if self._raises:
                 raise
-            logger.exception("the drafter on the target failed with %d rows: each is sent alone", len(rows))
+            logger.exception("the drafter on the target failed with %d sequences", len(rows))
         found: list[tuple[DraftRow, Proposal]] = []
-        failed: list[SequenceId] = []
-        for row in rows if len(rows) > 1 else ():
+        for row in rows:
             try:
                 found += zip([row], self._method.propose([row]), strict=True)
             except Exception:
-                logger.exception("the drafter on the target cannot serve %s", row.sequence_id)
-                failed.append(row.sequence_id)
-        if not any(proposal.fault is None for _, proposal in found):
-            self.release([row.sequence_id for row in rows])
-            return []
-        self.release(failed)
-        self._refused.update(failed)
+                logger.exception("the drafter on the target failed with one sequence alone")
+                self._note_failure(row.sequence_id)
         return found
+
+    def _note_failure(self, sequence_id: SequenceId) -> None:
+        """Drop the method's state of a sequence that made it raise. The second time, refuse the sequence."""
+        is_second = sequence_id in self._failed
+        self.release((sequence_id,))
+        (self._refused if is_second else self._failed).add(sequence_id)
 
     def _is_shown(self, one: VerifiedRow) -> bool:
         """Whether the method gets the row now."""

@@ -73,15 +73,17 @@ def test_a_drafter_on_the_target_is_called_first_when_a_short_prompt_has_been_co
 
 
 class Fragile(Recorder):
-    """A method that drafts one token, and raises for sequences whose last token is one of `bad`."""
+    """A method that drafts one token, and raises up to `errors` times for sequences whose last token is in `bad`."""
 
-    def __init__(self, bad: Sequence[int]) -> None:
+    def __init__(self, bad: Sequence[int], errors: int = 100) -> None:
         super().__init__()
         self.bad = bad
+        self.errors = errors
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         super().propose(rows)
-        if any(row.new_tokens[-1] in self.bad for row in rows):
+        if self.errors and any(row.new_tokens[-1] in self.bad for row in rows):
+            self.errors -= 1
             raise ZeroDivisionError("a bug in the method")
         return tuple(Proposal(row.sequence_id, row.base_len, TokenTree.chain([1])) for row in rows)
 
@@ -104,15 +106,20 @@ def drafted(method: Fragile, lasts: Sequence[int], steps: int) -> list[set[str]]
     return found
 
 
-def test_a_sequence_that_makes_the_method_raise_takes_no_draft_of_another() -> None:
+def test_a_sequence_that_makes_the_method_raise_twice_gets_no_drafts_and_others_have_all_of_theirs() -> None:
     method = Fragile(bad=[3])
-    assert drafted(method, [1, 2, 3], steps=3) == [{"1", "2"}] * 3
-    assert sum(row.sequence_id == "3" for row in method.rows) == 2  # with the others, and alone
+    assert drafted(method, [1, 2, 3], steps=4) == [{"1", "2"}] * 4
+    sent = [row for row in method.rows if row.sequence_id == "3"]
+    assert len(sent) == 4 and all(row.start is not None for row in sent)  # twice with the others, and twice alone
     last = method.rows[-2:]
     assert [(row.sequence_id, len(row.new_tokens), row.start) for row in last] == [("1", 1, None), ("2", 1, None)]
 
 
-def test_after_an_error_of_every_row_all_sequences_are_sent_anew() -> None:
+def test_after_an_error_of_a_step_all_sequences_have_drafts_again() -> None:
+    assert drafted(Fragile(bad=[1, 2], errors=3), [1, 2], steps=3) == [set(), {"1", "2"}, {"1", "2"}]
+
+
+def test_a_method_that_raises_for_every_sequence_is_asked_for_each_twice() -> None:
     method = Fragile(bad=[1, 2])
-    assert drafted(method, [1, 2], steps=2) == [set(), set()]
-    assert all(row.start is not None for row in method.rows)
+    assert drafted(method, [1, 2], steps=5) == [set()] * 5
+    assert len(method.rows) == 8
