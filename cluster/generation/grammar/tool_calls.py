@@ -21,6 +21,8 @@ _MOST_CALLS = 8
 """Most calls in one answer."""
 _MOST_DEPTH = 8
 """Objects and lists in each other whose schemas are kept in notations other than JSON; deeper ones hold any value."""
+_MOST_ALTERNATIVES = 8
+"""Alternatives of a value that are kept in notations other than JSON; more of them are any value."""
 _MOST_CHARS = 1 << 20
 """Most characters of a grammar. A short schema with references can describe one of any length."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -191,6 +193,8 @@ class _CallRules:
         schema = _resolved(schema, root)
         if depth > _MOST_DEPTH or not isinstance(schema, dict):
             return self._any_braces()
+        if depth == 0:
+            schema = {**schema, "type": "object"}
         choices, quote = _choices(schema), self._written(self._form.quote)
         if choices is not None and not any(isinstance(value, dict | list) for value in choices):
             if not any(isinstance(value, str) for value in choices):
@@ -198,6 +202,9 @@ class _CallRules:
             around = [quote if isinstance(value, str) else "" for value in choices]
             values = [lark_text(_as_text(value)) for value in choices]
             return f"({' | '.join(map(self._joined, around, values, around))})"
+        alternatives = _alternatives(schema)
+        if alternatives:
+            return self._any_of([self._braces(part, root, depth + 1) for part in alternatives])
         match schema.get("type"):
             case "string":
                 return self._rule(f"{quote} {self._text(self._form.quote)}")
@@ -210,8 +217,11 @@ class _CallRules:
                     for key, part, is_required in _properties(schema)
                 ]
                 return self._rule(f'"{{" {self._sequence(entries, ",")} "}}"')
-            case "object" if depth == 0:
-                return self._rule(f'"{{" (/\\w+:/ {self._any_braces()} ("," /\\w+:/ {self._any_braces()})*)? "}}"')
+            case "object" if schema.get("additionalProperties") is False:
+                return '"{" "}"'
+            case "object":
+                value = self._braces(schema.get("additionalProperties"), root, depth + 1)
+                return self._rule(f'"{{" (/\\w+:/ {value} ("," /\\w+:/ {value})*)? "}}"')
             case "integer" | "number" | "boolean" | "null":
                 return self._json(schema, root)
         return self._any_braces()
@@ -304,6 +314,15 @@ def _choices(schema: object) -> list[Any] | None:
     return values or None
 
 
+def _alternatives(schema: dict[str, Any]) -> list[Any]:
+    """Return the schemas of which a value matches one: one for each type, or those that are listed; none for others."""
+    named = schema.get("type")
+    if isinstance(named, list):
+        return [{**schema, "type": name} for name in named]
+    found = schema.get("anyOf", schema.get("oneOf"))
+    return found if named is None and isinstance(found, list) and len(found) <= _MOST_ALTERNATIVES else []
+
+
 def _types(value: object) -> frozenset[str]:
     """Return the JSON types of a value: a whole number has two."""
     types = types_of({"const": value}, {}) or frozenset()
@@ -357,4 +376,7 @@ def _function(field: str, tool: str) -> dict[str, Any]:
         raise InvalidRequest(f"{field}.function.parameters", found, STRICT_FORMAT)
     if reason := endless_schema(parameters):
         raise InvalidRequest(f"{field}.function.parameters", parameters, f"a JSON schema that ends: {reason}")
+    named = parameters.get("type")
+    if named is None or (isinstance(named, list) and "object" in named):
+        parameters = {**parameters, "type": "object"}  # arguments are an object, whatever else the schema allows
     return {"name": name, "parameters": parameters}

@@ -158,6 +158,50 @@ def test_a_value_that_the_type_forbids_is_no_choice(name: str) -> None:
         assert not accepts(grammar, written_call(name, value))
 
 
+@pytest.mark.parametrize("name", ["hermes", "gemma4"])
+def test_an_argument_has_one_of_the_types_that_its_schema_names(name: str) -> None:
+    form = call_format(name)
+    assert form is not None
+    values: list[tuple[Any, list[Any], list[Any]]] = [
+        ({"type": ["string", "null"]}, ["reef", None], [3, [], {}]),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["reef", 3], [None, [1]]),
+        ({"oneOf": [{"type": "null"}, {"type": "array", "items": {"type": "integer"}}]}, [None, [], [1]], [3, [None]]),
+        ({"type": "object"}, [{}], [3, None, [1]]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}], [3, None]),
+        ({"type": "object", "additionalProperties": False}, [{}], [3, None]),
+    ]
+    for schema, allowed, others in values:
+        parameters = {"type": "object", "properties": {"to": schema}, "required": ["to"]}
+        tool = json.dumps({"function": {"name": "swim", "parameters": parameters}})
+        grammar = tool_call_grammar([tool], "swim", form, {}, single=True)
+        for value in [*allowed, *others]:
+            assert accepts(grammar, written_call(name, value)) == (value in allowed), (schema, value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"to": {"type": "integer"}}},
+        {"type": ["object", "null"]},
+        {"title": "any"},
+        {"$ref": "#/$defs/place", "$defs": {"place": {"properties": {"to": {"type": "integer"}}}}},
+    ],
+)
+def test_arguments_are_an_object_also_if_their_schema_does_not_say_so(schema: dict[str, Any]) -> None:
+    """Else the model may write what is no call."""
+    tool = json.dumps({"function": {"name": "f", "parameters": schema}})
+    for name, call, written in (
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>', '{"to": 1}'),
+        ("gemma4", "<|tool_call>call:fARGUMENTS<tool_call|>", "{to:1}"),
+    ):
+        form = call_format(name)
+        assert form is not None
+        grammar = tool_call_grammar([tool], "f", form, {}, single=True)
+        for arguments in (written, "{}", "5", "null", "[]"):
+            is_object = arguments.startswith("{")
+            assert accepts(grammar, call.replace("ARGUMENTS", arguments)) == is_object, (name, arguments)
+
+
 @pytest.mark.parametrize("name", ["hermes", "pythonic"])
 def test_an_argument_may_have_thousands_of_choices(name: str) -> None:
     form = call_format(name)
