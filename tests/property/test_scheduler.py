@@ -49,7 +49,10 @@ class Job:
 
     def view(self) -> SequenceView:
         remaining = self.prompt + self.answer - self.length
-        return SequenceView(self.id, self.arrival, self.length, self.stored, remaining, turn=self.turn)
+        goes_last = (self.arrival + self.stored) % 3 == 0  # the target is not ready for some of them
+        return SequenceView(
+            self.id, self.arrival, self.length, self.stored, remaining, turn=self.turn, goes_last=goes_last
+        )
 
 
 @dataclass(slots=True)
