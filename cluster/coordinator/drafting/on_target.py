@@ -103,11 +103,12 @@ class DraftsOnTarget:
             if live is None:
                 continue
             largest = live.largest_draft(controller.max_draft)
+            is_worth = is_active and self._is_worth_catching_up(live, rows)
             # A drafter takes long to catch up on a prompt, so it is shown prompts only while there are drafts.
-            if largest.max_nodes and (is_active or (is_near and row.decide and row.pending == 1)):
+            if largest.max_nodes and (is_worth or (is_near and row.decide and row.pending == 1)):
                 shown[live.id] = EVIDENCE_ONLY
             budget = self._budget(row, largest, starts=starts)
-            if budget.max_nodes and self._is_worth_catching_up(live, rows):
+            if budget.max_nodes and (is_worth or self._is_worth_catching_up(live, rows)):
                 wanted[live.id] = budget
         self._requested = wanted
         return {**shown, **{name: request.budget for name, request in self._probing.items()}, **wanted}
@@ -134,6 +135,11 @@ class DraftsOnTarget:
     def receive(self, rows: Sequence[VerifyRow], step: StepResult, drafts: RoundDrafts) -> DraftTime:  # noqa: ARG002
         """Take the proposals of a step. A probe does not count as drafts that were asked for."""
         budgets = {row.sequence_id: row.next_budget for row in rows if row.next_budget.max_nodes}
+        prompts = [row.sequence_id for row in rows if row.next_budget == EVIDENCE_ONLY and len(row.pending) > 1]
+        depth = max([budget.max_depth for budget in budgets.values()], default=0)
+        expected = self._controller.propose_seconds(len(budgets), depth) if budgets else 0.0
+        is_usual = self._catch_up.is_done(budgets) and not (prompts and expected)
+        self._catch_up.end(budgets, prompts, step.draft_seconds - expected)
         if not budgets:
             return DraftTime(step.draft_seconds)
         arrived: Proposals = {
@@ -150,10 +156,7 @@ class DraftsOnTarget:
                 if name in self._probing
             }
             self._end_probe(probed, step.draft_seconds)
-        depth = max(budget.max_depth for budget in budgets.values())
-        sample = DraftSample(len(budgets), depth, step.draft_seconds) if self._catch_up.is_done(budgets) else None
-        expected = self._controller.propose_seconds(len(budgets), depth)
-        self._catch_up.end(budgets, step.draft_seconds - expected)
+        sample = DraftSample(len(budgets), depth, step.draft_seconds) if is_usual else None
         return DraftTime(step.draft_seconds, sample, not budgets.keys().isdisjoint(self._requested))
 
     # --- probes ---
@@ -191,29 +194,39 @@ class DraftsOnTarget:
 
 
 class _CatchUp:
-    """How much longer the first draft of a sequence takes: it also computes what came before it."""
+    """How much longer drafts take until the first one of a sequence: what came before it is computed, too."""
 
     def __init__(self, running: Mapping[SequenceId, LiveSequence]) -> None:
         self._running = running
         self._done: set[SequenceId] = set()
+        self._earlier: dict[SequenceId, float] = {}
+        """Time that the drafter has spent on prompts before their first draft, in seconds."""
         self.seconds = 0.0
-        """Mean time by which the first draft of a sequence exceeds later ones, in seconds."""
+        """Mean time that a sequence takes up to its first draft beyond that of a later draft, in seconds."""
 
     def is_done(self, sequence_ids: Iterable[SequenceId]) -> bool:
         """Whether drafts for the sequences compute little that came before them."""
         return all(map(self._is_done, sequence_ids))
 
-    def end(self, sequence_ids: Iterable[SequenceId], extra_seconds: float) -> None:
-        """Record that the target has drafted for the sequences, and by how many seconds it exceeded the expected."""
-        first = [sequence_id for sequence_id in sequence_ids if not self._is_done(sequence_id)]
+    def end(self, drafted: Iterable[SequenceId], prompts: Sequence[SequenceId], extra_seconds: float) -> None:
+        """Record a step with drafts for some sequences and the prompts of others, and what it took beyond the expected.
+
+        The time is shared evenly, because the drafter does not tell what each sequence took.
+        """
+        first = [sequence_id for sequence_id in drafted if not self._is_done(sequence_id)]
+        share = max(0.0, extra_seconds) / max(1, len(first) + len(prompts))
+        for sequence_id in prompts:
+            self._earlier[sequence_id] = self._earlier.get(sequence_id, 0.0) + share
         if first:
+            spent = share + sum(self._earlier.pop(sequence_id, 0.0) for sequence_id in first) / len(first)
             rate = CATCH_UP_RATE if self.seconds else 1.0
-            self.seconds += rate * (max(0.0, extra_seconds) / len(first) - self.seconds)
-        self._done.update(sequence_ids)
+            self.seconds += rate * (spent - self.seconds)
+        self._done.update(drafted)
 
     def forget(self, sequence_id: SequenceId) -> None:
         """Drop the state of a sequence that has ended."""
         self._done.discard(sequence_id)
+        self._earlier.pop(sequence_id, None)
 
     def _is_done(self, sequence_id: SequenceId) -> bool:
         live = self._running.get(sequence_id)

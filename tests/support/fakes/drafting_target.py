@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import EVIDENCE_ONLY, DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.verification import StepBatch, StepResult, Verdict, VerifyRow
 from tests.support.fakes.simulated_time import DrafterModel, StepTime, TimedDrafter, TimedTarget
@@ -21,16 +21,24 @@ class DraftingTarget(TimedTarget):
         """Number of rows with a budget, for each step."""
         self.first_seconds = 0.0
         """Further time of a sequence's first draft, in seconds."""
+        self.shown = 0
+        """Number of chunks of prompts that the drafter was shown."""
+        self.prompt_seconds = 0.0
+        """Time that the drafter takes for a chunk of a prompt that it is shown, in seconds."""
         self._known: set[SequenceId] = set()
 
     async def step(self, batch: StepBatch) -> StepResult:
         result = await super().step(batch)
         budgets = [row.next_budget for row in batch.rows if row.next_budget.max_nodes]
         self.asked.append(len(budgets))
+        shown = sum(row.next_budget == EVIDENCE_ONLY and len(row.pending) > 1 for row in batch.rows)
+        self.shown += shown
+        reading = self.prompt_seconds * shown
         if not budgets:
-            return result
+            await asyncio.sleep(reading)
+            return replace(result, draft_seconds=reading)
         model, deepest = self.drafter.model, max(budget.max_depth for budget in budgets)
-        seconds = model.call_seconds + model.row_seconds * len(budgets) + model.depth_seconds * deepest
+        seconds = reading + model.call_seconds + model.row_seconds * len(budgets) + model.depth_seconds * deepest
         asked = {row.sequence_id for row in batch.rows if row.next_budget.max_nodes}
         seconds += self.first_seconds * len(asked - self._known)
         self._known |= asked

@@ -6,11 +6,11 @@ time.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.core.drafting import DraftRow
+from cluster.core.evidence_store import EvidenceStore
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.common.sessions import MOST_SESSIONS
@@ -27,8 +27,6 @@ MAX_PAUSE_SECONDS = 64.0
 """Bound of that doubling, in seconds."""
 LEAD_SECONDS = 0.25
 """Time before a suspension ends from which on the method's evidence is kept, so that it has a context, in seconds."""
-_MOST_EVIDENCE = 64
-"""Most steps of one sequence whose evidence is kept for a suspended method."""
 _DECAY = 1 - 1 / 64
 """Factor on the sums with each further proposal."""
 _SURE_PROPOSALS = 24
@@ -123,17 +121,20 @@ class MissedRows:
 
     def __init__(self) -> None:
         self._missed: dict[SequenceId, _Missed] = {}
+        self._evidence = EvidenceStore()
 
     def add(self, rows: Sequence[DraftRow]) -> None:
         """Keep the rows' tokens, and the latest evidence."""
         for row in rows:
             missed = self._missed.get(row.sequence_id)
             if missed is None or not missed.takes(row):
+                self.release([row.sequence_id])
                 self._missed[row.sequence_id] = _Missed(row)
                 if len(self._missed) > MOST_SESSIONS:
-                    del self._missed[next(iter(self._missed))]
+                    self.release([next(iter(self._missed))])
             else:
                 missed.extend(row)
+            self._keep_evidence(row)
 
     def with_missed(self, rows: Sequence[DraftRow]) -> list[DraftRow]:
         """The rows with all tokens since the method's last one, which are no longer kept here."""
@@ -141,29 +142,35 @@ class MissedRows:
         for row in rows:
             missed = self._missed.pop(row.sequence_id, None)
             if missed is None or not missed.takes(row):
+                self._evidence.take(row.sequence_id)
                 found.append(row)
                 continue
             missed.extend(row)
-            tokens, evidence = tuple(missed.tokens), tuple(missed.evidence)
-            found.append(replace(row, new_tokens=tokens, start=missed.start, evidence=evidence))
+            self._keep_evidence(row)
+            evidence = self._evidence.take(row.sequence_id)
+            found.append(replace(row, new_tokens=tuple(missed.tokens), start=missed.start, evidence=evidence))
         return found
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop what is kept of the sequences."""
         for sequence_id in sequence_ids:
             self._missed.pop(sequence_id, None)
+            self._evidence.take(sequence_id)
+
+    def _keep_evidence(self, row: DraftRow) -> None:
+        for evidence in row.evidence:
+            self._evidence.add(row.sequence_id, evidence)
 
 
 class _Missed:
-    """Consecutive rows of one sequence, joined."""
+    """The tokens of consecutive rows of one sequence, joined."""
 
-    __slots__ = ("evidence", "known_len", "start", "tokens")
+    __slots__ = ("known_len", "start", "tokens")
 
     def __init__(self, row: DraftRow) -> None:
         self.known_len = row.known_len
         self.start: SequenceStart | None = row.start
         self.tokens = list(row.new_tokens)
-        self.evidence = deque(row.evidence, _MOST_EVIDENCE)
 
     def takes(self, row: DraftRow) -> bool:
         """Whether the row continues or replaces tokens that are here, and not those before them."""
@@ -172,4 +179,3 @@ class _Missed:
     def extend(self, row: DraftRow) -> None:
         """Replace the tokens after the row's known ones by its new ones."""
         self.tokens[row.known_len - self.known_len :] = row.new_tokens
-        self.evidence.extend(row.evidence)

@@ -115,6 +115,22 @@ def test_a_first_draft_that_takes_long_does_not_turn_good_drafts_off() -> None:
     assert simulate(serve(0.08)) >= 0.9 * simulate(serve(0.0)) > 0
 
 
+def test_a_long_prompt_whose_drafts_cannot_make_up_for_reading_it_is_not_shown() -> None:
+    async def serve(prompt_seconds: float) -> int:
+        target = DraftingTarget(cpu_step, RIGHT)
+        target.prompt_seconds = prompt_seconds
+        simulated = cluster(target, scheduler__max_step_tokens=64)
+        prompt = [1 + token % 40 for token in range(200)]
+        async with simulated.coordinator:
+            await simulated.serve(equal_requests(2, 400, "decoding"))
+            for number in range(12):
+                several = [request(f"{number} {place}", prompt, max_tokens=3) for place in range(2)]
+                await simulated.serve(several)
+        return target.shown
+
+    assert simulate(serve(0.5)) < 0.5 * simulate(serve(0.0))
+
+
 def test_while_drafts_do_not_pay_a_few_steps_probe_and_find_when_they_do_again() -> None:
     target = DraftingTarget(cpu_step, WRONG)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFault
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, HiddenStates, Proposal, RowFault
+from cluster.core.evidence_store import MAX_BYTES
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
@@ -156,3 +157,18 @@ def test_released_sequences_have_missed_nothing() -> None:
     missed.release([ID, SequenceId("unknown")])
     row = DraftRow(ID, 3, (6,), BUDGET)
     assert missed.with_missed([row]) == [row]
+
+
+def test_the_hidden_states_of_a_suspended_method_are_bounded_by_their_bytes() -> None:
+    missed, width, positions = MissedRows(), 1024, 2048
+    for number in range(10):
+        hidden = HiddenStates(number * positions, width, bytes(2 * width * positions))
+        first, end = number * positions, (number + 1) * positions
+        evidence = (Evidence(end, hidden=hidden),)
+        start = START if number == 0 else None
+        missed.add([DraftRow(ID, end, (1,) * (end - first), NO_DRAFT, start, evidence)])
+    (row,) = missed.with_missed([DraftRow(ID, 10 * positions + 1, (2,), BUDGET)])
+    kept = [evidence.hidden for evidence in row.evidence if evidence.hidden is not None]
+    assert 0 < sum(len(hidden.data) for hidden in kept) <= MAX_BYTES
+    assert kept[-1].end == 10 * positions
+    assert len(row.new_tokens) == 10 * positions + 1
