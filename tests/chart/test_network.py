@@ -121,8 +121,10 @@ class Teapot(BaseHTTPRequestHandler):
 def check_apis(url: str, seconds: float) -> str:
     """Run the script of the test pod against an HTTP API, and return its last line of errors."""
     script = CHART / "files" / "check_apis.py"
-    environment = os.environ | {"HTTP_URL": url, "GRPC_ADDRESS": "127.0.0.1:1", "READY_SECONDS": str(seconds)}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"HTTP_URL": url, "GRPC_ADDRESS": "127.0.0.1:1", "READY_SECONDS": str(seconds)}
+    command = [sys.executable, script]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 1
     return run.stderr.splitlines()[-1]
 
