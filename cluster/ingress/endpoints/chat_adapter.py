@@ -33,13 +33,16 @@ SILENT_SECONDS = 10.0
 """Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
 Event = tuple[str, Json]
 """Name and data of a server-sent event."""
+Names = Mapping[str, str | InvalidRequest]
+"""Names of an API for fields that chats name otherwise; see `own_names`."""
 
 
 class ChatAdapter(Protocol):
     """Collects one answer. Each method returns the events that a streamed response sends then."""
 
-    names: Mapping[str, str]
-    """Names of the API for fields that chats name otherwise; see `own_names`."""
+    @property
+    def names(self) -> Names:
+        """Names of the API for fields that chats name otherwise."""
 
     def begin(self, started: generation_pb2.GenerationStarted) -> Iterable[Event]:
         """The request was admitted."""
@@ -64,10 +67,11 @@ class ChatAdapter(Protocol):
 
 
 @contextmanager
-def own_names(names: Mapping[str, str]) -> Iterator[None]:
+def own_names(names: Names) -> Iterator[None]:
     """Name the field of an error as in the API of the client.
 
-    `names` maps regular expressions to replacements. The first one that the beginning of the field matches is used.
+    `names` maps regular expressions to replacements, or to an error that takes the place of the whole error. The first
+    one that the beginning of the field matches is used.
     """
     try:
         yield
@@ -75,9 +79,11 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
         raise _named(error, names) from None
 
 
-def _named(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+def _named(error: InvalidRequest, names: Names) -> InvalidRequest:
     for pattern, own in names.items():
         if (found := re.match(pattern, error.field)) is not None:
+            if isinstance(own, InvalidRequest):
+                return own
             return error.renamed(found.expand(own) + error.field[found.end() :])
     return error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -14,9 +14,9 @@ from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.core.json_text import find_half, find_infinite, is_deeper_than
-from cluster.ingress.client import GenerateClient, TextClient
+from cluster.ingress.client import GenerateClient, ModelClient, TextClient
 from cluster.ingress.endpoints.bodies import read_parsed
-from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond, with_one_system
+from cluster.ingress.endpoints.chat_adapter import Event, Names, own_names, respond, with_one_system
 from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.errors import ErrorResponse, anthropics_error
 from cluster.ingress.openai.fields.types import StrictModel, Text, Texts, UInt32, Untyped, Untypeds
@@ -40,7 +40,6 @@ _NAMES = {
     r"response_format\b": "output_config.format",
     r"stop\b": "stop_sequences",
     r"thinking_token_budget": "thinking.budget_tokens",
-    r"continue_final_message": "messages",
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"(tools\[\d+\])\.function": r"\1",
 }
@@ -106,7 +105,7 @@ class MessagesBody(ConversationBody):
     """No effect."""
 
 
-class MessagesClient(GenerateClient, TextClient, Protocol):
+class MessagesClient(GenerateClient, ModelClient, TextClient, Protocol):
     """What the routes call."""
 
 
@@ -125,25 +124,32 @@ def add_messages(app: FastAPI, client: MessagesClient, limits: LimitsSection) ->
             "top_k": body.top_k,
             "store": body.store,
         }
-        adapter = _Message(request.state.request_id)
-        with own_names(_NAMES):
-            chat = parse(ChatRequest, json.dumps({**_chat(body), **answering}).encode())
+        adapter = _Message(request.state.request_id, _names(body))
+        with own_names(adapter.names):
+            chat = parse(ChatRequest, json.dumps({**await _chat(body, client), **answering}).encode())
             return await respond(request, client, limits, chat, adapter, headers)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body, headers = await read_parsed(ConversationBody, request, limits)
-        with own_names(_NAMES):
-            chat = parse(ChatRequest, json.dumps(_chat(body)).encode())
+        with own_names(_names(body)):
+            chat = parse(ChatRequest, json.dumps(await _chat(body, client)).encode())
             conversation = chat_input(chat, chat.messages)
             found = await client.tokenize(generation_pb2.TokenizeRequest(model=body.model, chat=conversation))
         return JSONResponse({"input_tokens": len(found.token_ids)}, headers=dict(headers))
 
 
-def _chat(body: ConversationBody) -> Json:
+def _names(body: ConversationBody) -> Names:
+    bound = "user: the model's template changes the last message, so no answer can continue it"
+    last = InvalidRequest(f"messages[{len(body.messages) - 1}].role", "assistant", bound)
+    return {**_NAMES, "continue_final_message": last}
+
+
+async def _chat(body: ConversationBody, client: ModelClient) -> Json:
     """Return the conversation of a chat in OpenAI's API. Raises `InvalidRequest`."""
     turns = _all_turns(body)
-    chat: Json = {"model": body.model, "messages": turns, "continue_final_message": _is_begun(turns)}
+    is_continued = _is_begun(turns) and not await _reads_sources(client)
+    chat: Json = {"model": body.model, "messages": turns, "continue_final_message": is_continued}
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
@@ -172,6 +178,12 @@ def _is_begun(turns: list[Json]) -> bool:
     """Whether the last message is the beginning of the answer: a text of the assistant."""
     last = turns[-1] if turns else {}
     return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
+
+
+async def _reads_sources(client: ModelClient) -> bool:
+    """Whether the model is an encoder-decoder: its answers do not continue what it reads."""
+    kinds = [model.kind for model in await client.list_models()]
+    return generation_pb2.MODEL_KIND_ENCODER_DECODER in kinds
 
 
 def _output(body: ConversationBody, arguments: Json) -> Json:
@@ -271,9 +283,8 @@ def _tool(tool: Json) -> Json:
 class _Message:
     """A message of the assistant in Anthropic's form."""
 
-    names: Mapping[str, str] = _NAMES
-
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, names: Names) -> None:
+        self.names = names
         self._id = f"msg_{request_id}"
         self._model = ""
         self._blocks: list[Json] = []

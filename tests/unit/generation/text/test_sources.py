@@ -170,6 +170,13 @@ class TestOverHttp:
         counted = (await served.http.post("/tokenize", json={"messages": messages})).json()
         assert (counted["count"], counted["max_model_len"]) == (answer["usage"]["prompt_tokens"], SOURCE_BOUND)
 
+    async def test_messages_translate_it_also_before_a_last_message_of_the_assistant(self, served: Translator) -> None:
+        body = {"messages": chat(("user", FRENCH[0]), ("assistant", ENGLISH[1]))}
+        answer = (await served.http.post("/v1/messages", json={**body, "max_tokens": 32})).json()
+        assert answer["content"][0]["text"] == ENGLISH[0]
+        counted = (await served.http.post("/v1/messages/count_tokens", json=body)).json()
+        assert counted["input_tokens"] == answer["usage"]["input_tokens"]
+
     async def test_a_chat_template_makes_the_source(self, tmp_path: Path) -> None:
         template = "{{ messages[0]['content'] }} joue{{ eos_token or '' }}</s>"
         async with translator(tmp_path, template=template) as served:

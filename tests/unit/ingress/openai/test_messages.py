@@ -19,6 +19,7 @@ from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import MODEL, listening
 from tests.support.fakes.http_app import HI
 from tests.unit.ingress.openai.test_other_apis import TEXT, TOOL, anthropic_client, api_that_writes, prompt_of
+from tests.unit.ingress.openai.test_thinking_budget import ThinkingModel
 
 BODY: Any = {"model": MODEL, "max_tokens": 64, "messages": HI}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -56,6 +57,20 @@ async def test_the_answer_continues_a_last_message_of_the_assistant(tmp_path: Pa
     del body["max_tokens"]
     counted = await api.post("/v1/messages/count_tokens", **body)
     assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize(("path", "more"), [("", {"max_tokens": 64}), ("/count_tokens", {})])
+async def test_an_answer_that_cannot_continue_the_last_message_is_refused(
+    tmp_path: Path, path: str, more: dict[str, Any]
+) -> None:
+    model = ThinkingModel(tmp_path, template="{% for m in messages %}{{ m.content[:2] }}{% endfor %}")
+    turns = [*HI, {"role": "assistant", "content": "he"}]
+    response = await model.http.post(f"/v1/messages{path}", json={"messages": turns, **more})
+    assert error_of(response)[::2] == (
+        400,
+        "messages[1].role: 'assistant' is refused; it must be user: the model's template changes the last message, so "
+        "no answer can continue it",
+    )
 
 
 async def test_a_last_message_with_a_call_is_complete(tmp_path: Path) -> None:
