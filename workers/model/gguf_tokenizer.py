@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gguf import GGUFReader
-from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -94,6 +94,10 @@ _BEGUN = _LOOKED_UP - {"glm4", "glm5", "minicpm5"}
 """Those whose texts begin with a token of their own unless the file says otherwise."""
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 _SPACE = "\u2581"
+_ADDED = (3, 4)
+"""Types of tokens that are found in a text before it is divided: control tokens, and those that users defined."""
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""Tokens of Phi-3 that leave the white space after them."""
 _TURN_ENDS = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "[EOT]", "<end_of_utterance>")
 ) | {"<|return|>", "<|call|>"}
@@ -105,7 +109,7 @@ def complete_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
 
     Raises `ValueError` for a way that is not known.
     """
-    kind = _key(reader, "model")
+    kind, architecture = _key(reader, "model"), str(reader.fields["general.architecture"].contents())
     if kind == _BYTE_LEVEL:
         name = str(_key(reader, "pre") or "default")
         if name not in _BY_NAME:
@@ -117,7 +121,7 @@ def complete_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
         backend.model.ignore_merges = name in _LOOKED_UP
         if name in _BEGUN and _key(reader, "add_bos_token") is None:
             tokenizer.add_bos_token = True
-    elif kind == _SENTENCEPIECE and not str(reader.fields["general.architecture"].contents()).startswith("gemma"):
+    elif kind == _SENTENCEPIECE and not architecture.startswith("gemma"):
         backend = tokenizer.backend_tokenizer
         is_prefixed = _key(reader, "add_space_prefix") is not False
         begins, ends = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if is_prefixed else ([], [])
@@ -125,6 +129,17 @@ def complete_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
         backend.pre_tokenizer = None
         joined = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence([*joined, *ends])
+        if architecture == "phi3":
+            _strip_after_added(tokenizer, reader)
+
+
+def _strip_after_added(tokenizer: Any, reader: GGUFReader) -> None:
+    """Let the tokens that Phi-3 added to its vocabulary, as `<|user|>`, take the white space after them."""
+    kinds = zip(_key(reader, "tokens"), _key(reader, "token_type") or (), strict=False)
+    added = [text for text, kind in kinds if kind in _ADDED and text not in _NOT_STRIPPED]
+    tokenizer.backend_tokenizer.add_special_tokens(
+        [AddedToken(text, rstrip=True, normalized=False, special=True) for text in added]
+    )
 
 
 def end_tokens(stated: int | list[int] | None, reader: GGUFReader) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig
 
 from cluster.core.errors import ModelLoadError
 from tests.support.models import stored_gguf, tiny
@@ -25,11 +26,11 @@ SPACE = "\u2581"
 SENTENCE_PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, "a", f"{SPACE}a"]
 
 
-def converted(directory: Path, keys: dict[str, Any]) -> Path:
+def converted(directory: Path, keys: dict[str, Any], architecture: str = "llama") -> Path:
     """The directory of a model whose GGUF file has these keys of a tokenizer."""
     keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     vocabulary = len(keys["tokenizer.ggml.tokens"])
-    config = tiny.llama(vocab_size=vocabulary, pad_token_id=0, eos_token_id=0)
+    config = FAMILIES[architecture](vocab_size=vocabulary, pad_token_id=0, eos_token_id=0)
     source = tiny.save(directory / "source", config)
     sizes = {
         "vocab_size": vocabulary,
@@ -40,8 +41,21 @@ def converted(directory: Path, keys: dict[str, Any]) -> Path:
     }
     file = directory / "model.gguf"
     model = AutoModelForCausalLM.from_pretrained(source)
-    stored_gguf.write(model, file, "llama", {}, "F32", keys=sizes | keys)
+    stored_gguf.write(model, file, architecture, {}, "F32", keys=sizes | keys)
     return resolve_model_directory(str(file), directory / "cache")
+
+
+def phi3(**changes: Any) -> PreTrainedConfig:
+    shape: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+    }
+    return Phi3Config(**shape, num_key_value_heads=3, max_position_embeddings=256, **changes)
+
+
+FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {"llama": tiny.llama, "phi3": phi3}
 
 
 def byte_level(pre: str | None, pieces: list[str] = PIECES, **more: Any) -> dict[str, Any]:
@@ -54,7 +68,7 @@ def sentencepiece(**more: Any) -> dict[str, Any]:
     scores = [0.0] * (len(SENTENCE_PIECES) - 1) + [-1.0]
     kinds = [NORMAL] * len(SENTENCE_PIECES)
     own = {"model": "llama", "tokens": SENTENCE_PIECES, "scores": scores, "token_type": kinds}
-    return own | {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} | more
+    return own | {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "padding_token_id": 0} | more
 
 
 def pieces_of(directory: Path, text: str, *, add_special_tokens: bool = False) -> list[str]:
@@ -115,6 +129,24 @@ def test_sentencepiece_puts_a_space_before_each_text_unless_the_file_says_otherw
     assert pieces_of(directory, text) == pieces
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text.removeprefix("</s>")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pieces"),
+    [
+        ("phi3", ["<|user|>\n", f"{SPACE}a", "<|end|>\n"]),
+        ("llama", ["<|user|>", SPACE, "<0x0A>", "a", "<|end|>", SPACE, "<0x0A>"]),
+    ],
+)
+def test_tokens_of_phi_3_take_the_white_space_after_them(architecture: str, pieces: list[str], tmp_path: Path) -> None:
+    own = sentencepiece()
+    more = {
+        "tokens": [*own["tokens"], "<|user|>", "<|end|>"],
+        "scores": [*own["scores"], 0.0, 0.0],
+        "token_type": [*own["token_type"], CONTROL, CONTROL],
+    }
+    directory = converted(tmp_path, own | more, architecture)
+    assert pieces_of(directory, "<|user|>\na<|end|>\n") == pieces
 
 
 def test_tokens_that_end_a_turn_by_their_texts_end_generation(tmp_path: Path) -> None:
