@@ -259,13 +259,17 @@ class DrafterPool:
             self._prefill_seconds_sum = self._prefill_seconds_sum * _PREFILL_DECAY + call.result().seconds
 
     def _client_of(self, sequence: Sequence) -> DrafterClient | None:
-        """Return the drafter that serves the sequence, or `None` while no drafter is available."""
+        """Return the drafter that serves the sequence, or `None` while no drafter is available.
+
+        It may have refused the sequence if all of them have.
+        """
         available = [client for client in self._clients if client.breaker.closed]
         if not available:
             return None
+        willing = [client for client in available if not client.refuses(sequence.id)] or available
         assigned = self._assigned.get(sequence.id)
-        least = min(available, key=self._loads.__getitem__)
-        if assigned is None or not assigned.breaker.closed or self._loads[assigned] > self._loads[least] + 1:
+        least = min(willing, key=self._loads.__getitem__)
+        if assigned not in willing or self._loads[assigned] > self._loads[least] + 1:
             self._unassign(sequence.id)
             self._loads[least] += 1
             self._assigned[sequence.id] = assigned = least

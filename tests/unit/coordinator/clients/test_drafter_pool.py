@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 
+from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.ingress.endpoints.cluster_status import read_replicas
 from tests.support.fakes.fake_cluster import first_commit_then_leave, request, tokens_of, until
@@ -92,6 +93,25 @@ def test_a_drafter_that_joins_gets_its_share_and_one_that_leaves_loses_all() -> 
             await reading
             assert len(first.calls) == calls
         assert target.accepted > 0
+
+    simulate(scenario())
+
+
+def test_a_sequence_that_one_drafter_cannot_serve_moves_to_another() -> None:
+    class Refusing(PerfectDrafter):
+        def answer(self, row: DraftRow) -> Proposal:
+            return Proposal(row.sequence_id, row.base_len, fault=RowFault(RowFaultCode.INVALID, "it is broken"))
+
+    async def scenario() -> None:
+        target = FakeTarget(blocks=4000, step_delay=0.005)
+        refusing, serving = Refusing(target), PerfectDrafter(target)
+        cluster = SimulatedCluster([refusing, serving], target, draft__controller="off")
+        async with cluster.coordinator:
+            await cluster.serve(equal_requests(4, 60))
+        asked = [row.sequence_id for call in refusing.calls for row in call]
+        assert len(asked) == len(set(asked)) >= 2
+        assert len({row.sequence_id for call in serving.calls for row in call}) == 4
+        assert target.accepted > 100
 
     simulate(scenario())
 
