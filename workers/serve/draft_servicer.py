@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from cluster.core.bounds import MAX_ROWS
-from cluster.core.drafting import DescribedMethod, DraftRow, Proposal, RowFault
+from cluster.core.drafting import DescribedMethod, DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.errors import PilotfishError
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
@@ -111,10 +111,23 @@ class DraftServicer(LeasedServicer[None], draft_pb2_grpc.DraftServiceServicer):
             rows = [row for each in batch for row in each.rows]
             for each in batch:
                 self.leases.store(each.client, each.ids)
-            proposals = iter(count_failures(self._compute, lambda: compute_rows(rows, self._method.propose, _faulted)))
+            proposals = iter(self._computed(rows))
             for each in batch:
                 each.proposals = tuple(next(proposals) for _ in each.rows)
         return call.proposals or ()
+
+    def _computed(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
+        """The proposals for the rows. The error of a single row is a fault of it, and counts as a failure as well."""
+        try:
+            return count_failures(self._compute, lambda: compute_rows(rows, self._method.propose, _faulted))
+        except PilotfishError:
+            raise
+        except Exception as error:
+            if len(rows) > 1:
+                raise
+            logger.exception("a call with one row failed")
+            fault = RowFault(RowFaultCode.INVALID, f"this row cannot be computed ({type(error).__name__})")
+            return [_faulted(row, fault) for row in rows]
 
     def _take(self, call: _Call) -> list[_Call]:
         """Remove the call, and the first waiting call of each other client, from the waiting ones."""

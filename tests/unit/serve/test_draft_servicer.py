@@ -55,6 +55,17 @@ async def test_a_row_that_makes_the_method_raise_is_the_only_fault() -> None:
     assert [proposal.fault and proposal.fault.code for proposal in proposals] == [None, RowFaultCode.INVALID, None]
 
 
+async def test_a_row_that_makes_the_method_raise_in_a_call_of_its_own_fails_no_call() -> None:
+    """A coordinator takes a failed call as a failed drafter, and no sequence has drafts until it is tried again."""
+    servicer = DraftServicer(EchoDrafter())
+    (proposal,) = await propose(servicer, draft_row("a", POISON))
+    assert proposal.fault is not None and proposal.fault.code is RowFaultCode.INVALID
+    assert servicer.failures == 1  # the method itself may be the cause, of which the next calls tell
+    await propose(servicer, draft_row("b", 1))
+    assert servicer.failures == 0
+    await servicer.close()
+
+
 async def test_an_error_in_every_row_fails_the_call_and_the_next_call_works() -> None:
     async with drafter_at(DraftServicer(EchoDrafter())) as drafter:
         with pytest.raises(DrafterUnavailable):
