@@ -269,7 +269,7 @@ class CallReader:
             value = json.loads(arguments, strict=False)
             if not isinstance(value, dict):
                 return False
-            if has_half(arguments):  # an escape within arguments that are given as text
+            if has_half(arguments) or not _is_strict(arguments):  # escapes, or none, within arguments given as text
                 arguments = values.as_json(value)
         except (ValueError, RecursionError):
             return False
@@ -439,6 +439,15 @@ class CallReader:
                 self._held.append(part)
             else:
                 self._take(part)
+
+
+def _is_strict(text: str) -> bool:
+    """Whether a text that can be read as JSON is JSON, in whose strings control characters are escaped."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _decoded(text: str | None) -> str | None:

@@ -6,6 +6,7 @@ is read does not depend on how the text is split.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
@@ -20,6 +21,8 @@ _SPACES = re.compile(r"\s*")
 _SCALAR = re.compile(r"[^\s,\]}]*")
 _IN_JSON = re.compile(r'[^"{}\[\]]*')
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
+# Control characters, which models may leave as they are in the strings of their JSON.
+_ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
 
 
 class Markers:
@@ -163,17 +166,21 @@ class TextReader:
     def json_rest(self, depth: int, take: Callable[[str], None] | None = None) -> Reading[bool]:
         """Read up to the bracket that closes as many brackets as are open, `depth` of them before this place.
 
-        Passes on what is read to `take` while it arrives. Returns whether the answer has that bracket.
+        Passes on what is read to `take` while it arrives, with the control characters in its strings escaped, as JSON
+        demands. Returns whether the answer has that bracket.
         """
-        is_text, sent = False, self.at
+        is_text, read = False, list[str]()
         while True:
             while self.at < len(self.text):
                 found = (_IN_STRING if is_text else _IN_JSON).match(self.text, self.at)
-                self.at = self.at if found is None else found.end()
+                part = "" if found is None else found[0]
+                self.at += len(part)
+                read.append(part.translate(_ESCAPES) if is_text else part)
                 character = self.text[self.at : self.at + 1]
                 if not character or character == "\\":
                     break  # the end of the text, perhaps within an escape
                 self.at += 1
+                read.append(character)
                 if character == '"':
                     is_text = not is_text
                 else:
@@ -182,12 +189,13 @@ class TextReader:
                     break
             is_whole = depth == 0
             if take is not None:
-                end = len(self.text) if self.is_final and not is_whole else self.at
-                if end > sent:
-                    take(self.text[sent:end])
-                self.at = end
+                if self.is_final and not is_whole:
+                    read.append(self.text[self.at :])
+                    self.at = len(self.text)
+                if text := "".join(read):
+                    take(text)
+                read.clear()
                 self.cut()
-                sent = 0
             if is_whole or self.is_final:
                 return is_whole
             yield

@@ -249,6 +249,19 @@ OWN: list[tuple[str, str, str, list[list[str]]]] = [
         [["f", "{}"]],
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [["f", "{}"]]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments":\n{"a\t": "x\n\ty\\n\x01"}}</tool_call>',
+        "",
+        [["f", '{"a\\t": "x\\n\\ty\\n\\u0001"}']],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"a": "x\ny"}, "name": "f"}</tool_call>',
+        "",
+        [["f", '{"a": "x\\ny"}']],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\n', "", [["f", '{"a": "x\\n']]),
     ("hermes", "", "", []),
     (
         "llama3_json",
