@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, shorten
+from workers.draft.common.modules.module_settings import LEAST_SEQUENCES, ContextSettings
 from workers.draft.registry import METHODS, check_learning, needs_of, placement_of
 from workers.serve.configuration import load_configuration
 
@@ -27,11 +28,6 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
     draft = configuration.draft
     needs, place = needs_of(draft), placement_of(draft, configuration.target)
     check_learning(draft.model_copy(update={"placement": place}))
-    least, reason = _sequences_of_a_drafter(configuration, place)
-    for name in draft.selected("method"):
-        sequences = getattr(draft.settings(name, METHODS.get(name).settings), "sequences", None)
-        if sequences is not None and sequences < least:
-            raise ConfigurationError(f"draft.{name}.sequences: {sequences} is refused; it must be at least {reason}")
     most, sequences = configuration.scheduler.max_sequences, configuration.target.kv.sequences
     if sequences is not None and sequences < most:
         raise ConfigurationError(
@@ -45,6 +41,7 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
         "target.evidence.decisions": needs.decisions,
         "target.evidence.is_sent": needs.any and place == "drafter",
         "target.evidence.fusion": (needs.fusion or None) if place == "drafter" else None,
+        **_kept_sequences(configuration, place),
     }
     values = configuration.model_dump(mode="json")
     defaults = load_configuration({}).model_dump(mode="json")
@@ -64,6 +61,22 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
     return load_configuration(values, implied)
 
 
+def _kept_sequences(configuration: Configuration, place: str) -> dict[str, int]:
+    """How many sequences the selected methods keep keys and values of, by their settings."""
+    least, reason = _sequences_of_a_drafter(configuration, place)
+    kept = {}
+    for name in configuration.draft.selected("method"):
+        section = configuration.draft.settings(name, METHODS.get(name).settings)
+        if not isinstance(section, ContextSettings):
+            continue
+        if section.sequences is not None and section.sequences < least:
+            raise ConfigurationError(
+                f"draft.{name}.sequences: {section.sequences} is refused; it must be at least {reason}"
+            )
+        kept[f"draft.{name}.sequences"] = section.sequences or max(LEAST_SEQUENCES, least)
+    return kept
+
+
 def _sequences_of_a_drafter(configuration: Configuration, place: str) -> tuple[int, str]:
     """How many sequences run at once on one drafter, and that bound in words."""
     most, drafters = configuration.scheduler.max_sequences, configuration.draft.replicas
@@ -72,7 +85,10 @@ def _sequences_of_a_drafter(configuration: Configuration, place: str) -> tuple[i
     if place == "target" or least <= most:
         return most, f"scheduler.max_sequences ({most})"
     shared = "1 drafter" if drafters == 1 else f"{drafters} drafters"
-    return least, f"{least}: {targets} targets share {shared}, each with scheduler.max_sequences ({most})"
+    return least, (
+        f"{least}, unless there are more draft.replicas: {targets} targets share {shared}, "
+        f"each with scheduler.max_sequences ({most})"
+    )
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

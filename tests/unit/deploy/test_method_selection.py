@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.load import load
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
 from deploy.bench.measuring.competitors import BenchSettings
 from deploy.implied_settings import with_implied_settings
@@ -171,33 +172,56 @@ def test_a_draft_model_that_learns_drafts_on_the_target_unless_there_are_several
         with_implied_settings(load_configuration(values, {"draft.learn": "on", "draft.replicas": 2}))
 
 
+def of_eagle(directory: Path, settings: dict[str, object]) -> Configuration:
+    """A configuration whose drafts are those of a module of the kind `eagle`, with `settings`."""
+    drafting_modules.save(tiny.save(directory / "target", tiny.llama()), directory / "eagle", "eagle")
+    values = {
+        "target": {"path": str(directory / "target")},
+        "draft": {"method": "eagle", "eagle": {"path": str(directory / "eagle")}},
+    }
+    return load_configuration(values, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, 256),
+        ({"scheduler.max_sequences": 257}, 257),
+        ({"scheduler.max_sequences": 257, "draft.eagle.sequences": 258}, 258),
+        ({"draft.eagle.sequences": 32}, 32),
+        ({"draft.placement": "target", "target.replicas": 9}, 256),
+        ({"draft.placement": "drafter", "target.replicas": 8}, 256),
+        ({"draft.placement": "drafter", "target.replicas": 9}, 288),
+        ({"target.replicas": 17, "draft.replicas": 2}, 272),
+        ({"draft.placement": "drafter", "target.autoscaling.max_replicas": 9}, 288),
+        ({"draft.placement": "drafter", "target.replicas": 1024, "scheduler.max_sequences": 4096}, 1 << 22),
+    ],
+)
+def test_a_drafter_keeps_as_many_sequences_as_all_targets_run_at_once(
+    settings: dict[str, object], kept: int, tmp_path: Path
+) -> None:
+    implied = with_implied_settings(of_eagle(tmp_path, settings))
+    assert implied.model_dump()["draft"]["eagle"]["sequences"] == kept
+    assert with_implied_settings(implied) == implied
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"scheduler.max_sequences": 256}, None),
-        ({"scheduler.max_sequences": 257}, "at least scheduler.max_sequences (257)"),
-        ({"scheduler.max_sequences": 257, "draft.eagle.sequences": 257}, None),
-        ({"draft.placement": "target", "target.replicas": 9}, None),
-        ({"draft.placement": "drafter", "target.replicas": 8}, None),
-        ({"draft.placement": "drafter", "target.replicas": 9}, "at least 288: 9 targets share 1 drafter"),
-        ({"target.replicas": 17, "draft.replicas": 2}, "at least 272: 17 targets share 2 drafters"),
-        ({"target.replicas": 16, "draft.replicas": 2}, None),
-        ({"draft.placement": "drafter", "target.autoscaling.max_replicas": 9}, "at least 288"),
+        ({"scheduler.max_sequences": 257}, "scheduler.max_sequences (257)"),
+        (
+            {"draft.placement": "drafter", "target.replicas": 9},
+            "288, unless there are more draft.replicas: 9 targets share 1 drafter, each with scheduler.max_sequences",
+        ),
+        ({"target.replicas": 17, "draft.replicas": 2}, "272, unless there are more draft.replicas: 17 targets share 2"),
     ],
 )
-def test_a_drafter_keeps_the_sequences_of_all_targets(
-    settings: dict[str, object], reason: str | None, tmp_path: Path
+def test_fewer_sequences_of_a_drafter_than_all_targets_run_at_once_are_refused(
+    settings: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
-    drafting_modules.save(tiny.save(tmp_path / "target", tiny.llama()), tmp_path / "eagle", "eagle")
-    values = {
-        "target": {"path": str(tmp_path / "target")},
-        "draft": {"method": "eagle", "eagle": {"path": str(tmp_path / "eagle")}},
-    }
-    configuration = load_configuration(values, settings)
-    if reason is None:
-        with_implied_settings(configuration)
-        return
-    with pytest.raises(ConfigurationError, match=rf"^draft\.eagle\.sequences: 256 is refused.* {re.escape(reason)}"):
+    configuration = of_eagle(tmp_path, settings | {"draft.eagle.sequences": 256})
+    expected = f"draft.eagle.sequences: 256 is refused; it must be at least {reason}"
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}"):
         with_implied_settings(configuration)
 
 

@@ -148,7 +148,7 @@ class BlockTreeDrafter(LearningDrafter, PathDrafter[BlockSession]):
             lambda start: BlockSession(start, shape, store, passes.device, blocks.version(start.cache_salt)),
             self._collector.finish,
             vocabulary_size=passes.vocabulary_size,
-            most=settings.sequences,
+            most=settings.kept_sequences,
         )
 
     @torch.inference_mode()

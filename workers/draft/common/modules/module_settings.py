@@ -17,6 +17,8 @@ from workers.model.fused_taps import fused_width
 Weights = Literal["auto", "float32", "bfloat16", "int8"]
 """The types that a module's weights can be stored in."""
 
+LEAST_SEQUENCES = 256
+"""The least default of `ContextSettings.sequences`."""
 _MOST_CANDIDATES = 16
 
 TreePath = Annotated[tuple[Annotated[int, Field(ge=0, lt=_MOST_CANDIDATES)], ...], Field(min_length=1, max_length=64)]
@@ -34,10 +36,17 @@ class ModuleSettings(DraftModuleSection):
 class ContextSettings(PluginSettings):
     """The memory for keys and values that are made from the target's hidden states."""
 
-    sequences: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Most sequences whose keys and values are kept. Beyond it, the least recently used one is sent again."""
+    sequences: Annotated[int, Field(ge=1, le=1 << 22)] | None = None
+    """Most sequences whose keys and values are kept; beyond it, the least recently used one is sent again. Unset: as
+    many as `target.replicas` or `target.autoscaling.max_replicas` targets run at once, and at least 256. Set it where
+    Ray Serve is told another number of replicas than these settings."""
     store_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1 << 15
     """Most tokens whose keys and values are kept for later sequences with the same beginning; 0 keeps none."""
+
+    @property
+    def kept_sequences(self) -> int:
+        """`sequences`, or the least default where no setting of targets implies it."""
+        return self.sequences or LEAST_SEQUENCES
 
 
 class ContextModuleSettings(ModuleSettings, ContextSettings):
