@@ -191,8 +191,13 @@ def _bind_drafters(
 
 def _version(values: Mapping[str, Any]) -> str:
     """A name of what target and drafters must have in common, to serve each other."""
-    counts = ("replicas", "autoscaling", "threads", "device", "node_resource")
-    common = {key: {k: v for k, v in values[key].items() if k not in counts} for key in ("target", "draft")}
+    counts = ("replicas", "autoscaling", "threads", "device", "node_resource", "sequences")
+
+    def common_of(section: Mapping[str, Any]) -> dict[str, Any]:
+        settings = {key: value for key, value in section.items() if key not in counts}
+        return {key: common_of(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
+
+    common = {key: common_of(values[key]) for key in ("target", "draft")}
     return sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -56,6 +56,18 @@ def test_null_unsets_what_the_file_sets_in_both_forms(tmp_path: Path) -> None:
         assert built(config=str(file), **arguments)["scheduler"]["max_prompt_tokens"] is None
 
 
+def test_targets_find_the_drafters_of_another_number_of_targets() -> None:
+    def version(**arguments: object) -> str:
+        draft = {"config": "cpu", "draft.method": "mtp", "draft.placement": "drafter"}
+        ingress = build_app(ApplicationArguments.model_validate(draft | arguments))._bound_deployment
+        common: str = ingress.init_args[3]._bound_deployment.init_args[1]
+        return common
+
+    nodes = [{"cpus": 64, "resource": "all"}]
+    one, ninety = (version(target={"replicas": number}, nodes=nodes) for number in (1, 90))
+    assert one == ninety != version(target={"replicas": 1, "dtype": "bfloat16"}, nodes=nodes)
+
+
 def test_a_wrong_argument_is_refused_with_the_nearest_key() -> None:
     with pytest.raises(ConfigurationError, match=r"the nearest valid one is server\.http_port"):
         built(server__http_prot=1)

@@ -157,7 +157,9 @@ def load_eagle_drafter(
     loaded = load_served_module(settings, target, "eagle", expected)
     scratch = max(LEAST_SCRATCH, limits.width * draft.max_depth)
     taps = TapReader(loaded.card.taps, target, loaded.card.hidden_size, fused_width(loaded.card))
-    memory = ContextMemory(ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.kept_sequences)
+    memory = ContextMemory(
+        ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.kept_sequences
+    )
     if isinstance(loaded.module, EagleHead):
         own = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
         heads: PassOfSalt[HeadPass] = PassOfSalt(own)

@@ -169,7 +169,9 @@ def load_mtp_drafter(settings: MtpSettings, draft: DraftSection, target: TargetS
     """Load the layer and make its drafter; see `EagleTreeDrafter`. Raises `ModelLoadError`."""
     limits = GrowthLimits(settings.candidates, settings.width)
     head = load_mtp_pass(settings, target, max(LEAST_SCRATCH, limits.width * draft.max_depth))
-    memory = ContextMemory(ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.kept_sequences)
+    memory = ContextMemory(
+        ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.kept_sequences
+    )
     taps = TapReader((LAST_TAP,), target, head.ends.hidden_size)
     shortlist = make_shortlist(None, target, head.device)
     return EagleTreeDrafter(PassOfSalt(head), shortlist, taps, draft, memory, limits)
