@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -151,16 +151,28 @@ def _explain(
     error: ValidationError, plugins: Sequence[Registry[Plugin]], prefix: tuple[str, ...] = ()
 ) -> Iterator[str]:
     for part in error.errors():
-        key = ".".join((*prefix, *(str(step) for step in part["loc"])))
+        steps = (*prefix, *part["loc"])
+        key = _named(steps)
         match part["type"]:
             case "extra_forbidden" | "is_instance_of":
-                yield _unknown(key, plugins)
+                yield _unknown(".".join(str(step) for step in steps), plugins)
+            case "missing":
+                yield f"{key}: must be set"
             case "model_type":
                 yield f"{key}: {shorten(part['input'])} is refused; it must be a section with keys of its own"
             case "value_error":
                 yield f"{key}: {part['msg'].removeprefix('Value error, ')}"
+            case "tuple_type":
+                yield f"{key}: {shorten(part['input'])} is refused; it must be a list, as in [a, b]"
             case _:
-                yield f"{key}: {shorten(part['input'])} is refused; {part['msg'][0].lower()}{part['msg'][1:]}"
+                reason = (part["msg"][0].lower() + part["msg"][1:]).replace("tuple", "list")
+                yield f"{key}: {shorten(part['input'])} is refused; {reason}"
+
+
+def _named(steps: Iterable[int | str]) -> str:
+    """Join `("draft", "eagle", "taps", 0)` to `draft.eagle.taps[0]`. The branches of unions, no names, are left out."""
+    parts = (f"[{step}]" if isinstance(step, int) else f".{step}" if step.isidentifier() else "" for step in steps)
+    return "".join(parts).removeprefix(".")
 
 
 def _unknown(key: str, plugins: Sequence[Registry[Plugin]]) -> str:
@@ -170,7 +182,8 @@ def _unknown(key: str, plugins: Sequence[Registry[Plugin]]) -> str:
                 if key == f"{registry.section}.{old}":
                     return f"{key}: unknown key; it is now {registry.section}.{name}.{new}"
     key = key[:_LONGEST_KEY]
-    found = nearest(key, known_keys(plugins))
+    keys = known_keys(plugins)
+    found = nearest(key, (*keys, *{known.rpartition(".")[0] for known in keys}))
     return f"{key}: unknown key; " + (
         "deploy/docs/reference/settings.md lists all" if found is None else f"the nearest valid one is {found}"
     )

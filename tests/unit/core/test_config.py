@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import get_args
 
@@ -41,13 +42,16 @@ def test_values_are_taken_and_the_rest_stays_as_it_is() -> None:
         ({"target": {"kv": {"blocksize": 4}}}, "target.kv.blocksize", "target.kv.block_size"),
         ({"log_levle": "info"}, "log_levle", "log_level"),
         ({"draft": {"model": {"kv": {"host_bytes": 1}}}}, "draft.model.kv.host_bytes", "draft.model.kv.pool_bytes"),
+        ({"srever": {"http_port": 1}}, "srever", "server"),
+        ({"target": {"kvv": {"sinks": 1}}}, "target.kvv", "target.kv"),
+        ({"draft": {"egale": {"path": "x"}}}, "draft.egale", "draft.eagle"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_named(values: dict[str, object], key: str, nearest: str) -> None:
     assert refusal(values) == f"{key}: unknown key; the nearest valid one is {nearest}"
 
 
-@pytest.mark.parametrize("values", [{"target": {"kvv": {"sinks": 1}}}, {"fish": 1}, {"server": {"colour": "red"}}])
+@pytest.mark.parametrize("values", [{"fish": 1}, {"fish": {"sinks": 1}}, {"server": {"colour": "red"}}])
 def test_a_key_that_resembles_none_is_refused_without_a_guess(values: dict[str, object]) -> None:
     assert refusal(values).endswith(": unknown key; deploy/docs/reference/settings.md lists all")
 
@@ -73,6 +77,31 @@ def test_a_value_out_of_bounds_is_refused_with_its_key_and_its_bound(key: str, v
     message = refusal({}, {key: value})
     assert message.startswith(f"{key}: ")
     assert words in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("draft.methods", "suffix", "draft.methods: 'suffix' is refused; it must be a list, as in [a, b]"),
+        ("draft.methods", [1], "draft.methods[0]: 1 is refused; input should be a valid string"),
+        ("cluster.tls.ca", "ca.pem", "cluster.tls.certificate: must be set; cluster.tls.key: must be set"),
+        (
+            "draft.heads.tree",
+            "all",
+            "draft.heads.tree: 'all' is refused; input should be 'auto'; "
+            "draft.heads.tree: 'all' is refused; it must be a list, as in [a, b]",
+        ),
+    ],
+)
+def test_a_refused_value_is_named_by_its_key_and_its_place_in_a_list(key: str, value: object, message: str) -> None:
+    assert refusal({}, {key: value}) == message
+
+
+@pytest.mark.parametrize("value", [{"hue": 1}, [{"hue": 1}], [["red"]]])
+def test_no_refusal_names_a_type_of_the_program(value: object) -> None:
+    for key in known_keys(PLUGINS):
+        message = refusal({}, {key: value})
+        assert re.search(r"tuple|constrained|literal|field required", message) is None, message
 
 
 def test_overrides_win_over_the_file_and_leave_it_untouched() -> None:
