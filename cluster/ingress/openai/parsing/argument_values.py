@@ -65,14 +65,25 @@ def _is_meant_as_text(text: str, value: object, schema: Any, types: frozenset[st
 
 
 def from_python(text: str) -> str:
-    """Return a value that is written as JSON, or as in Python, which reads some escapes of JSON in another way."""
+    """Return a value that is written as JSON, or as in Python, which reads some escapes of JSON in another way.
+
+    In both, a text may have line breaks that are not escaped.
+    """
     bare = text.strip()
-    for read in (json.loads, ast.literal_eval):
+    for read in (_from_json, ast.literal_eval, _with_line_breaks):
         try:
             return as_json(read(bare))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return as_json(bare)
+
+
+def _from_json(text: str) -> object:
+    return json.loads(text, strict=False)
+
+
+def _with_line_breaks(text: str) -> object:
+    return ast.literal_eval(text.replace("\n", "\\n"))
 
 
 def from_braces(text: str, quote: str) -> str:

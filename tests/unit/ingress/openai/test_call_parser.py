@@ -285,6 +285,12 @@ OWN: list[tuple[str, str, str, list[list[str]]]] = [
     ("pythonic", "[1, 2] and f(x)", "[1, 2] and f(x)", []),
     ("pythonic", r'[f(a="x\/y")]', "", [["f", '{"a": "x/y"}']]),
     (
+        "pythonic",
+        "[f(a=\"x\n\ty\", b='it\\'s\n\"', c=[\n1])]",
+        "",
+        [["f", '{"a": "x\\n\\ty", "b": "it\'s\\n\\"", "c": [1]}']],
+    ),
+    (
         "qwen3_coder",
         "<function=f>\n<parameter=code>\n\n  x = 1\n\n</parameter>\n</function>",
         "",
