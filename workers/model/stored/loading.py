@@ -194,6 +194,11 @@ def _experts(
     for word, region in zip(_EXPERTS, regions, strict=True):
         experts, inputs, outputs = getattr(layer, word).shape
         own = checkpoint.experts(f"{name}.{word}", (experts, outputs, inputs), region)
+        if own is None and f"{name}.{word}" not in checkpoint:
+            raise ConfigurationError(
+                f"target.quantization: stored is refused: {name}: experts are kept as they are stored in MXFP4 alone; "
+                "it must be none"
+            )
         if own is None:
             return None
         found.append(own)

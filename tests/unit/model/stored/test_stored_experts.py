@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.stored_model import TEXT, check_close, load, logits
-from tests.support.models import tiny
+from tests.support.models import quantized, tiny
 from workers.forward.attention import register
 from workers.forward.experts import FastExperts
 from workers.forward.native.packed_experts import PackedExperts
@@ -134,6 +134,15 @@ def held_experts(path: Path, share: Share) -> StoredExperts:
 def size(experts: StoredExperts) -> int:
     """Bytes of the matrices."""
     return sum(one.first.nbytes + one.second.nbytes for one in experts.experts)
+
+
+def test_experts_in_another_format_are_refused_with_what_reads_them(tmp_path: Path) -> None:
+    source = tiny.save(tmp_path / "plain", tiny.qwen3_moe(), sharpness=2.0)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    quantized.save(source, tmp_path / "model", quantized.gptq(4, 16), settings)
+    message = r"stored is refused: model\.layers\.0\.mlp\.experts: experts are kept as they are stored in MXFP4 alone"
+    with pytest.raises(ConfigurationError, match=message):
+        load(tmp_path / "model", str(tmp_path / "code"))
 
 
 def test_blocks_of_another_shape_are_named(written: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
