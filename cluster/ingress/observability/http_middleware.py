@@ -58,12 +58,15 @@ class ObservabilityMiddleware:
                 status = int(message["status"])
             await send(message)
 
+        client = _Client(receive)
         token = current.set(record)
         try:
-            await self._app(scope, receive, send_and_note)
-        except asyncio.CancelledError:  # Ray Serve cancels the call of a client that has left
-            if status is None:
-                status, record.error = Aborted.http_status, Aborted.__name__
+            await self._app(scope, client.receive, send_and_note)
+        except asyncio.CancelledError as error:  # Ray Serve cancels the call of a client that has left, and others
+            has_left = client.has_left()
+            record.error = (Aborted if has_left else type(error)).__name__
+            if status is None and has_left:
+                status = Aborted.http_status
             raise
         except Exception as error:
             record.error = type(error).__name__
@@ -89,6 +92,33 @@ class ObservabilityMiddleware:
                 | record.fields()
             )
         return f"{method} {handler}"
+
+
+class _Client:
+    """What the client of one request sends, and whether it has left."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._has_left = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._has_left |= message["type"] == "http.disconnect"
+        return message
+
+    def has_left(self) -> bool:
+        """Whether a message says so, among those that were received and those that can be without waiting."""
+        while not self._has_left:
+            receiving = self.receive().__await__()
+            try:
+                next(receiving)
+            except StopIteration:
+                continue
+            except Exception:  # whatever a lost connection raises
+                return False
+            receiving.close()
+            return False
+        return True
 
 
 def note_error(request: Request | Scope, error: Exception | str) -> None:

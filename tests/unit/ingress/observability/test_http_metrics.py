@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message
 
 from cluster.core.errors import NotReady, Overloaded
+from cluster.ingress.http import create_app
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
-from tests.support.fakes.http_app import HttpApi
+from tests.support.fakes.http_app import HI, LIMITS, HttpApi
 
 CHAT = "/v1/chat/completions"
 
@@ -54,19 +57,25 @@ async def test_refusals_are_counted_by_reason(api: HttpApi) -> None:
     assert counts == {("http", reason): 1.0 for reason in reasons}
 
 
-async def test_a_call_that_serve_cancels_because_its_client_has_left_is_no_error_of_the_server(
-    api: HttpApi, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_cancelled_call_is_no_error_of_the_server_if_its_client_has_left(
+    api: HttpApi, caplog: pytest.LogCaptureFixture, leaves: bool, stream: bool
 ) -> None:
-    """Ray Serve tells the application that the client has left, and cancels it at the same time."""
+    """Ray Serve cancels a call when it has told the application that the client left, and also when it stops."""
     caplog.set_level(logging.INFO, "pilotfish.requests")
-    api.engine.hold_after = 0
-    asking = asyncio.create_task(api.chat())
-    await api.engine.arrived.get()
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    assert (await samples(api, "http_requests_total"))[(CHAT, "POST", "4xx")] == 1
-    assert await samples(api, "pilotfish:refusals_total") == {("http", "Aborted"): 1.0}
-    assert "status=499" in caplog.text and "error=Aborted" in caplog.text
+    api.engine.hold_after = 1
+    received, sent = asyncio.Queue[Message](), asyncio.Queue[Message]()
+    received.put_nowait({"type": "http.request", "body": json.dumps({"messages": HI, "stream": stream}).encode()})
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": [(b"host", b"pilotfish")]}
+    answering = asyncio.create_task(create_app(api.client, LIMITS)(scope, received.get, sent.put))
+    await (sent.get() if stream else api.engine.arrived.get())
+    if leaves:
+        received.put_nowait({"type": "http.disconnect"})
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+    status = 200 if stream else 499 if leaves else 500
+    assert f" status={status} error={'Aborted' if leaves else 'CancelledError'} " in caplog.text
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_a_refusal_too(api: HttpApi) -> None:
