@@ -41,6 +41,21 @@ def test_attention_multiplies_on_tensor_cores_without_spills(
     assert found.tensor_products > 0
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("stored", [0, 1, 2])
+@pytest.mark.parametrize(("group", "dim"), [(8, 256), (16, 256), (32, 128)])
+def test_many_heads_that_share_their_keys_spill_no_more_than_few(
+    capability: int, group: int, dim: int, stored: int
+) -> None:
+    from workers.forward.triton.attention import launch_of
+
+    launch = launch_of(4, group, dim, is_wide=False, capability=capability, kind=stored)
+    found = assembled_attention(launch, group, dim, capability, is_wide=False, stored=stored, tile=4)
+    assert found.spilled_bytes <= MOST_SPILLED, found
+    assert found.shared_bytes <= MOST_SHARED
+    assert found.tensor_products > 0
+
+
 def assembled_attention(
     launch: Any, group: int, dim: int, capability: int, *, is_wide: bool, tile: int, **options: Any
 ) -> Any:

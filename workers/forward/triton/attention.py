@@ -28,6 +28,9 @@ _MOST_REGISTERS = 128
 in flight, though some tens of bytes of each thread move to memory."""
 _MOST_REGISTERS_WIDENING = 168
 """Most registers of a thread where keys and values have 8 bits: three programs fit beside each other."""
+_MOST_BOUNDED = 8192
+"""Most numbers of the results of a narrow tile whose registers are bounded. Of 32 heads of 128 numbers, or 16 of 256,
+more than a kilobyte of each thread would move to memory."""
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
@@ -64,10 +67,11 @@ def launch_of(
     keys = max(16, min(_MOST_KEYS, _KEY_NUMBERS // width // (1 if dim == width else 2)))
     if is_wide:
         return Launch(keys if capability >= _HOPPER else min(keys, 32), 4 if dim > 64 else 8, 3, None)
-    is_large = tile * triton.next_power_of_2(group) >= 64 or dim > 128
+    rows = tile * triton.next_power_of_2(group)
+    is_bounded, warps = rows * width <= _MOST_BOUNDED, 8 if rows >= 64 or dim > 128 else 4
     if kind != AS_IT_IS:
-        return Launch(max(16, keys // 2), 8 if is_large else 4, 3, _MOST_REGISTERS_WIDENING)
-    return Launch(keys, 8 if is_large else 4, 3, _MOST_REGISTERS)
+        return Launch(max(16, keys // 2), warps, 3, _MOST_REGISTERS_WIDENING if is_bounded else None)
+    return Launch(keys, warps, 3, _MOST_REGISTERS if is_bounded else None)
 
 
 @lru_cache
