@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 from jinja2 import nodes
@@ -231,6 +232,32 @@ def with_tools_as_text(messages: Sequence[Message], tools: Sequence[str], *, in_
     first = next((place for place, turn in enumerate(turns) if turn.role == "user"), 0)
     turns[first] = replace(turns[first], content=f"{offer}\n\n{turns[first].content}", parts=())
     return turns
+
+
+def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation in which the user says the results of tools, for a template that knows no such role.
+
+    Results, and what the user says after them, are one message, since many such templates take turns alone.
+    """
+    found: list[Message] = []
+    is_after_result = False
+    for message in map(_with_calls_as_text, messages):
+        is_result = message.role == "tool"
+        if is_result:
+            message = Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+        if is_after_result and message.role == "user":
+            found[-1] = replace(found[-1], content=f"{found[-1].content}\n{message.content}")
+        else:
+            found.append(message)
+        is_after_result = is_result
+    return found
+
+
+def are_results_in(text: str, turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a rendered conversation shows all results of tools."""
+    contents = (turn["content"] for turn in turns if turn["role"] == "tool")
+    parts = ([content] if isinstance(content, str) else [part["text"] for part in content] for content in contents)
+    return all(part.strip() in text for part in chain.from_iterable(parts))
 
 
 def _with_calls_as_text(message: Message) -> Message:

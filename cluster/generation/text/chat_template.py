@@ -25,10 +25,12 @@ from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.generation.text.chat_messages import (
     Expected,
     Message,
+    are_results_in,
     as_object,
     as_text,
     has_broken_call,
     to_json,
+    with_results_as_text,
     with_tools_as_text,
 )
 
@@ -191,7 +193,10 @@ class ChatTemplate:
         variables |= {"tools": tools or None, "add_generation_prompt": options.add_generation_prompt}
         for turns in self._turns(messages, options):
             try:
-                return self._generate({**self._special_tokens, **variables, "messages": turns}, most_chars)
+                text = self._generate({**self._special_tokens, **variables, "messages": turns}, most_chars)
+                if self._renders_tools or are_results_in(text, turns):
+                    return text
+                reason = "it leaves out the results of tools"
             except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
                 reason = str(error)
         roles = [message.role for message in messages]
@@ -203,6 +208,8 @@ class ChatTemplate:
         offers = [prepared]
         if options.tools and not self._renders_tools:
             offers = [with_tools_as_text(prepared, options.tools, in_system=is_first) for is_first in (True, False)]
+        if not self._renders_tools and any(message.role == "tool" for message in messages):
+            offers += map(with_results_as_text, [*offers])
         # Arguments that are no object are shown as text. Some templates take objects only.
         forms = (as_text, as_object) if any(map(has_broken_call, messages)) else (as_text,)
         # Where a template asks if a content is none, it may still read that of another message as a text.

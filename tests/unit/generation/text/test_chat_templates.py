@@ -194,6 +194,36 @@ def test_tools_are_offered_to_the_user_where_the_template_refuses_a_system() -> 
         rendered(source, [Message("system", "Be brief."), USER])
 
 
+ALTERNATING = (
+    "{%- for message in messages if message.role != 'system' %}"
+    "{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{%- endif %}"
+    "[{{ message.role }}: {{ message.content | trim }}]{%- endfor %}"
+)
+SILENT = "{%- for message in messages if message.role in ['user', 'assistant'] %}[{{ message.role }}: {{ message.content }}]{%- endfor %}"  # noqa: E501
+
+
+@pytest.mark.parametrize("source", [ALTERNATING, SILENT])
+@pytest.mark.parametrize("parts", [(), ("do", "ne")])
+def test_results_of_tools_are_shown_by_a_template_that_knows_none(source: str, parts: tuple[str, ...]) -> None:
+    """As that of Gemma 3, which takes turns of the user and the model alone."""
+    result = Message("tool", "\n".join(parts) or "done", tool_call_id="a", parts=parts)
+    shown = f"<tool_response>\n{result.content}\n</tool_response>"
+    calls = '<tool_call>{"name": "swim", "arguments": {"to": "reef <b>", "depth": 3}}</tool_call>\n'
+    calls += '<tool_call>{"name": "rest", "arguments": {}}</tool_call>'
+    text = rendered(source, [USER, CALLER, result, RESULT, USER, ANSWER, USER])
+    second = "<tool_response>\ndone\n</tool_response>"
+    assert text.endswith(
+        f"Where to?][assistant: {calls}][user: {shown}\n{second}\nWhere to?][assistant: There.][user: Where to?]"
+    )
+    without_offer = compiled(source).render([USER, CALLER, result])
+    assert without_offer == f"[user: Where to?][assistant: {calls}][user: {shown}]"
+
+
+def test_results_of_tools_keep_their_role_where_the_template_shows_it() -> None:
+    source = "{%- for message in messages %}[{{ message.role }}: {{ message.content }}]{%- endfor %}"
+    assert rendered(source, [USER, CALLER, RESULT]).endswith("[tool: done]")
+
+
 def test_templates_are_read_by_name_from_all_files_that_may_have_them(tmp_path: Path) -> None:
     directory = byte_level(tmp_path)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
