@@ -21,8 +21,8 @@ _SCALE = re.compile(r"(.*\.)?weight_scale\w*|(.*)_scale(_inv)?")
 """Names of the scales of a layer's weight, or of another parameter."""
 
 
-_INTEGERS = frozenset(("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"))
-"""Types of numbers that are no weights without a scale, as safetensors names them."""
+_PLAIN = ("F64", "F32", "F16", "BF16")
+"""Types of weights that need no scale, as safetensors names them."""
 _COMPUTED = "SinusoidalPositionalEmbedding"
 """Ends the names of classes whose weight `transformers` computes where the files lack it, as those of Pegasus do."""
 
@@ -63,23 +63,21 @@ def _is_bias(name: str, parameters: Collection[str]) -> bool:
 
 
 def _check_numbers(directory: Path, biases: Collection[str], parameters: Collection[str]) -> None:
-    """Raise `ModelLoadError` for one of these `biases` that is not 0, and for one of these `parameters` of integers."""
+    """Raise `ModelLoadError` for one of `biases` that is not 0, and for one of `parameters` that needs a scale."""
     for file in weight_files(directory):
         with safe_open(file, framework="pt") as opened:
             names = opened.keys()
-            dropped = [name for name in names if name in biases and bool(opened.get_tensor(name).any())]
-            integers = [
-                name for name in names if name in parameters and opened.get_slice(name).get_dtype() in _INTEGERS
-            ]
+            dropped = [name for name in names if name in biases and bool(opened.get_tensor(name).float().any())]
+            small = [name for name in names if name in parameters and opened.get_slice(name).get_dtype() not in _PLAIN]
         if dropped:
             raise ModelLoadError(
                 f"model directory {str(directory)!r}: its files have {shorten(dropped[:3])}, and the model of its "
                 "configuration has no such biases; put the configuration of these weights there"
             )
-        if integers:
+        if small:
             raise ModelLoadError(
-                f"model directory {str(directory)!r}: {shorten(integers[:3])} are integers without scales; weights "
-                "must be float32, bfloat16 or float16"
+                f"model directory {str(directory)!r}: {shorten(small[:3])} have no scales that are read; they must be "
+                "float32, bfloat16 or float16"
             )
 
 
