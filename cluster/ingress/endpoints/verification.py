@@ -79,6 +79,8 @@ class _Repeated:
     ends: list[int]
     """Length of the text after each token, in characters."""
     text: str = ""
+    prompt: str = ""
+    """The text of the prompt, if it is reported."""
     fingerprint: str = ""
 
 
@@ -94,6 +96,10 @@ def add_verification(app: FastAPI, client: GenerateClient, limits: LimitsSection
         timeout = timeout_of(request, limits.max_timeout_seconds)
         answer = await while_connected(request, _repeat(answers(client, [message], timeout), body))
         found, sent = _first_difference(answer, body), body.receipt.fingerprint
+        if found is not None and body.text is not None and _echoes(body):
+            prompts = (message.text or answer.prompt, answer.prompt)  # an echoed text may lack tokens in front of it
+            if body.text.startswith(prompts):
+                raise InvalidRequest("text", body.text, "the text of the answer without its prompt")
         result = {
             "equal": found is None,
             "first_difference": found,
@@ -108,8 +114,6 @@ def add_verification(app: FastAPI, client: GenerateClient, limits: LimitsSection
 def _request(body: VerifyBody, limits: LimitsSection, request_id: str) -> generation_pb2.GenerateRequest:
     """Return the request that generates the answer again, without drafts. Raises `InvalidRequest`."""
     seed = body.receipt.seed % (1 << 64)
-    if body.text is not None and body.request.get("echo") is True:
-        raise InvalidRequest("text", "sent", "left out with echo: answers are compared without prompts, by token_ids")
     content = json.dumps({**body.request, **_REPLACED}).encode()
     parsed: Parameters
     if "messages" in body.request:
@@ -123,7 +127,12 @@ def _request(body: VerifyBody, limits: LimitsSection, request_id: str) -> genera
     if parsed.use_beam_search:
         raise InvalidRequest("request.use_beam_search", True, "false: a beam search has no seed")
     message.store = False  # a repeated text teaches nothing
+    message.prompt_options.report |= _echoes(body)
     return message
+
+
+def _echoes(body: VerifyBody) -> bool:
+    return body.request.get("echo") is True
 
 
 async def _repeat(responses: Events, body: VerifyBody) -> _Repeated:
@@ -132,6 +141,7 @@ async def _repeat(responses: Events, body: VerifyBody) -> _Repeated:
         async for _, response in responses:
             if response.HasField("started"):
                 answer.fingerprint = system_fingerprint(response.started)
+                answer.prompt = b"".join(response.started.prompt_token_bytes).decode("utf-8", "replace")
                 if body.text is not None and (response.started.tool_format or response.started.reasoning_format):
                     raise InvalidRequest("text", "sent", "left out: calls and reasoning are compared by token_ids")
             elif response.HasField("delta"):

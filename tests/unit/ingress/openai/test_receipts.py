@@ -123,6 +123,21 @@ async def test_the_first_token_that_differs_is_named(http: httpx.AsyncClient) ->
     assert not (await verified(http, {"seed": 10}, text=text))["equal"]
 
 
+@pytest.mark.parametrize("prompt", [BODY["prompt"], "so it is"])
+async def test_a_text_that_begins_with_its_prompt_is_refused_and_the_answer_alone_is_verified(
+    http: httpx.AsyncClient, prompt: str | list[int]
+) -> None:
+    body = {**BODY, "prompt": prompt, "seed": 11}
+    (echoed,), (alone,) = await answered(http, **body, echo=True), await answered(http, **body)
+    assert echoed["text"].endswith(alone["text"]) and echoed["text"] != alone["text"]
+    sent = {"request": {**body, "echo": True}, "receipt": echoed["receipt"]}
+    assert (await http.post("/v1/verify", json={**sent, "text": alone["text"]})).json()["equal"]
+    assert not (await http.post("/v1/verify", json={**sent, "text": "so"})).json()["equal"]
+    error = (await http.post("/v1/verify", json={**sent, "text": echoed["text"]})).json()["error"]
+    assert error["param"] == "text"
+    assert error["message"].endswith("is refused; it must be the text of the answer without its prompt")
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -135,7 +150,6 @@ async def test_the_first_token_that_differs_is_named(http: httpx.AsyncClient) ->
             "request.use_beam_search",
         ),
         ({"request": {**BODY, "hue": 1}, "receipt": {"seed": 1}, "text": "a"}, "hue"),
-        ({"request": {**BODY, "echo": True}, "receipt": {"seed": 1}, "text": "a"}, "text"),  # it has the prompt too
     ],
 )
 async def test_what_cannot_be_verified_is_refused_by_name(
