@@ -67,7 +67,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override one setting. May be repeated.",
+        help="Override one setting; the value is YAML. May be repeated.",
         autocompletion=complete_setting,
     ),
 ]

@@ -33,8 +33,10 @@ What the HTTP API does with every parameter of OpenAI's API and of vLLM. This pa
 - **neutral only**: values without effect are accepted, any other is refused with the reason.
 - **refused**: any value but `null` is refused with the reason.
 
-A field that neither OpenAI nor vLLM has is ignored, and the response names it in the header `x-ignored-fields`.
-`limits.unknown_fields: refuse` refuses it instead. Refusals have status 400 and the code `unsupported_parameter`.
+A field that neither OpenAI nor vLLM has is ignored. The response names it in the header `x-ignored-fields`, and in
+`x-misspelt-fields` with the parameter that was probably meant (`temprature=temperature`).
+`limits.unknown_fields: refuse` refuses it instead. Refusals have status 400, those of parameters that are not served
+the code `unsupported_parameter`.
 """
 
 
