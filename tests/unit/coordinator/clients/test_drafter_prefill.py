@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence as Many
 
 import pytest
@@ -123,20 +122,24 @@ def test_a_drafter_that_comes_back_is_not_sent_the_prompts_of_all_sequences_at_o
     simulate(scenario())
 
 
-async def test_a_drafter_is_shown_all_hidden_states_of_a_long_prompt_while_the_target_computes_it() -> None:
+def test_a_drafter_is_shown_all_hidden_states_of_a_long_prompt_while_the_target_computes_it() -> None:
     """Together they are twice what is kept of a sequence."""
     drafter, chunk, chunks = FakeDrafter(FakeTarget()), 512, 8
     width = MAX_BYTES // (chunk * chunks)
-    pool = DrafterPool([drafter], configure().draft, Metrics(), time.monotonic)
-    pool.start(vocabulary_size=32)
     sequence = Sequence(SequenceId("s"), request(prompt=[1] * chunk * chunks), 0)
-    for first in range(0, len(sequence), chunk):
-        await pool.prefill([sequence]).wait(1.0)
-        hidden = HiddenStates(first, width, bytes(2 * width * chunk))
-        verdict = Verdict(sequence.id, first + chunk, evidence=Evidence(first + chunk, hidden=hidden))
-        pool.keep_evidence(StepResult((verdict,), KvOccupancy(1, 1)))
-    await pool.propose({sequence.id: DraftRequest(sequence, DraftBudget(1, 1))}).wait(1.0)
-    await pool.close(1.0)
+
+    async def scenario() -> None:
+        pool = DrafterPool([drafter], configure().draft, Metrics(), now)
+        pool.start(vocabulary_size=32)
+        for first in range(0, len(sequence), chunk):
+            await pool.prefill([sequence]).wait(1.0)
+            hidden = HiddenStates(first, width, bytes(2 * width * chunk))
+            verdict = Verdict(sequence.id, first + chunk, evidence=Evidence(first + chunk, hidden=hidden))
+            pool.keep_evidence(StepResult((verdict,), KvOccupancy(1, 1)))
+        await pool.propose({sequence.id: DraftRequest(sequence, DraftBudget(1, 1))}).wait(1.0)
+        await pool.close(1.0)
+
+    simulate(scenario())
     shown = [evidence.hidden for call in drafter.calls for row in call for evidence in row.evidence]
     assert [position for one in shown if one for position in range(one.first, one.end)] == list(range(len(sequence)))
     assert [sum(len(row.new_tokens) for row in call) for call in drafter.calls] == [len(sequence), *[0] * chunks]
