@@ -151,7 +151,7 @@ async def _chat(body: ConversationBody, client: ModelClient) -> Json:
     is_continued = _is_begun(turns) and not await _reads_sources(client)
     chat: Json = {"model": body.model, "messages": turns, "continue_final_message": is_continued}
     if body.tools:
-        chat["tools"] = [_tool(tool) for tool in body.tools]
+        chat["tools"] = [_tool(f"tools[{position}]", tool) for position, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         kind = body.tool_choice.get("type")
         if kind == "tool":
@@ -273,9 +273,9 @@ def _text(field: str, content: object) -> str:
     return "\n".join(block["text"] for block in content)
 
 
-def _tool(tool: Json) -> Json:
+def _tool(field: str, tool: Json) -> Json:
     if tool.get("type", "custom") != "custom":
-        raise UnsupportedParameter("tools.type", tool["type"], "custom: no other tool is supported")
+        raise UnsupportedParameter(f"{field}.type", tool["type"], "custom: no other tool is supported")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
     return {"type": "function", "function": function | {n: tool[n] for n in ("description",) if n in tool}}
 

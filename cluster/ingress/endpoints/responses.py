@@ -30,7 +30,6 @@ _NAMES = {
     r"max_tokens\b": "max_output_tokens",
     r"messages\b.*": "input",
     r"reasoning_effort\b": "reasoning.effort",
-    r"(tools\[\d+\])\.function": r"\1",
 }
 """Names of this API for fields that chats name otherwise; see `own_names`."""
 
@@ -45,17 +44,23 @@ def add_responses(app: FastAPI, client: GenerateClient, limits: LimitsSection) -
         caller = named(generation_pb2.GenerateRequest()).client
         before = [] if body.previous_response_id is None else conversations.find(body.previous_response_id, caller)
         turns = [*before, *_turns(body.input)]
-        with own_names(_NAMES):
-            chat = parse(ChatRequest, json.dumps(_chat(body, turns)).encode())
         adapter = _ResponseObject(f"resp_{request.state.request_id}", body)
+        with own_names(adapter.names):
+            chat = parse(ChatRequest, json.dumps(_chat(body, turns)).encode())
         if body.store:
 
             def keep(answer: Json) -> None:
                 conversations.keep(adapter.id, caller, [*turns, answer])
 
             adapter.on_end = keep
-        with own_names(_NAMES):
+        with own_names(adapter.names):
             return await respond(request, client, limits, chat, adapter, headers)
+
+
+def _names_of(body: ResponsesBody) -> Mapping[str, str]:
+    """Return the names of fields in a body, of whose tools a chat has the functions alone."""
+    places = (place for place, tool in enumerate(body.tools) if tool.get("type") == "function")
+    return {rf"tools\[{own}\](\.function)?": f"tools[{place}]" for own, place in enumerate(places)} | _NAMES
 
 
 def _chat(body: ResponsesBody, turns: list[Json]) -> Json:
@@ -148,10 +153,9 @@ def _text(field: str, content: object) -> str:
 class _ResponseObject:
     """A response, and the events of its stream."""
 
-    names: Mapping[str, str] = _NAMES
-
     def __init__(self, response_id: str, body: ResponsesBody) -> None:
         self.id = response_id
+        self.names = _names_of(body)
         self.on_end: Callable[[Json], None] = lambda _: None
         """Called with the assistant's message when the answer has ended."""
         self._body = body

@@ -125,6 +125,7 @@ async def test_the_effort_reaches_the_template(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "system", "content": [{"type": "thinking"}]}]}, "messages[0].content"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL, {"type": "bash_20250124", "name": "bash"}]}, "tools[1].type"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"output_config": {"effort": "most"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),

@@ -26,6 +26,7 @@ CALL = 'Yes. <tool_call>{"name": "swim", "arguments": {"to": "the world"}}</tool
 PARAMETERS = {"type": "object", "properties": {"to": {"type": "string"}}}
 FUNCTION: Any = {"type": "function", "name": "swim", "parameters": PARAMETERS, "strict": False}
 TOOL: Any = {"name": "swim", "input_schema": PARAMETERS}
+HOSTED, WRONG = {"type": "web_search"}, {**FUNCTION, "parameters": {"type": "fish"}}
 
 
 @asynccontextmanager
@@ -227,6 +228,8 @@ async def test_a_message_calls_tools_and_their_results_are_sent_back(tmp_path: P
         ("responses", {"input": "a", "tool_choice": {"type": "function", "name": "swim"}}, "tool_choice"),
         ("responses", {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ("responses", {"input": "a", "background": True}, "background"),
+        ("responses", {"input": "a", "tools": [HOSTED, {**FUNCTION, "name": ""}]}, "tools[1].name"),
+        ("responses", {"input": "a", "tools": [HOSTED, WRONG], "tool_choice": "required"}, "tools[1].parameters"),
         ("responses", {"input": "a", "previous_response_id": "resp_none"}, "previous_response_id"),
     ],
 )  # fmt: skip
