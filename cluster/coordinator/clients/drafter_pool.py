@@ -25,7 +25,8 @@ prompt does not delay the proposals for others."""
 MAX_PREFILL_TOKENS = 512
 """A prefill call takes sequences until it has this many tokens, so that a drafter can propose between prefill calls."""
 MAX_EVIDENCE_BYTES = MAX_MESSAGE_BYTES // 2
-"""Most bytes of hidden states in one call; its rows share them equally, and the oldest are left out."""
+"""Most bytes of hidden states in one call. A prefill call takes no sequence beyond them. The rows of another call with
+more share them equally, and the oldest are left out."""
 _PREFILL_DECAY = 0.9
 """Factor on the measured prefill time and tokens with each further call."""
 
@@ -209,7 +210,7 @@ class DrafterPool:
         self._try_failed(requests.values())
         self._prefilling = {client: call for client, call in self._prefilling.items() if not call.done()}
         parts: dict[DrafterClient, list[DraftRequest]] = {}
-        tokens = Counter[DrafterClient]()
+        tokens, sizes = Counter[DrafterClient](), Counter[DrafterClient]()
         for request in requests.values():
             sequence = request.sequence
             client = self._client_of(sequence)
@@ -218,8 +219,11 @@ class DrafterPool:
                 continue
             if client.is_busy(sequence.id) or client.refuses(sequence.id):
                 continue
-            if client not in self._prefilling and tokens[client] < MAX_PREFILL_TOKENS:
+            size = sizes[client] + self._evidence.size(sequence.id)
+            is_full = tokens[client] >= MAX_PREFILL_TOKENS or size > MAX_EVIDENCE_BYTES
+            if client not in self._prefilling and not is_full:
                 tokens[client] += lacking
+                sizes[client] = size
                 parts.setdefault(client, []).append(request)
         calls = {client: self._start(client, part) for client, part in parts.items()}
         for client, call in calls.items():
@@ -250,7 +254,8 @@ class DrafterPool:
 
     def _start(self, client: DrafterClient, requests: Iterable[DraftRequest]) -> ProposeCall:
         requests = tuple(requests)
-        share = MAX_EVIDENCE_BYTES // max(1, len(requests))
+        size = sum(self._evidence.size(request.sequence.id) for request in requests)
+        share = None if size <= MAX_EVIDENCE_BYTES else MAX_EVIDENCE_BYTES // len(requests)
         return client.start(requests, self._vocabulary_size, lambda name: self._evidence.take(name, share))
 
     def _measure_prefill(self, tokens: int, call: ProposeCall) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 
 import pytest
 
-from cluster.coordinator.clients.drafter_pool import DrafterPool
+from cluster.coordinator.clients.drafter_pool import MAX_EVIDENCE_BYTES, DrafterPool
 from cluster.coordinator.metrics import Metrics
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates, Proposal
 from cluster.core.errors import DrafterUnavailable
@@ -143,3 +143,31 @@ def test_a_drafter_is_shown_all_hidden_states_of_a_long_prompt_while_the_target_
     shown = [evidence.hidden for call in drafter.calls for row in call for evidence in row.evidence]
     assert [position for one in shown if one for position in range(one.first, one.end)] == list(range(len(sequence)))
     assert [sum(len(row.new_tokens) for row in call) for call in drafter.calls] == [len(sequence), *[0] * chunks]
+
+
+@pytest.mark.parametrize("lens", [(100, 100, 100, 100, 300), (100, 100, 100, 100, 250), (300, 300)])
+def test_a_drafter_is_shown_all_hidden_states_of_prompts_that_it_is_sent_together(lens: tuple[int, ...]) -> None:
+    """In the first case they are more than one call takes, in the others they are not."""
+    drafter, width = FakeDrafter(FakeTarget()), 24576
+    sequences = [Sequence(SequenceId(str(index)), request(str(index), [1] * n), 0) for index, n in enumerate(lens)]
+
+    async def scenario() -> None:
+        pool = DrafterPool([drafter], configure().draft, Metrics(), now)
+        pool.start(vocabulary_size=32)
+        for one in sequences:
+            evidence = Evidence(len(one), hidden=HiddenStates(0, width, bytes(2 * width * len(one))))
+            pool.keep_evidence(StepResult((Verdict(one.id, len(one), evidence=evidence),), KvOccupancy(1, 1)))
+        while calls := pool.prefill(sequences):
+            await calls.wait(1.0)
+        await pool.close(1.0)
+
+    simulate(scenario())
+    for call in drafter.calls:
+        assert sum(_shown(row) for row in call) * 2 * width <= MAX_EVIDENCE_BYTES
+    shown = {row.sequence_id: _shown(row) for call in drafter.calls for row in call}
+    assert shown == {one.id: len(one) for one in sequences}
+
+
+def _shown(row: DraftRow) -> int:
+    """Number of positions whose hidden states a row has."""
+    return sum(evidence.hidden.end - evidence.hidden.first for evidence in row.evidence if evidence.hidden)
