@@ -101,13 +101,21 @@ class ModelRunner:
             model.native.bind(pool)
 
     def warm_up(self) -> None:
-        """Run steps of several widths, so that no request waits for compilation. Frees all blocks that it uses."""
-        for width in WARM_UP_WIDTHS:
-            begun = time.perf_counter()
+        """Run steps of several widths, so that no request waits for compilation. Frees all blocks that it uses.
+
+        Prompt chunks that have kernels of their own run by themselves and before a tree.
+        """
+        prompts = () if self._attention is None else self._attention.capabilities.prompts
+        steps = [(width, EMPTY_TREE) for width in (*WARM_UP_WIDTHS, *prompts)]
+        steps += [(width - 1, TokenTree.chain((0,))) for width in prompts]
+        for fresh, tree in steps:
+            begun, width = time.perf_counter(), fresh + len(tree)
+            if width > max(self._model.max_context_len, *WARM_UP_WIDTHS):
+                continue
             table = self._pool.new_table()
             try:
-                self._pool.reserve(table, width)
-                self.forward([ForwardRow(table, (0,) * width, select=(width - 1,))])
+                self._pool.reserve(table, width, len(tree))
+                self.forward([ForwardRow(table, (0,) * fresh, tree, select=(width - 1,))])
             except KvPoolExhausted:
                 break  # the pool is too small for a step of this width
             finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,10 +14,14 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ModelLoadError
 from cluster.core.tree import TokenTree
+from tests.support.engines.packed_reference import PackedReference
 from tests.support.models import tiny
+from workers.forward.backends.choice import ChosenBackend
+from workers.forward.backends.triton import CAPABILITIES, TritonStep
 from workers.forward.layer_lists import decoder_layers
+from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.runner import ForwardRow, ModelRunner
+from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.kv.pool import KvPool
 from workers.model import loading
 from workers.model.loading import load_model
@@ -97,3 +103,25 @@ def test_int8_weights_leave_most_greedy_tokens_unchanged(tmp_path: Path) -> None
     )
     assert not torch.equal(whole, short)
     assert torch.nn.functional.cosine_similarity(whole, short, dim=1).min() > 0.999
+
+
+class Noted(PackedReference):
+    """Notes which kernels of attention the steps launch: those of prompt chunks or others, and words of a query."""
+
+    launched: ClassVar[set[tuple[bool, int]]] = set()
+
+    def plan(self, rows: Sequence[RowShape]) -> TritonStep:
+        step = super().plan(rows)
+        self.launched.update((one.is_wide, one.words.shape[1]) for parts in step.queries.values() for one in parts)
+        return step
+
+
+def test_the_warm_up_launches_the_kernels_of_prompt_chunks_alone_and_before_a_tree(tmp_path: Path) -> None:
+    """Without CUDA graphs as well: a compiler would work for seconds while the first request waits."""
+    directory = str(tiny.save(tmp_path, tiny.llama()))
+    model = load_model(ModelSection(path=directory, device="cpu", native="off", compile="off"))
+    pool = KvPool(model.kv_spec, KvSection(block_size=16), blocks=20)
+    backend = Noted(attention_setting(model, pool))
+    ModelRunner(model, pool, attention=ChosenBackend("noted", backend, CAPABILITIES)).warm_up()
+    assert backend.launched == {(False, 1), (True, 0), (True, 1)}
+    assert pool.blocks_free == pool.blocks_total
