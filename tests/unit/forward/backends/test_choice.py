@@ -158,12 +158,12 @@ def test_the_trial_finds_faults_of_what_is_stored_and_what_is_seen(
 
 
 class ForgetsAPrompt(Planted):
-    """Computes prompt chunks, which have kernels of their own, without their last token's value."""
+    """Computes prompt chunks that are not long, which have kernels of their own, without their last token's value."""
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: GatheredStep, scaling: float | None) -> torch.Tensor:
         found = super().attend(layer, queries, metadata, scaling)
         for group in metadata.groups:
-            if group.padding.gather.shape[1] > WORD:
+            if WORD < group.padding.gather.shape[1] < flash.CAPABILITIES.prompts[-1]:
                 found[group.targets[-1:]] = 0
         return found
 
