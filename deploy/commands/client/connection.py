@@ -144,7 +144,7 @@ def listening_url(configuration: Configuration) -> str | None:
 
 
 async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Any:
-    """Return the JSON of an answer. Raises `WorkerUnavailable`, `NotReady`."""
+    """Return the JSON of an answer. Raises `WorkerUnavailable`, `NotReady`, `ConfigurationError` for a refused body."""
     try:
         response = await client.post(path, content=to_json(body), headers=JSON_HEADERS)
     except httpx.HTTPError as error:
@@ -160,7 +160,7 @@ async def get(client: httpx.AsyncClient, path: str) -> Any:
 async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
     """Yield the chunks of a streamed answer. A stream that breaks off continues after its last event.
 
-    Raises `WorkerUnavailable`, `NotReady`.
+    Raises `WorkerUnavailable`, `NotReady`, and `ConfigurationError` for a body that the server refuses.
     """
     last, attempts, content = "", 0, to_json(body)
     while True:
@@ -193,7 +193,7 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
-    """Raise the error of a refused request: `NotReady` if a later one may succeed."""
+    """Raise the error of a refused request: `NotReady` if a later one may succeed, `ConfigurationError` for a 400."""
     if response.is_success:
         return response
     text = response.text[:_LONGEST_REASON]
@@ -202,6 +202,8 @@ def _checked(response: httpx.Response) -> httpx.Response:
     message = f"{response.request.url} answered {response.status_code}: {text}{refusal_hint(response.status_code)}"
     if response.status_code in TEMPORARY:
         raise NotReady(message)
+    if response.status_code == httpx.codes.BAD_REQUEST:
+        raise ConfigurationError(message)
     raise WorkerUnavailable(message)
 
 

@@ -199,6 +199,18 @@ async def test_a_missing_key_names_the_variable(run: Run, command: str, tmp_path
     assert "answered 401" in lines[0] and "set PILOTFISH_API_KEY" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("command", "options"), [("generate", ("--temperature", "-1")), ("complete", ("--max-tokens", "0", "--json"))]
+)
+async def test_a_request_that_the_server_refuses_ends_as_one_that_the_command_refuses(
+    run: Run, command: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    async with serving(tmp_path) as url:
+        status, lines = await run(command, "--url", url, *options)
+    assert (status, len(lines)) == (2, 1)
+    assert lines[0].startswith(f"pilotfish: {url}/v1/") and "answered 400: " in lines[0]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 async def test_a_server_of_another_kind_is_one_line(run: Run, command: str) -> None:
     async with listening(PlainTextResponse("hello")) as url:

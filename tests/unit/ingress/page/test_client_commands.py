@@ -245,7 +245,7 @@ async def test_the_server_says_what_is_wrong_with_a_value_that_json_should_not_h
     api: HttpApi, field: str, value: object
 ) -> None:
     body = {"prompt": "hi", field: value}
-    with pytest.raises(WorkerUnavailable, match=f"answered 400: {field}"):
+    with pytest.raises(ConfigurationError, match=f"answered 400: {field}"):
         await post(api.http, "/v1/completions", body)
-    with pytest.raises(WorkerUnavailable, match=f"answered 400: {field}"):
+    with pytest.raises(ConfigurationError, match=f"answered 400: {field}"):
         await anext(stream(api.http, "/v1/completions", {**body, "stream": True}))
