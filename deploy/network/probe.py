@@ -1,4 +1,4 @@
-"""Asks a listening server whether it demands a credential. Only gRPC servers are sent anything."""
+"""Asks listening servers whether they demand a credential. What may not speak gRPC is sent nothing before it does."""
 
 from __future__ import annotations
 
@@ -48,20 +48,26 @@ def speaks_grpc(host: str, port: int) -> bool:
 
 def probe(host: str, port: int, *methods: str, metadata: Metadata = ()) -> Demand:
     """Call the methods one after another, with an empty message, until one tells. The methods must be harmless."""
-    if not speaks_grpc(host, port):
-        return Demand.UNKNOWN
+    return ask(host, port, *methods, metadata=metadata) if speaks_grpc(host, port) else Demand.UNKNOWN
+
+
+def ask(host: str, port: int, *methods: str, metadata: Metadata = (), seconds: float = _SECONDS) -> Demand:
+    """As `probe`, at a server that was named as one of gRPC. Its first bytes may come late, as behind a proxy.
+
+    Each call may take `seconds`.
+    """
     with grpc.insecure_channel(join_host_port(host, port), options=(("grpc.enable_http_proxy", 0),)) as channel:
         for method in methods:
-            demand = _call(channel, method, metadata)
+            demand = _call(channel, method, metadata, seconds)
             if demand is not Demand.UNKNOWN:
                 return demand
     return Demand.UNKNOWN
 
 
-def _call(channel: grpc.Channel, method: str, metadata: Metadata) -> Demand:
+def _call(channel: grpc.Channel, method: str, metadata: Metadata, seconds: float) -> Demand:
     call: Any = channel.unary_unary(method)
     try:
-        call(b"", timeout=_SECONDS, metadata=metadata)
+        call(b"", timeout=seconds, metadata=metadata)
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):

@@ -25,7 +25,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import AuthenticationError
 
 from cluster.core.errors import ConfigurationError
-from deploy.network.probe import RAY_METHOD, Demand, probe
+from deploy.network.probe import RAY_METHOD, Demand, ask
 from deploy.placement import Resources
 from deploy.settings import set_ray_environment
 from workers.serve.node import OOM_SCORE, in_background
@@ -134,7 +134,8 @@ def join_ray(address: str, *, demands_token: bool) -> None:
     _log_messages_of_ray()
     try:
         if address == "auto":
-            address = str(canonicalize_bootstrap_address(address))
+            variable = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
+            address = variable or canonicalize_bootstrap_address(address) or address
         if "://" not in address and (found := canonicalize_bootstrap_address(address)):
             _check_running(found)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -163,7 +164,7 @@ def _check_running(address: str) -> None:
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-            if _has_tls() or probe(host, int(port), RAY_METHOD) is not Demand.UNKNOWN:
+            if _has_tls() or ask(host, int(port), RAY_METHOD, seconds=_CONNECT_SECONDS) is not Demand.UNKNOWN:
                 return
             raise OSError("what listens there does not answer as Ray's control service (GCS)")
         except OSError:
@@ -181,7 +182,7 @@ def check_ray_authentication() -> None:
     """Raise `ConfigurationError` if the Ray cluster of this process serves callers without its token."""
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
-    if probe(host.strip("[]"), int(port), RAY_METHOD) is Demand.NOTHING:
+    if ask(host.strip("[]"), int(port), RAY_METHOD) is Demand.NOTHING:
         raise ConfigurationError(
             f"Ray at {address}: needed token authentication, found none; start all its nodes with RAY_AUTH_MODE=token, "
             "or set cluster.ray_auth=off to trust everybody who reaches them"

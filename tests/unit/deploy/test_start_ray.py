@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -109,9 +111,71 @@ def test_another_service_than_ray_is_refused_soon(
     assert str(refused.value).endswith(f"found {address}: {reason}")
 
 
-def test_a_running_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = []
-    monkeypatch.setattr("ray.init", lambda address, **_: joined.append(address))
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses that Ray is told to join."""
+    addresses: list[str] = []
+    monkeypatch.setattr("ray.init", lambda address, **_: addresses.append(address))
+    return addresses
+
+
+def test_a_running_ray_is_joined(joined: list[str]) -> None:
     with grpc_service(RAY_METHOD) as address:
         join_ray(address, demands_token=False)
+    assert joined == [address]
+
+
+@contextmanager
+def sidecar(address: str) -> Iterator[str]:
+    """The address of a proxy in front of a server, whose first bytes come after more than a second."""
+    host, _, port = address.rpartition(":")
+
+    def copy(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while part := source.recv(1 << 16):
+                sink.sendall(part)
+            sink.shutdown(socket.SHUT_WR)
+
+    def relay(client: socket.socket) -> None:
+        time.sleep(1.2)
+        with client, socket.create_connection((host, int(port))) as upstream, ThreadPoolExecutor(1) as pool:
+            pool.submit(copy, upstream, client)
+            copy(client, upstream)
+
+    def accept(server: socket.socket) -> None:
+        with suppress(OSError), ThreadPoolExecutor() as pool:
+            while True:
+                pool.submit(relay, server.accept()[0])
+
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("", 0)) as server:
+        pool.submit(accept, server)
+        try:
+            yield address_of(server.getsockname()[1])
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+
+
+def test_ray_behind_a_slow_proxy_is_joined(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_ray, "_CONNECT_SECONDS", 4.0)
+    with grpc_service(RAY_METHOD) as ray_address, sidecar(ray_address) as address:
+        join_ray(address, demands_token=False)
+    assert joined == [address]
+
+
+def test_an_open_ray_behind_a_slow_proxy_is_refused(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_ray, "_enable_authentication", lambda: None)
+    with grpc_service(RAY_METHOD) as ray_address, sidecar(ray_address) as address:
+        context = SimpleNamespace(gcs_address=address)
+        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+        with pytest.raises(ConfigurationError, match="needed token authentication, found none"):
+            join_ray(address, demands_token=True)
+    assert joined == [address]
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "local"])
+def test_ray_finds_what_its_variable_names_otherwise_than_by_host_and_port(
+    address: str, joined: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    join_ray("auto", demands_token=False)
     assert joined == [address]
