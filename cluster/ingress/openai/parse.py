@@ -98,8 +98,13 @@ def _unknown_parameter(name: str, known: tuple[str, ...]) -> InvalidRequest:
 
 def _first_error(error: ValidationError) -> InvalidRequest:
     """Convert pydantic's first error to the form of all other errors."""
-    part = error.errors(include_url=False)[0]
-    field = _path(part["loc"])
+    part, *others = error.errors(include_url=False)
+    steps, branch = part["loc"], len(part["loc"]) - 1
+    if branch and isinstance(part["input"], dict | list):  # of a union, the branch that reads the value says more
+        inside = (one for one in others if one["loc"][:branch] == steps[:branch] and len(one["loc"]) > len(steps))
+        if (found := next(inside, None)) is not None:
+            part, steps = found, (*found["loc"][:branch], *found["loc"][branch + 1 :])
+    field = _path(steps)
     if part["type"] == "missing":
         return InvalidRequest(field, None, "present")
     if part["type"] == "extra_forbidden":
