@@ -45,7 +45,9 @@ class Tls:
 
     def credentials(self) -> grpc.ChannelCredentials:
         """The credentials of a channel. Raises `OSError` for a file that cannot be read."""
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+        return grpc.ssl_channel_credentials(
+            _read("ca", self.ca), _read("key", self.key), _read("certificate", self.certificate)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +136,11 @@ def _is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def _read(file: str | Path | None) -> bytes | None:
-    return None if file is None else Path(file).expanduser().read_bytes()
+def _read(name: str, file: str | Path | None) -> bytes | None:
+    if file is None:
+        return None
+    try:
+        path = Path(file).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(f"{name}: needed a known user, found {file}") from None
+    return path.read_bytes()

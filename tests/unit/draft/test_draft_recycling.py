@@ -13,7 +13,7 @@ import torch
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence
-from cluster.core.errors import ModelLoadError
+from cluster.core.errors import ConfigurationError, ModelLoadError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT, TokenTree
@@ -183,6 +183,12 @@ def test_a_table_for_a_target_without_a_valid_configuration_is_refused(tmp_path:
     (target / "config.json").write_text(text)
     with pytest.raises(ModelLoadError, match="must be a JSON object with vocab_size"):
         drafter(target, path=str(directory))
+
+
+def test_a_table_for_a_target_in_the_home_of_an_unknown_user_is_refused(tmp_path: Path) -> None:
+    _, directory = stored_table(tiny.save(tmp_path / "target", tiny.llama()), tmp_path / "table")
+    with pytest.raises(ConfigurationError, match=r"target\.path: needed a known user, found ~no\.body/target"):
+        drafter(Path("~no.body/target"), path=str(directory))
 
 
 def test_the_target_must_show_its_most_probable_tokens() -> None:

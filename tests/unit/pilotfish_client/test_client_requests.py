@@ -168,6 +168,8 @@ def test_addresses_and_files_are_checked() -> None:
         make_access([], None, None)
     with pytest.raises(ValueError, match="needed both or neither"):
         Tls(certificate="a.pem")
+    with pytest.raises(FileNotFoundError, match=r"ca: needed a known user, found ~no\.body/ca\.pem"):
+        Tls(ca="~no.body/ca.pem").credentials()
     access = make_access("a:1", "secret", None)
     assert access.metadata == (("authorization", "Bearer secret"),)
     assert "secret" not in repr(access)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cluster.core.config.base import with_home
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import CARD, WEIGHTS, read_card
 from workers.model.draft_shapes import TableShape
@@ -44,9 +45,9 @@ def read_successors_for(target: Path, directory: Path) -> NDArray[np.int32] | No
     `None`, with a warning, if the target's vocabulary has another size than the table's: drafts do without a table, and
     a directory with a packaged target's name may hold another model. Nothing is compared where the target's directory
     is not on this machine. Raises `ModelLoadError` if `directory` holds no valid table, or the target no valid
-    `config.json`.
+    `config.json`, and `ConfigurationError` for a target in the home of an unknown user.
     """
-    target = target.expanduser()
+    target = with_home("target.path", str(target))
     if not (target / "config.json").is_file():
         return read_successors(directory)
     found = _vocabulary_size(target)
