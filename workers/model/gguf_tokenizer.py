@@ -1,7 +1,8 @@
 """Completes the tokenizer that `transformers` makes of a GGUF file: it splits some vocabularies as it does GPT-2's.
 
 What the keys mean is what llama.cpp does with them (`llama-vocab.cpp`): where a text is divided before pairs are
-merged, whether a whole piece of it is looked up first, and which tokens are added.
+merged, whether a whole piece of it is looked up first, and which tokens are added. Some differ, as the models' original
+tokenizers do: `deepseek-llm` divides numbers into digits, and `glm4` and `chatglm-bpe` look whole pieces up.
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ _SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 """Where texts are divided, one expression after another, by the values of `tokenizer.ggml.pre`."""
 _BY_NAME = {name: expressions for names, expressions in _SPLITS.items() for name in names}
-_LOOKED_UP = frozenset(("glm4", "glm5", "minicpm5", "tekken", *next(names for names in _SPLITS if "llama3" in names)))
+_NOT_BEGUN = ("glm4", "glm5", "chatglm-bpe", "minicpm5")
+_LOOKED_UP = frozenset((*_NOT_BEGUN, "tekken", *next(names for names in _SPLITS if "llama3" in names)))
 """Those whose pieces are looked up in the vocabulary before pairs are merged."""
-_BEGUN = _LOOKED_UP - {"glm4", "glm5", "minicpm5"}
+_BEGUN = _LOOKED_UP.difference(_NOT_BEGUN)
 """Those whose texts begin with a token of their own unless the file says otherwise."""
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 _SPACE = "\u2581"

@@ -1,4 +1,4 @@
-"""The tokenizer of a converted GGUF file divides texts as llama.cpp does, whatever `transformers` makes of the file."""
+"""The tokenizer of a GGUF file divides texts as the original one does, whatever `transformers` makes of the file."""
 
 from __future__ import annotations
 
@@ -87,6 +87,8 @@ DIVIDED: dict[str, tuple[str | None, str, list[str]]] = {
     "Llama 3, too": ("llama-bpe", "3333", ["333", "3"]),
     "files without the key, too": (None, "3333", ["333", "3"]),
     "Llama 3 looks words up": ("llama-bpe", WORD, [WORD]),
+    "GLM-4 does, too, unlike in llama.cpp": ("glm4", WORD, [WORD]),
+    "GLM-4 as tiktoken has it, too": ("chatglm-bpe", WORD, [WORD]),
     "GPT-2 reaches words by merges alone": ("gpt-2", WORD, [*WORD]),
 }
 
