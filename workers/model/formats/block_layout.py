@@ -57,7 +57,7 @@ def block_card(
         config.refuse("draft_vocab_size", f"it must be at most vocab_size, {vocabulary}")
     has_bias = body.flag("attention_bias")
     layers = replace(
-        decoder_shape(body, checkpoint.sizes, layers=body.count("num_hidden_layers"), first="layers.0."),
+        decoder_shape(body, checkpoint.sizes, layers=body.layers(), first="layers.0."),
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_head_norms=True,

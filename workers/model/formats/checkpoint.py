@@ -24,6 +24,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """Names of weight files. The first pattern with a file is read."""
 _LONGEST_HEADER = 100 * 1024 * 1024
 """Bytes; the bound that safetensors itself sets on its headers."""
+_MOST_LAYERS = 1024
 _ARITHMETIC = re.compile(
     r"norm|bias|caus|scal|rope|rotary|cap|sink|window|swa|mult|conv|gate|expert|moe|residual|attn|attention|logit"
     r"|_act|act_|parallel|mask|interleav|neox|offset|layer_types|quant"
@@ -193,6 +194,14 @@ class Checkpoint:
         found = default if found is None else found
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             self.refuse(key, f"it must be a whole number of at least {least}")
+        return found
+
+    def layers(self, default: int | None = None) -> int:
+        """The number of decoder layers that the configuration states. Raises `ModelLoadError`."""
+        key = "num_hidden_layers"
+        found = self.count(key, default)
+        if found > _MOST_LAYERS:
+            self.refuse(key, f"it must be at most {_MOST_LAYERS}")
         return found
 
     def token(self, key: str, vocabulary: int) -> int:

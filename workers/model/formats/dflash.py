@@ -104,7 +104,7 @@ def _named_taps(config: Checkpoint) -> tuple[int, ...]:
             config.refuse("target_layer_ids", "it must be set, or num_target_layers")
         return found
     layers = config.count("num_target_layers")
-    return taps_after(config, layers) or _default_taps(layers, config.count("num_hidden_layers"))
+    return taps_after(config, layers) or _default_taps(layers, config.layers())
 
 
 def _default_taps(target_layers: int, layers: int) -> tuple[int, ...]:

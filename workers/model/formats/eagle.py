@@ -42,9 +42,7 @@ class EagleFormat:
         """Describe the head; see `DraftFormat.card`. Without the key `bias`, the matrix that enters has a bias."""
         checkpoint.refuse_unknown_keys(DECODER_KEYS | {"bias"})
         vocabulary, size = checkpoint.count("vocab_size"), checkpoint.count("hidden_size")
-        body = decoder_shape(
-            checkpoint, checkpoint.sizes, layers=checkpoint.count("num_hidden_layers", 1), first=_FIRST
-        )
+        body = decoder_shape(checkpoint, checkpoint.sizes, layers=checkpoint.layers(1), first=_FIRST)
         shape = FeatureShape(
             body=body,
             entry="joined",

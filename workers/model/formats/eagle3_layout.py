@@ -73,7 +73,7 @@ class Eagle3Layout:
         reduced = config.count("draft_vocab_size", vocabulary)
         if reduced > vocabulary:
             config.refuse("draft_vocab_size", f"it must be at most vocab_size, {vocabulary}")
-        layers = body.count("num_hidden_layers", 1)
+        layers = body.layers(1)
         shape = FeatureShape(
             body=decoder_shape(body, checkpoint.sizes, layers=layers, first=self.first),
             entry="wide",

@@ -58,6 +58,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"quantization_config": {"bits": 4}}, "quantization_config in config.json: .* it is not supported"),
         ({"norm_output": "yes"}, "norm_output in config.json: 'yes' is refused; it must be true or false"),
         ({"hidden_size": "48"}, "hidden_size in config.json: '48' is refused; it must be a whole number"),
+        (
+            {"num_hidden_layers": 100_000},
+            "num_hidden_layers in config.json: 100000 is refused; it must be at most 1024",
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads in config.json: 3 is refused; it must divide"),
         ({"draft_vocab_size": 97}, "draft_vocab_size in config.json: 97 is refused; it must be at most vocab_size, 96"),
         ({"num_attention_heads": 2}, r"k_proj.weight must be \[48, 96\] by config.json, not \[24, 96\]"),
