@@ -5,6 +5,7 @@ Exit codes: 2 for an error in the configuration or the request, 1 for other erro
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import sys
@@ -151,7 +152,12 @@ def _add(cli: typer.Typer, name: str, listed: str | _Added) -> None:
     if isinstance(command, typer.Typer):
         cli.add_typer(command, name=name)
     else:
-        cli.command(name)(command)
+        cli.command(name, help=_reflowed(inspect.getdoc(command) or ""))(command)
+
+
+def _reflowed(text: str) -> str:
+    """The text with a line for each paragraph. Typer breaks lines at the terminal's width, but keeps other breaks."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _add_missing(cli: typer.Typer, name: str, listed: _Added) -> None:

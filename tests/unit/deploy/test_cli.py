@@ -165,6 +165,16 @@ class TestCommands:
         printed = capsys.readouterr().out
         assert all(name in printed for name in ("serve", "demo", "run-batch", "bench", "simulate"))
 
+    @pytest.mark.parametrize("command", ["drafter", "run-batch"])
+    def test_a_paragraph_of_help_is_broken_at_the_width_of_the_terminal_alone(
+        self, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "600")
+        assert run_command(command, "--help") == 0
+
+        text = capsys.readouterr().out.partition("Options")[0]
+        assert [line.strip()[-1] for line in text.splitlines() if line.strip(" ╭─")] == ["]", ".", "."]
+
     def test_the_version_is_printed(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run_command("--version") == 0
         assert capsys.readouterr().out.startswith("pilotfish ")
