@@ -138,7 +138,7 @@ class Capabilities:
     packs_steps: bool = False
     """Whether steps of any size are planned as a CUDA graph may hold them: `plan_packed`."""
     prompts: tuple[int, ...] = ()
-    """Fewest tokens of the prompt chunks that have kernels of their own, all of which the trial then runs too."""
+    """Fewest tokens of the prompt chunks that have kernels of their own, all of which the trial and the warm-up run."""
 
     def problem(self, setting: AttentionSetting, kind: StepKind) -> str | None:
         """Why the backend does not compute steps of this kind for a model; `None` if it does."""
