@@ -14,7 +14,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ids import scoped_salt
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.settings import load_settings
-from deploy.terminal import output
+from deploy.terminal import notify, output
 from workers.draft.common.learning import salt_key
 from workers.serve.learning.versions import SaltVersions, roll_back, versions_of
 
@@ -51,7 +51,11 @@ def drafts(
     except OSError as error:
         needed = "may read" if action is Action.LIST else "may write"
         raise ConfigurationError(f"draft.learn_directory: needed one that this user {needed}; {error}") from None
-    output.print(_table(found))
+    if found:
+        output.print(_table(found))
+    else:
+        whose = "" if key is None else " of that client"
+        notify(f"{directory} " + (f"has no learned versions{whose}" if directory.is_dir() else "does not exist"))
 
 
 def _table(found: list[SaltVersions]) -> Table:

@@ -34,6 +34,13 @@ def test_a_client_is_meant_with_all_its_salts(tmp_path: Path, capsys: pytest.Cap
     assert {one.key: one.served for one in versions_of(tmp_path)} == {OWN: 0, OTHER: 0, BOB: 1}
 
 
+def test_a_list_without_versions_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafts(Action.LIST, None, [f"draft.learn_directory={tmp_path}"], "alice")
+    assert capsys.readouterr() == ("", f"{tmp_path} has no learned versions of that client\n")
+    drafts(Action.LIST, None, [f"draft.learn_directory={tmp_path / 'lernt'}"])
+    assert capsys.readouterr() == ("", f"{tmp_path / 'lernt'} does not exist\n")
+
+
 def test_a_directory_of_an_unknown_user_is_refused_with_its_setting() -> None:
     with pytest.raises(
         ConfigurationError, match=r"draft\.learn_directory: needed a known user, found ~no\.body/drafts"
