@@ -42,7 +42,9 @@ def read_ends(checkpoint: Checkpoint, card: DraftDescription, names: Mapping[str
 
     Raises `ModelLoadError`.
     """
-    found = checkpoint.weights([*names.values(), *ENDS]) | checkpoint.tensors(MAPS)
+    found = checkpoint.weights([*names.values(), *ENDS])
+    if any(name in checkpoint.sizes for name in MAPS):
+        found |= checkpoint.tensors(MAPS)
     vocabulary = None
     if card.vocabulary_size is not None:
         vocabulary = _tokens(checkpoint, found[_OFFSETS], found.get(_IS_DRAFTED), card.target_vocabulary_size)

@@ -99,7 +99,8 @@ class MedusaFormat:
         """Read the heads; see `DraftFormat.weights`. Rows of a `token_map` are put into the order of their tokens."""
         names = _stored(checkpoint)
         stored = checkpoint.weights([name for own, name in names.items() if own != _MAP])
-        stored |= checkpoint.tensors([names[_MAP]] if _MAP in names else ())
+        if _MAP in names:
+            stored |= checkpoint.tensors([names[_MAP]])
         found = {name: stored[names[name]] for name in names}
         tokens, common = found.pop(_MAP, None), None
         if checkpoint.flag(_SHARED):

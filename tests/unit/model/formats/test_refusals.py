@@ -28,7 +28,7 @@ from tests.support.models.public_drafts import (
     write,
 )
 from workers.model.drafting.files import load_drafter
-from workers.model.formats.registry import read_draft
+from workers.model.formats.registry import read_draft, read_weights
 
 EAGLE3 = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(DRAFTED)}
 
@@ -372,6 +372,31 @@ class TestFiles:
             ModelLoadError, match=rf"{file} cannot be read as plain tensors: its entries are compressed"
         ):
             load_drafter(tmp_path, target, torch.float32, torch.device("cpu"))
+
+    @pytest.mark.parametrize(
+        ("config", "tensors", "file"),
+        [({}, public_drafts.medusa, "medusa_lm_head.pt"), (LLAMA, public_drafts.eagle1, "pytorch_model.bin")],
+    )
+    def test_a_pickle_without_a_map_of_tokens_is_read_for_sizes_and_weights_alone(
+        self,
+        config: dict[str, Any],
+        tensors: Callable[[], Tensors],
+        file: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        write(tmp_path, config, tensors(), file)
+        card = read_draft(tmp_path)
+        loads, load = list[Path](), torch.load
+
+        def counted(path: Path, **options: Any) -> Any:
+            loads.append(path)
+            return load(path, **options)
+
+        monkeypatch.setattr(torch, "load", counted)
+        read_weights(tmp_path, card)
+
+        assert loads == 2 * [tmp_path / file]
 
     def test_a_torn_file(self, tmp_path: Path) -> None:
         write(tmp_path, EAGLE3, public_drafts.eagle3())
