@@ -90,7 +90,7 @@ def read_card(directory: Path) -> DraftCard:
     file = directory / CARD
     try:
         card = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"draft directory {str(directory)!r}: {CARD} cannot be read: {error}") from None
     if not isinstance(card, dict):
         raise _problem(file, "it", card, "an object")

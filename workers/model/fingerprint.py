@@ -92,7 +92,7 @@ def _add_weights(opened: BinaryIO, file: Path, digest: Any) -> None:
     try:
         tensors = json.loads(header)
         spans = sorted(entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelLoadError(f"{file}: its header cannot be read: {error}") from error
     for first, last in spans:
         opened.seek(8 + size + max(first, (first + last - _SAMPLE_BYTES) // 2))

@@ -179,6 +179,13 @@ def test_weights_that_are_not_safetensors_are_refused(target: Path, load: Load, 
         load(draft)
 
 
+def test_a_card_that_is_nested_too_deeply_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
+    draft = distilled_draft.save(target, tmp_path / "draft")
+    (draft / CARD).write_text(100_000 * "[")
+    with pytest.raises(ModelLoadError, match=rf"{CARD} cannot be read: maximum recursion depth"):
+        load(draft)
+
+
 def test_a_target_of_another_shape_is_refused(target: Path, load: Load, tmp_path: Path) -> None:
     other = tiny.save(tmp_path / "other", tiny.llama(hidden_size=24))
     with pytest.raises(

@@ -77,6 +77,6 @@ def _vocabulary_size(target: Path) -> int:
         size = text.get("decoder_vocab_size") or text.get("vocab_size")
         if size is not None:
             return int(size)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelLoadError(f"target.path: {file} is refused; it must be a JSON object with vocab_size") from error
     return decoder_vocabulary_size(read_config(target).get_text_config())
