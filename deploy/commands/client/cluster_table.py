@@ -198,8 +198,9 @@ def _drafted_by(one: ReplicaStatus) -> str:
     available, failed = one.drafters.get("available", 0), one.drafters.get("failed", 0)
     if available or failed:
         return f"{available} of {available + failed}" if failed else str(available)
-    by_target = f"target v{one.draft_version}" if one.draft_version else "target"
-    return _NONE if one.acceptance is None else by_target
+    if one.draft_version:
+        return f"target v{one.draft_version}"
+    return _NONE if one.acceptance is None else "target"
 
 
 def _short(name: str) -> str:

@@ -68,9 +68,10 @@ def test_the_version_of_a_draft_that_learns_is_shown() -> None:
     assert 'pilotfish:draft_tokens_per_step{engine="0",model_name="tiny",weights="after"} 2.5' in exposition
     (status,) = statuses(before, found, 1.0)
     assert status.draft_version == 3
-    console = Console(file=io.StringIO(), width=80)
-    console.print(status_table([status]))
-    assert "target v3" in console.file.getvalue()  # type: ignore[attr-defined]
+    for one in (status, *statuses(found, found, 1.0)):  # while it drafts, and while nothing runs
+        console = Console(file=io.StringIO(), width=80)
+        console.print(status_table([one]))
+        assert "target v3" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_status_of_one_coordinator() -> None:
