@@ -33,7 +33,7 @@ class AutoscalingSection(Section):
     """How Ray Serve changes the number of target replicas with the load."""
 
     max_replicas: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Most target replicas, with `target.replicas` as the least number; 0: the number does not change."""
+    """Most target replicas, at least `target.replicas`, which is the least number; 0: the number does not change."""
     sequences_per_replica: Positive = 32
     """Number of waiting and running sequences for which one replica is enough."""
     kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.8
