@@ -158,9 +158,10 @@ static inline Vector full_int8(const int8_t *from)
 #endif
 }
 
+/* Divided by 256, by which `load_e4m3` multiplies the scales. */
 static inline Vector full_e4m3(const uint8_t *from)
 {
-    return widen_e4m3s(from) * 256.0f;
+    return widen_e4m3s(from);
 }
 
 /* Makes the compiler keep a vector in a register instead of reading it again for each use. */
@@ -489,9 +490,10 @@ static inline int load_##NAME(Work *work, const Layer *layer, int64_t head, cons
         work->value[k] = is_direct || (KIND != FLOAT32 && is_few) ? (const void *)value[k] : work->values + k * padded; \
         for (int64_t d = 0; d < dim; d += LINE / (int64_t)sizeof(TYPE)) __builtin_prefetch(value[k] + d, 0, 3);        \
     }                                                                                                                  \
+    const float factor = KIND == E4M3 ? 256.0f : 1.0f;                                                                 \
     for (int k = 0; HAS_8_BITS(KIND) && k < KEYS; k++) {                                                               \
-        work->key_scale[k] = k < end ? scale_at(layer, layer->keys, slots[k], head) : 0.0f;                            \
-        work->value_scale[k] = k < end ? scale_at(layer, layer->values, slots[k], head) : 0.0f;                        \
+        work->key_scale[k] = k < end ? scale_at(layer, layer->keys, slots[k], head) * factor : 0.0f;                   \
+        work->value_scale[k] = k < end ? scale_at(layer, layer->values, slots[k], head) * factor : 0.0f;               \
     }                                                                                                                  \
     int64_t done = 0;                                                                                                  \
     for (; KIND == BFLOAT16 && done + 2 * LANES <= dim; done += 2 * LANES)                                             \
