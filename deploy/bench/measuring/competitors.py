@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -83,13 +84,26 @@ class BenchSettings:
         """Raise `ConfigurationError` for settings of one competitor that are refused whatever drafts the target has."""
         drafts = [f"draft.{name}.path=unknown" for name, plugin in METHODS.items() if _needs_path(plugin)]
         with suppress(ModelLoadError):
-            load_settings(self.config, own, below=[*drafts, *self.assignments])
+            load_settings(self.config, own, below=[*drafts, *self.assignments, *self._chosen_draft(own)])
 
     def settings(self, own: Sequence[str]) -> Settings:
         """The settings of one competitor, with models as local directories. Raises `PilotfishError`."""
-        found = load_settings(self.config, own, below=[*FREE_PORTS, *self.assignments])
+        found = load_settings(self.config, own, below=[*FREE_PORTS, *self.assignments, *self._chosen_draft(own)])
         models = resolve_models(found.configuration, found.cache_directory, lambda _: None)
         return Settings(models.configuration, found.cache_directory, found.ray_address)
+
+    def _chosen_draft(self, own: Sequence[str]) -> tuple[str, ...]:
+        """The method and its path in place of `draft.path`, which refuses the other methods that competitors select."""
+        try:
+            draft = self.given().configuration.draft
+        except ConfigurationError:  # as long as a competitor adds nothing
+            return ()
+        if not draft.path or any(text.startswith("draft.path=") for text in own):
+            return ()
+        chosen = {"method": draft.name, "path": "", f"{draft.name}.path": draft.path}
+        if draft.revision is not None:
+            chosen[f"{draft.name}.revision"] = draft.revision
+        return tuple(f"draft.{key}={json.dumps(value)}" for key, value in chosen.items())
 
 
 def find_competitors(

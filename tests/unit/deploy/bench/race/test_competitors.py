@@ -15,7 +15,7 @@ from deploy.bench.measuring.runner import groups
 from deploy.bench.measuring.session import Schedule, plan_cells
 from deploy.bench.measuring.setup import read_tasks
 from deploy.bench.options import RaceOptions
-from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models import drafting_modules, tiny, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,25 @@ def test_chosen_methods_and_configurations_take_part(target: Path) -> None:
     competitors, skipped = find_competitors(chosen, BenchSettings(None, (f"target.path={target}",)))
     assert [competitor.name for competitor in competitors] == ["none", "deep"] and not skipped
     assert competitors[1].configuration.draft.max_depth == 16
+
+
+def test_the_draft_of_draft_path_is_that_of_the_method_that_reads_it(target: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    drafting_modules.save(target, draft, "eagle")
+    settings = BenchSettings(None, (f"target.path={target}", f"draft.path={draft}"))
+    assert settings.plain().configuration.draft.selected("method") == ("none",)
+    chosen = options(methods="eagle,ngram", configuration=("deep=draft.max_depth=16", "other=draft.method=suffix"))
+    competitors, skipped = find_competitors(chosen, settings)
+    drafts = {one.name: one.configuration.draft for one in competitors}
+    assert not skipped
+    assert {name: found.name for name, found in drafts.items()} == {
+        "eagle": "eagle",
+        "ngram": "ngram",
+        "deep": "eagle",
+        "other": "suffix",
+    }
+    for name in ("eagle", "deep"):
+        assert drafts[name].modules["eagle"].path == str(draft)
 
 
 def test_an_unknown_method_is_refused() -> None:
