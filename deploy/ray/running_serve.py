@@ -14,6 +14,7 @@ import httpx
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
@@ -113,8 +114,9 @@ def with_proxy_address(server: ServerSection, running: Mapping[str, Any] | None 
     found = running or _details()
     if found is None:
         return server
-    proxy = found["http_options"]
-    return server.model_copy(update={"http_host": proxy["host"], "http_port": proxy["port"]})
+    # Serve does not name what nobody has set, as `serve run` sets nothing.
+    proxy = HTTPOptions(**{name: value for name, value in found["http_options"].items() if name in ("host", "port")})
+    return server.model_copy(update={"http_host": proxy.host, "http_port": proxy.port})
 
 
 def proxy_problems(server: ServerSection, proxy: Mapping[str, Any]) -> Iterator[Problem]:

@@ -31,5 +31,10 @@ def test_the_address_is_that_of_the_proxy_that_rays_own_commands_started() -> No
     assert warning is not None and "0.0.0.0:8000 (HTTP)" in warning
 
 
+def test_what_rays_own_commands_leave_unset_is_what_serve_takes_by_itself() -> None:
+    server = with_proxy_address(ServerSection(http_host="0.0.0.0", http_port=8123), {"http_options": {}})
+    assert (server.http_host, server.http_port) == ("127.0.0.1", 8000)
+
+
 def test_without_ray_serve_the_address_is_that_of_the_settings() -> None:
     assert with_proxy_address(ServerSection()) == ServerSection()
