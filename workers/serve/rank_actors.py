@@ -311,7 +311,8 @@ class RankActors:
         if self._actors:
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(_future(self._actors[0].stop.remote()), _STOP_SECONDS)
-                await asyncio.wait(self._running, timeout=_STOP_SECONDS)
+                if self._running:  # none while they start
+                    await asyncio.wait(self._running, timeout=_STOP_SECONDS)
         self._placement.discard()
         self.kill()
 

@@ -1,18 +1,27 @@
-"""A worker that computes one call for too long is unhealthy. A process that answers no pings counts as lost."""
+"""A worker that computes one call for too long is unhealthy. A process that answers no pings counts as lost.
+
+Ranks end when they are told to, also while they start.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import ray
 
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import WorkerUnavailable
 from cluster.core.verification import StepBatch, StepResult
+from cluster.wire.peer_access import PeerAccess
 from tests.support.fakes.echo_workers import EchoEngine, Gate, draft_row, propose, step, until, verify_row
 from tests.unit.serve.conftest import HeldRunAhead
 from workers.serve.compute_thread import ComputeThread
 from workers.serve.draft_servicer import DraftServicer
-from workers.serve.rank_actors import MOST_UNANSWERED, until_lost
+from workers.serve.rank_actors import MOST_UNANSWERED, RankActors, until_lost
 from workers.serve.worker_server import host_target
 
 
@@ -93,3 +102,45 @@ async def test_a_process_that_stops_to_answer_is_lost_within_a_bound() -> None:
 
     assert "frozen" in await until_lost(ping, seconds=0.001, period_seconds=0.0)
     assert pings == 2 + MOST_UNANSWERED
+
+
+class StartingRank:
+    """A rank as its owner sees it through Ray: it says where it is and stops when asked to, but does not start."""
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: self._answer(method)))
+
+    @staticmethod
+    def _answer(method: str) -> Future[None]:
+        answer: Future[None] = Future()
+        if method != "start":
+            answer.set_result(None)
+        return answer
+
+
+class OnePlace:
+    """A placement of one rank."""
+
+    spans_nodes = False
+    step_profile = ()
+
+    def __init__(self) -> None:
+        self.rank, self.is_discarded = StartingRank(), False
+
+    async def take(self) -> list[StartingRank]:
+        return [self.rank]
+
+    def discard(self) -> None:
+        self.is_discarded = True
+
+
+async def test_a_rank_that_has_not_started_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[StartingRank] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    placement = OnePlace()
+    ranks = RankActors(Configuration(), 1, "127.0.0.1", cast("Any", placement), PeerAccess())
+    starting = asyncio.create_task(ranks.start())
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    await ranks.stop()
+    assert (killed, placement.is_discarded) == ([placement.rank], True)
