@@ -125,9 +125,8 @@ class DraftsOnTarget:
 
     def _is_worth_catching_up(self, live: LiveSequence, rows: int) -> bool:
         """Whether drafts will save more time than the first one takes because it computes what came before it."""
-        if self._catch_up.is_done((live.id,)):
-            return True
-        return self._controller.is_worth_prefilling(self._catch_up.seconds, rows, live.sequence.remaining)
+        seconds = self._catch_up.seconds(live)
+        return not seconds or self._controller.is_worth_prefilling(seconds, rows, live.sequence.remaining)
 
     def work_during_step(self, later: Plan, unprefilled: Iterable[core.Sequence]) -> None:
         """Nothing: the step itself brings the drafter up to date."""
@@ -138,7 +137,9 @@ class DraftsOnTarget:
         prompts = [row.sequence_id for row in rows if row.next_budget == EVIDENCE_ONLY and len(row.pending) > 1]
         depth = max([budget.max_depth for budget in budgets.values()], default=0)
         expected = self._controller.propose_seconds(len(budgets), depth) if budgets else 0.0
-        is_usual = self._catch_up.is_done(budgets) and not (prompts and expected)
+        # A prompt that the drafter reads in the same step makes drafts look slow, but never fast.
+        is_undisturbed = not prompts or not expected or step.draft_seconds <= expected
+        is_usual = self._catch_up.is_done(budgets) and is_undisturbed
         self._catch_up.end(budgets, prompts, step.draft_seconds - expected)
         if not budgets:
             return DraftTime(step.draft_seconds)
@@ -200,9 +201,15 @@ class _CatchUp:
         self._running = running
         self._done: set[SequenceId] = set()
         self._earlier: dict[SequenceId, float] = {}
-        """Time that the drafter has spent on prompts before their first draft, in seconds."""
-        self.seconds = 0.0
-        """Mean time that a sequence takes up to its first draft beyond that of a later draft, in seconds."""
+        """Time that the drafter has spent on sequences before their first draft, in seconds."""
+        self._token_seconds = 0.0
+        """Mean time for each token that a sequence has at its first draft, in seconds."""
+
+    def seconds(self, live: LiveSequence) -> float:
+        """Expected time until the first draft of a sequence, beyond that of a later one; 0 if none is left."""
+        if self._is_done(live.id):
+            return 0.0
+        return max(0.0, self._token_seconds * len(live.sequence) - self._earlier.get(live.id, 0.0))
 
     def is_done(self, sequence_ids: Iterable[SequenceId]) -> bool:
         """Whether drafts for the sequences compute little that came before them."""
@@ -218,9 +225,9 @@ class _CatchUp:
         for sequence_id in prompts:
             self._earlier[sequence_id] = self._earlier.get(sequence_id, 0.0) + share
         if first:
-            spent = share + sum(self._earlier.pop(sequence_id, 0.0) for sequence_id in first) / len(first)
-            rate = CATCH_UP_RATE if self.seconds else 1.0
-            self.seconds += rate * (spent - self.seconds)
+            spent = share * len(first) + sum(self._earlier.pop(sequence_id, 0.0) for sequence_id in first)
+            mean = spent / sum(len(self._running[sequence_id].sequence) for sequence_id in first)
+            self._token_seconds += (CATCH_UP_RATE if self._token_seconds else 1.0) * (mean - self._token_seconds)
         self._done.update(drafted)
 
     def forget(self, sequence_id: SequenceId) -> None:

@@ -131,6 +131,24 @@ def test_a_long_prompt_whose_drafts_cannot_make_up_for_reading_it_is_not_shown()
     assert simulate(serve(0.5)) < 0.5 * simulate(serve(0.0))
 
 
+def test_a_long_prompt_that_takes_long_to_read_does_not_keep_short_ones_from_having_drafts() -> None:
+    target = DraftingTarget(cpu_step, RIGHT)
+    target.prompt_seconds = 0.1
+
+    async def serve() -> int:
+        simulated = cluster(target, scheduler__max_step_tokens=64)
+        async with simulated.coordinator:
+            await simulated.serve(equal_requests(2, 200, "decoding"))
+            await simulated.serve([request("long", [1 + token % 40 for token in range(400)], max_tokens=40)])
+            before = target.accepted
+            for number in range(3):
+                prompt = [1 + token % 40 for token in range(70)]
+                await simulated.serve([request(f"{number} {place}", prompt, max_tokens=40) for place in range(2)])
+            return target.accepted - before
+
+    assert simulate(serve()) > 3 * 2 * 40 / 2
+
+
 def test_while_drafts_do_not_pay_a_few_steps_probe_and_find_when_they_do_again() -> None:
     target = DraftingTarget(cpu_step, WRONG)
 
