@@ -117,7 +117,7 @@ def test_a_sequence_that_was_lost_alone_has_no_drafts_any_more() -> None:
     live.record_loss(row)
     live.record_progress(row, 0)
     assert not live.is_quarantined
-    assert (live.largest_draft(largest), live.view(None).max_draft_tokens) == (NO_DRAFT, 0)
+    assert (live.largest_draft(largest), live.view(None, 0.0).max_draft_tokens) == (NO_DRAFT, 0)
 
 
 @pytest.mark.parametrize(
