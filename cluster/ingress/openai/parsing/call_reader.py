@@ -15,7 +15,7 @@ from cluster.core.json_text import has_half
 from cluster.ingress.openai.parsing import argument_values as values
 from cluster.ingress.openai.parsing.argument_values import Parameters
 from cluster.ingress.openai.parsing.parts import Part, PartKind
-from cluster.ingress.openai.parsing.text_reader import Markers, Reading, TextReader
+from cluster.ingress.openai.parsing.text_reader import Markers, Reading, TextReader, strict_json
 
 _SEPARATORS = re.compile(r"[\s,;]*")
 _WORD = re.compile(r"\w*")
@@ -266,10 +266,11 @@ class CallReader:
         if arguments.startswith('"'):
             arguments = _decoded(arguments) or "{}"
         try:
-            value = json.loads(arguments, strict=False)
+            arguments = strict_json(arguments)
+            value = json.loads(arguments)
             if not isinstance(value, dict):
                 return False
-            if has_half(arguments) or not _is_strict(arguments):  # escapes, or none, within arguments given as text
+            if has_half(arguments):  # an escape within arguments that are given as text
                 arguments = values.as_json(value)
         except (ValueError, RecursionError):
             return False
@@ -441,19 +442,10 @@ class CallReader:
                 self._take(part)
 
 
-def _is_strict(text: str) -> bool:
-    """Whether a text that can be read as JSON is JSON, in whose strings control characters are escaped."""
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _decoded(text: str | None) -> str | None:
     """Return the text of a JSON string; `None` if it is none."""
     try:
-        value = None if text is None else json.loads(text, strict=False)
+        value = None if text is None else json.loads(strict_json(text))
     except ValueError:
         return None
     return value if isinstance(value, str) else None

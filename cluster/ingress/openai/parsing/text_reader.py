@@ -21,8 +21,23 @@ _SPACES = re.compile(r"\s*")
 _SCALAR = re.compile(r"[^\s,\]}]*")
 _IN_JSON = re.compile(r'[^"{}\[\]]*')
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
-# Control characters, which models may leave as they are in the strings of their JSON.
-_ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
+_STRING = re.compile(rf'"{_IN_STRING.pattern}"', re.DOTALL)
+_ESCAPE_OR_CONTROL = re.compile(r"\\[^\x00-\x1f]|\\?[\x00-\x1f]")
+
+
+def strict_json(text: str) -> str:
+    """Return JSON with the control characters in its strings escaped, which models may leave as they are."""
+    return _STRING.sub(lambda found: _escaped(found[0]), text)
+
+
+def _escaped(text: str) -> str:
+    """Return a part of a string with its control characters escaped. A backslash before one stands for itself."""
+    return _ESCAPE_OR_CONTROL.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    text = found[0]
+    return json.dumps(text)[1:-1] if text[-1] < " " else text
 
 
 class Markers:
@@ -175,12 +190,14 @@ class TextReader:
                 found = (_IN_STRING if is_text else _IN_JSON).match(self.text, self.at)
                 part = "" if found is None else found[0]
                 self.at += len(part)
-                read.append(part.translate(_ESCAPES) if is_text else part)
+                if take is not None:
+                    read.append(_escaped(part) if is_text else part)
                 character = self.text[self.at : self.at + 1]
                 if not character or character == "\\":
                     break  # the end of the text, perhaps within an escape
                 self.at += 1
-                read.append(character)
+                if take is not None:
+                    read.append(character)
                 if character == '"':
                     is_text = not is_text
                 else:

@@ -262,6 +262,24 @@ OWN: list[tuple[str, str, str, list[list[str]]]] = [
         [["f", '{"a": "x\\ny"}']],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\n', "", [["f", '{"a": "x\\n']]),
+    *(  # a line that a shell continues: a backslash before a line break that is not escaped either
+        (
+            "hermes",
+            f"<tool_call>{call}</tool_call>",
+            "",
+            [["f", '{"a":\n"x \\\\\\n\\\\\\ty\\\\\\n"}']],
+        )
+        for call in (
+            '{"name": "f", "arguments": {"a":\n"x \\\n\\\ty\\\\\n"}}',
+            '{"arguments": {"a":\n"x \\\n\\\ty\\\\\n"}, "name": "f"}',
+        )
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\\\\\\\\\\\n\\"}"}</tool_call>',
+        "",
+        [["f", '{"a": "x\\\\\\\\\\n"}']],
+    ),
     ("hermes", "", "", []),
     (
         "llama3_json",
