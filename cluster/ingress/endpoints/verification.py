@@ -98,7 +98,7 @@ def add_verification(app: FastAPI, client: GenerateClient, limits: LimitsSection
         found, sent = _first_difference(answer, body), body.receipt.fingerprint
         if found is not None and body.text is not None and _echoes(body):
             prompts = (message.text or answer.prompt, answer.prompt)  # an echoed text may lack tokens in front of it
-            if body.text.startswith(prompts):
+            if any(_has_prompt(body.text, prompt, answer.text) for prompt in prompts):
                 raise InvalidRequest("text", body.text, "the text of the answer without its prompt")
         result = {
             "equal": found is None,
@@ -176,6 +176,14 @@ def _common(one: Sequence[object], other: Sequence[object]) -> int:
     return next(
         (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
+
+
+def _has_prompt(text: str, prompt: str, answer: str) -> bool:
+    """Whether a text begins with the prompt, and what follows agrees with the answer better than the whole does."""
+    if not prompt or not text.startswith(prompt):
+        return False
+    rest = text[len(prompt) :]
+    return rest == answer or _common(rest, answer) > _common(text, answer)
 
 
 def _at(tokens: Sequence[int], position: int) -> int | None:

@@ -138,6 +138,23 @@ async def test_a_text_that_begins_with_its_prompt_is_refused_and_the_answer_alon
     assert error["message"].endswith("is refused; it must be the text of the answer without its prompt")
 
 
+async def test_an_altered_answer_may_begin_like_the_prompt(http: httpx.AsyncClient) -> None:
+    body = {**BODY, "allowed_token_ids": [45], "seed": 11}
+    (one,) = await answered(http, **body)
+    for prompt in (one["text"][0], [319]):  # an id without a piece has no text
+        repeated = {**body, "prompt": prompt}
+        (alone,) = await answered(http, **repeated)
+        text = alone["text"]
+        sent = {"request": {**repeated, "echo": True}, "receipt": alone["receipt"]}
+        assert text == one["text"]
+        for altered in (text[:3] + "?" + text[4:], text[:-1], text[0], text[0] + "?"):
+            response = await http.post("/v1/verify", json={**sent, "text": altered})
+            assert response.json().get("equal") is False, (prompt, altered, response.text)
+        assert (await http.post("/v1/verify", json={**sent, "text": text})).json()["equal"]
+        if prompt == text[0]:
+            assert (await http.post("/v1/verify", json={**sent, "text": prompt + text})).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
