@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import chain
 from typing import Any
 
 from jinja2 import nodes
@@ -251,13 +250,6 @@ def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
             found.append(message)
         is_after_result = is_result
     return found
-
-
-def are_results_in(text: str, turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a rendered conversation shows all results of tools."""
-    contents = (turn["content"] for turn in turns if turn["role"] == "tool")
-    parts = ([content] if isinstance(content, str) else [part["text"] for part in content] for content in contents)
-    return all(part.strip() in text for part in chain.from_iterable(parts))
 
 
 def _with_calls_as_text(message: Message) -> Message:

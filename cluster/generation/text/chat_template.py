@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from itertools import product
 from typing import Any, NoReturn
 
@@ -23,9 +24,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cluster.core.answer_format_rows import call_format_of, reasoning_format_of
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.generation.text.chat_messages import (
+    CalledTool,
     Expected,
     Message,
-    are_results_in,
     as_object,
     as_text,
     has_broken_call,
@@ -42,6 +43,8 @@ _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))
 _MARGIN = " \t "
 """White space after a mark, which shows whether a template strips a text."""
 
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+"""What a template raises that does not accept a conversation."""
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception"})
 """Variables of templates that requests cannot set by name."""
 
@@ -193,11 +196,8 @@ class ChatTemplate:
         variables |= {"tools": tools or None, "add_generation_prompt": options.add_generation_prompt}
         for turns in self._turns(messages, options):
             try:
-                text = self._generate({**self._special_tokens, **variables, "messages": turns}, most_chars)
-                if self._renders_tools or are_results_in(text, turns):
-                    return text
-                reason = "it leaves out the results of tools"
-            except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+                return self._generate({**variables, "messages": turns}, most_chars)
+            except _REFUSALS as error:
                 reason = str(error)
         roles = [message.role for message in messages]
         raise InvalidRequest("messages", roles, f"a conversation that the model's template accepts: {reason}")
@@ -209,7 +209,8 @@ class ChatTemplate:
         if options.tools and not self._renders_tools:
             offers = [with_tools_as_text(prepared, options.tools, in_system=is_first) for is_first in (True, False)]
         if not self._renders_tools and any(message.role == "tool" for message in messages):
-            offers += map(with_results_as_text, [*offers])
+            as_user: list[Sequence[Message]] = [*map(with_results_as_text, offers)]
+            offers = [*offers, *as_user] if self._shows_results else as_user
         # Arguments that are no object are shown as text. Some templates take objects only.
         forms = (as_text, as_object) if any(map(has_broken_call, messages)) else (as_text,)
         # Where a template asks if a content is none, it may still read that of another message as a text.
@@ -217,10 +218,24 @@ class ChatTemplate:
         for turns, form, expects in product(offers, forms, expected):
             yield [expects.variables(turn, form) for turn in turns]
 
+    @cached_property
+    def _shows_results(self) -> bool:
+        """Whether the template takes a result of a tool in its own role and shows it."""
+        call = CalledTool("call00000", "f", "{}")
+        before = (Message("user", "a"), Message("assistant", "b", tool_calls=(call,)))
+        mark = self._unused_character(before, PLAIN)
+        messages = self._expected.prepared((*before, Message("tool", mark, tool_call_id=call.id)))
+        turns = [self._expected.variables(message, as_text) for message in messages]
+        variables = {"documents": None, "tools": None, "add_generation_prompt": False, "messages": turns}
+        try:
+            return mark in self._generate(variables, None)
+        except _REFUSALS:
+            return False
+
     def _generate(self, variables: Mapping[str, Any], most_chars: int | None) -> str:
         parts, length = [], 0
         self._environment.begin()
-        for part in self._template.generate(variables):
+        for part in self._template.generate({**self._special_tokens, **variables}):
             parts.append(part)
             length += len(part)
             if most_chars is not None and length > most_chars:

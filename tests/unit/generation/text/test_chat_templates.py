@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,18 @@ def test_results_of_tools_are_shown_by_a_template_that_knows_none(source: str, p
 def test_results_of_tools_keep_their_role_where_the_template_shows_it() -> None:
     source = "{%- for message in messages %}[{{ message.role }}: {{ message.content }}]{%- endfor %}"
     assert rendered(source, [USER, CALLER, RESULT]).endswith("[tool: done]")
+
+
+def test_results_of_tools_are_shown_also_if_the_rest_of_the_prompt_has_the_same_text() -> None:
+    result = replace(RESULT, content="5")
+    text = compiled(SILENT).render([Message("user", "15 fish?"), CALLER, result])
+    assert text.endswith("[user: <tool_response>\n5\n</tool_response>]")
+
+
+def test_results_of_tools_keep_their_role_where_the_template_writes_them_as_json() -> None:
+    source = "{%- for message in messages %}[{{ message.role }}: {{ message.content | tojson }}]{%- endfor %}"
+    result = replace(RESULT, content='a "reef"\n')
+    assert rendered(source, [USER, CALLER, result]).endswith('[tool: "a \\"reef\\"\\n"]')
 
 
 def test_templates_are_read_by_name_from_all_files_that_may_have_them(tmp_path: Path) -> None:
