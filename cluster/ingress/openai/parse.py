@@ -42,7 +42,7 @@ def parse(model: type[_Request], body: bytes, unknown: UnknownFields | None = No
     try:
         request = model.model_validate(values, context=unknown)
     except ValidationError as error:
-        raise _first_error(error) from None
+        raise _first_error(error, values) from None
     if isinstance(request, Parameters) and request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options", values["stream_options"], "left out unless stream is true")
     return request
@@ -96,11 +96,12 @@ def _unknown_parameter(name: str, known: tuple[str, ...]) -> InvalidRequest:
     return InvalidRequest(shown, shown, "a known parameter" + ("" if found is None else f"; the nearest is {found}"))
 
 
-def _first_error(error: ValidationError) -> InvalidRequest:
-    """Convert pydantic's first error to the form of all other errors."""
+def _first_error(error: ValidationError, values: dict[str, Any]) -> InvalidRequest:
+    """Convert pydantic's first error for some values to the form of all other errors."""
     part, *others = error.errors(include_url=False)
     steps, branch = part["loc"], len(part["loc"]) - 1
-    if branch and isinstance(part["input"], dict | list):  # of a union, the branch that reads the value says more
+    is_of_union = part["type"] != "missing" and part["input"] is _at(values, steps[:branch])
+    if is_of_union and isinstance(part["input"], dict | list):  # the branch that reads the value says more
         inside = (one for one in others if one["loc"][:branch] == steps[:branch] and len(one["loc"]) > len(steps))
         if (found := next(inside, None)) is not None:
             part, steps = found, (*found["loc"][:branch], *found["loc"][branch + 1 :])
@@ -110,6 +111,16 @@ def _first_error(error: ValidationError) -> InvalidRequest:
     if part["type"] == "extra_forbidden":
         return InvalidRequest(field, part["input"], "left out: it is not a known field")
     return InvalidRequest(field, part["input"], part["msg"].removeprefix("Input should be "))
+
+
+def _at(value: Any, steps: tuple[int | str, ...]) -> object:
+    """Return the value at a path; `None` if there is none."""
+    for step in steps:
+        try:
+            value = value[step]
+        except (LookupError, TypeError):
+            return None
+    return value
 
 
 def _path(steps: tuple[int | str, ...]) -> str:

@@ -88,9 +88,9 @@ def test_of_many_errors_only_the_first_is_collected(
     collected: list[int] = []
     real = parsing._first_error
 
-    def recorded(error: ValidationError) -> InvalidRequest:
+    def recorded(error: ValidationError, sent: dict[str, object]) -> InvalidRequest:
         collected.append(error.error_count())
-        return real(error)
+        return real(error, sent)
 
     monkeypatch.setattr(parsing, "_first_error", recorded)
     assert refusal(values).field == field

@@ -108,6 +108,8 @@ def test_the_error_for_an_unknown_parameter_names_the_nearest_known_one() -> Non
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [{"role": "user", "content": "a", "name": {}, "tool_calls": [{}]}]}, "messages[0].name"),
+        ({"messages": [{"content": "a", "tool_calls": [{}]}]}, "messages[0].role"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": {"type": "allowed_tools", "function": {"name": "f"}}}, "tool_choice.type"),
         ({"tool_choice": "any"}, "tool_choice"),
