@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from cluster.core.json_schema import types_of
 Parameters = Mapping[str, Any]
 """The JSON schema of a tool's arguments."""
 _TEXT = frozenset({"string"})
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+_ESCAPE_OR_BREAK = re.compile(r"\\(?:\r\n|.)|[\r\n]", re.DOTALL)
+_BREAKS = {"\n": "\\n", "\r": "\\r"}
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -83,7 +87,12 @@ def _from_json(text: str) -> object:
 
 
 def _with_line_breaks(text: str) -> object:
-    return ast.literal_eval(text.replace("\n", "\\n"))
+    return ast.literal_eval(_QUOTED.sub(_escaped, text))
+
+
+def _escaped(quoted: re.Match[str]) -> str:
+    """Return a text in quotes with its line breaks escaped, but for those that a backslash removes."""
+    return _ESCAPE_OR_BREAK.sub(lambda found: _BREAKS.get(found[0], found[0]), quoted[0])
 
 
 def from_braces(text: str, quote: str) -> str:

@@ -309,6 +309,12 @@ OWN: list[tuple[str, str, str, list[list[str]]]] = [
         [["f", '{"a": "x\\n\\ty", "b": "it\'s\\n\\"", "c": [1]}']],
     ),
     (
+        "pythonic",
+        "[f(a=[\n 'x\ny',\r\n 'it\\'s\r\n', \"'\\\n'\\\\\n\"])]",
+        "",
+        [["f", '{"a": ["x\\ny", "it\'s\\r\\n", "\'\'\\\\\\n"]}']],
+    ),
+    (
         "qwen3_coder",
         "<function=f>\n<parameter=code>\n\n  x = 1\n\n</parameter>\n</function>",
         "",
