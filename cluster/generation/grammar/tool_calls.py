@@ -24,7 +24,7 @@ _MOST_DEPTH = 8
 _MOST_ALTERNATIVES = 8
 """Alternatives of a value that are kept in notations other than JSON; more of them are any value."""
 _MOST_CHARS = 1 << 20
-"""Most characters of a grammar. A short schema with references can describe one of any length."""
+"""Most characters of a grammar. A short schema with references can have a long one."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ROOT = "#/$defs/__root"
 _ANY_TEXT = r"/(?s:.*)/"
@@ -80,6 +80,8 @@ class _CallRules:
         self._chars = 0
         """Number of characters of the rules so far."""
         self._has_any_value = False
+        self._referred: dict[tuple[int, str, int], str] = {}
+        """The rules of values that a reference names, by the schema that it is in, the reference, and the depth."""
 
     def grammar(self, functions: Sequence[dict[str, Any]], most: int) -> str:
         """Return the grammar of at most `most` calls of some functions."""
@@ -190,7 +192,15 @@ class _CallRules:
 
     def _braces(self, schema: object, root: dict[str, Any], depth: int) -> str:
         """Return the rule of a value whose texts stand between quotes, and whose keys need none."""
-        schema = _resolved(schema, root)
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return self._braces_of(schema, root, depth)
+        key = (id(root), reference, depth)
+        if key not in self._referred:  # a union that refers to itself is not written once for each place
+            self._referred[key] = self._braces_of(_resolved(schema, root), root, depth)
+        return self._referred[key]
+
+    def _braces_of(self, schema: object, root: dict[str, Any], depth: int) -> str:
         if depth > _MOST_DEPTH or not isinstance(schema, dict):
             return self._any_braces()
         if depth == 0:
