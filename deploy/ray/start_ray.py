@@ -182,7 +182,7 @@ def check_ray_authentication() -> None:
     """Raise `ConfigurationError` if the Ray cluster of this process serves callers without its token."""
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
-    if ask(host.strip("[]"), int(port), RAY_METHOD) is Demand.NOTHING:
+    if ask(host.strip("[]"), int(port), RAY_METHOD, seconds=_CONNECT_SECONDS) is Demand.NOTHING:
         raise ConfigurationError(
             f"Ray at {address}: needed token authentication, found none; start all its nodes with RAY_AUTH_MODE=token, "
             "or set cluster.ray_auth=off to trust everybody who reaches them"

@@ -117,7 +117,7 @@ class ModelRunner:
                 self._pool.reserve(table, width, len(tree))
                 self.forward([ForwardRow(table, (0,) * fresh, tree, select=(width - 1,))])
             except KvPoolExhausted:
-                break  # the pool is too small for a step of this width
+                continue  # the pool is too small for a step of this width
             finally:
                 self._pool.release(table)
             logger.info("warm-up of a step of %d tokens took %.1f s", width, time.perf_counter() - begun)

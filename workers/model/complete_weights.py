@@ -21,8 +21,8 @@ _SCALE = re.compile(r"(.*\.)?weight_scale\w*|(.*)_scale(_inv)?")
 """Names of the scales of a layer's weight, or of another parameter."""
 
 
-_PLAIN = ("F64", "F32", "F16", "BF16")
-"""Types of weights that need no scale, as safetensors names them."""
+_PLAIN = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+"""Types of weights that need no scale, as safetensors names them. Those of 8 bits may have one, see `_is_scale`."""
 _COMPUTED = "SinusoidalPositionalEmbedding"
 """Ends the names of classes whose weight `transformers` computes where the files lack it, as those of Pegasus do."""
 

@@ -44,9 +44,11 @@ class DraftServicer(LeasedServicer[None], draft_pb2_grpc.DraftServiceServicer):
         self._described = tuple(described)
         self._idle_work = method if isinstance(method, IdleWork) else None
         idle_work = None if self._idle_work is None else self._idle_work.run_ahead
-        super().__init__(ComputeThread("draft", idle_work), method.release, leases)
+        super().__init__(ComputeThread("draft", idle_work), self._forget, leases)
         self._lock = threading.Lock()
         self._waiting: list[_Call] = []
+        self._failed: set[SequenceId] = set()
+        """Sequences whose latest row failed in a call of its own."""
 
     async def Describe(
         self, request: draft_pb2.DraftServiceDescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -117,17 +119,29 @@ class DraftServicer(LeasedServicer[None], draft_pb2_grpc.DraftServiceServicer):
         return call.proposals or ()
 
     def _computed(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
-        """The proposals for the rows. The error of a single row is a fault of it, and counts as a failure as well."""
+        """The proposals for the rows. The error of a single row is a fault of it, and counts as a failure as well.
+
+        The sequence is sent again after its first error, which may pass. After the second one it has no drafts here.
+        """
+        ids = [row.sequence_id for row in rows]
         try:
-            return count_failures(self._compute, lambda: compute_rows(rows, self._method.propose, _faulted))
+            proposals = count_failures(self._compute, lambda: compute_rows(rows, self._method.propose, _faulted))
         except PilotfishError:
             raise
         except Exception as error:
             if len(rows) > 1:
                 raise
             logger.exception("a call with one row failed")
-            fault = RowFault(RowFaultCode.INVALID, f"this row cannot be computed ({type(error).__name__})")
+            code = RowFaultCode.INVALID if self._failed.issuperset(ids) else RowFaultCode.OUT_OF_SYNC
+            self._failed.update(ids)
+            fault = RowFault(code, f"this row cannot be computed ({type(error).__name__})")
             return [_faulted(row, fault) for row in rows]
+        self._failed.difference_update(ids)
+        return proposals
+
+    def _forget(self, sequence_ids: Sequence[SequenceId]) -> None:
+        self._failed.difference_update(sequence_ids)
+        self._method.release(sequence_ids)
 
     def _take(self, call: _Call) -> list[_Call]:
         """Remove the call, and the first waiting call of each other client, from the waiting ones."""

@@ -14,7 +14,14 @@ import httpx
 import typer
 
 from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError, NotReady, WorkerUnavailable
+from cluster.core.errors import (
+    ConfigurationError,
+    InvalidRequest,
+    NotReady,
+    TooLarge,
+    UnknownModel,
+    WorkerUnavailable,
+)
 from cluster.wire.address import http_url, reachable_host
 from deploy.network.https_client import (
     JSON_HEADERS,
@@ -193,16 +200,17 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
-    """Raise the error of a refused request: `NotReady` if a later one may succeed, `ConfigurationError` for a 400."""
+    """Raise the error of a refused request: `NotReady` if a later one may succeed, `ConfigurationError` if none can."""
     if response.is_success:
         return response
-    text = response.text[:_LONGEST_REASON]
-    with suppress(ValueError, KeyError, TypeError):
-        text = response.json()["error"]["message"]
+    text, code = response.text[:_LONGEST_REASON], ""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        error = response.json()["error"]
+        text, code = error["message"], error.get("code")
     message = f"{response.request.url} answered {response.status_code}: {text}{refusal_hint(response.status_code)}"
     if response.status_code in TEMPORARY:
         raise NotReady(message)
-    if response.status_code == httpx.codes.BAD_REQUEST:
+    if response.status_code in (InvalidRequest.http_status, TooLarge.http_status) or code == UnknownModel.http_code:
         raise ConfigurationError(message)
     raise WorkerUnavailable(message)
 

@@ -200,15 +200,20 @@ async def test_a_missing_key_names_the_variable(run: Run, command: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [("generate", ("--temperature", "-1")), ("complete", ("--max-tokens", "0", "--json"))]
+    ("command", "options", "code"),
+    [
+        ("generate", ("--temperature", "-1"), 400),
+        ("complete", ("--max-tokens", "0", "--json"), 400),
+        ("complete", ("--model", "other"), 404),
+    ],
 )
 async def test_a_request_that_the_server_refuses_ends_as_one_that_the_command_refuses(
-    run: Run, command: str, options: tuple[str, ...], tmp_path: Path
+    run: Run, command: str, options: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
     async with serving(tmp_path) as url:
         status, lines = await run(command, "--url", url, *options)
     assert (status, len(lines)) == (2, 1)
-    assert lines[0].startswith(f"pilotfish: {url}/v1/") and "answered 400: " in lines[0]
+    assert lines[0].startswith(f"pilotfish: {url}/v1/") and f"answered {code}: " in lines[0]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -196,8 +196,8 @@ def _experts(
         own = checkpoint.experts(f"{name}.{word}", (experts, outputs, inputs), region)
         if own is None and f"{name}.{word}" not in checkpoint:
             raise ConfigurationError(
-                f"target.quantization: stored is refused: {name}: experts are kept as they are stored in MXFP4 alone; "
-                "it must be none"
+                f"quantization: stored is refused for {name}: experts are kept as they are stored in MXFP4 alone; it "
+                "must be none"
             )
         if own is None:
             return None

@@ -140,7 +140,9 @@ def test_experts_in_another_format_are_refused_with_what_reads_them(tmp_path: Pa
     source = tiny.save(tmp_path / "plain", tiny.qwen3_moe(), sharpness=2.0)
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 16}
     quantized.save(source, tmp_path / "model", quantized.gptq(4, 16), settings)
-    message = r"stored is refused: model\.layers\.0\.mlp\.experts: experts are kept as they are stored in MXFP4 alone"
+    message = (
+        r"stored is refused for model\.layers\.0\.mlp\.experts: experts are kept as they are stored in MXFP4 alone"
+    )
     with pytest.raises(ConfigurationError, match=message):
         load(tmp_path / "model", str(tmp_path / "code"))
 
