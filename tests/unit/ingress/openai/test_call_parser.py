@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.core.answer_format import AnswerFormat, CallFormat, ReasoningFormat
-from cluster.core.answer_format_rows import CALL_FORMATS, REASONING_FORMATS, call_format, reasoning_format
-from cluster.core.json_schema import types_of
+from cluster.core.answer_format_rows import CALL_FORMATS, REASONING_FORMATS
 from cluster.ingress.openai.parsing.answer_parser import AnswerParser
 from cluster.ingress.openai.parsing.call_reader import CallOptions
 from cluster.ingress.openai.parsing.parts import PartKind
@@ -27,15 +26,11 @@ Calls = list[tuple[str, Any]]
 
 
 def calls_of(name: str) -> CallFormat:
-    found = call_format(name)
-    assert found is not None
-    return found
+    return next(form for form in CALL_FORMATS if form.name == name)
 
 
 def reasoning_of(name: str) -> ReasoningFormat:
-    found = reasoning_format(name)
-    assert found is not None
-    return found
+    return next(form for form in REASONING_FORMATS if form.name == name)
 
 
 def parser_of(
@@ -468,14 +463,6 @@ def test_properties_that_are_no_object_name_no_arguments(properties: Any) -> Non
     form = AnswerFormat(calls_of("pythonic"))
     parser = AnswerParser("c", form, CallOptions({"swim": {"properties": properties}}))
     assert read(parser, ['[swim("reef", depth=3)]'])[2] == [["swim", '{"argument0": "reef", "depth": 3}']]
-
-
-def test_types_are_found_through_many_references_at_once() -> None:
-    parts = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 100} for at in range(7)}
-    schema = {"$defs": {**parts, "7": {"type": "string"}, "a": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a"}]}}}
-    assert types_of({"$ref": "#/$defs/4"}, schema) == {"string"}
-    assert types_of({"$ref": "#/$defs/0"}, schema) is None  # too far
-    assert types_of({"$ref": "#/$defs/a"}, schema) is None
 
 
 @pytest.mark.parametrize(
