@@ -52,7 +52,7 @@ def probe(host: str, port: int, *methods: str, metadata: Metadata = ()) -> Deman
 
 
 def ask(host: str, port: int, *methods: str, metadata: Metadata = (), seconds: float = _SECONDS) -> Demand:
-    """As `probe`, at a server that was named as one of gRPC. Its first bytes may come late, as behind a proxy.
+    """What a gRPC server demands of its callers. Its first bytes may come late, for example from behind a proxy.
 
     Each call may take `seconds`.
     """

@@ -91,9 +91,9 @@ _SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
 _BY_NAME = {name: expressions for names, expressions in _SPLITS.items() for name in names}
 _NOT_BEGUN = ("glm4", "glm5", "chatglm-bpe", "minicpm5")
 _LOOKED_UP = frozenset((*_NOT_BEGUN, "tekken", *next(names for names in _SPLITS if "llama3" in names)))
-"""Those whose pieces are looked up in the vocabulary before pairs are merged."""
+"""Names of pre-tokenizers whose pieces are looked up in the vocabulary before pairs are merged."""
 _BEGUN = _LOOKED_UP.difference(_NOT_BEGUN)
-"""Those whose texts begin with a token of their own unless the file says otherwise."""
+"""Names of pre-tokenizers whose texts begin with the BOS token unless the file says otherwise."""
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 _SPACE = "\u2581"
 _ADDED = (3, 4)

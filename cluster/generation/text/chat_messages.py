@@ -129,38 +129,34 @@ def _aliases(tree: nodes.Template) -> Iterator[str]:
 
 def _is_content(node: nodes.Node | None, names: Sequence[str] | set[str]) -> bool:
     """Whether an expression is the content of a message, or a part of it that a filter takes."""
-    match node:
-        case nodes.Name():
-            return node.name in names
-        case nodes.Getattr():
-            return node.attr == "content"
-        case nodes.Getitem():
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-        case nodes.Filter():
-            return _is_content(node.node, names)
-    return False
+    if isinstance(node, nodes.Filter):
+        return _is_content(node.node, names)
+    return _is_field(node, "content", names)
 
 
 def _shows_arguments(tree: nodes.Template) -> bool:
     """Whether a template writes arguments of calls as they are, and never reads them as an object."""
-    assigned = (one for one in tree.find_all(nodes.Assign) if _is_arguments(one.node, ()))
+    assigned = (one for one in tree.find_all(nodes.Assign) if _is_field(one.node, "arguments", ()))
     names = {one.target.name for one in assigned if isinstance(one.target, nodes.Name)}
 
     def is_part_of(*kinds: type[nodes.Node]) -> bool:
-        return any(_is_arguments(part, names) for one in tree.find_all(kinds) for part in one.iter_child_nodes())
+        return any(
+            _is_field(part, "arguments", names) for one in tree.find_all(kinds) for part in one.iter_child_nodes()
+        )
 
     reads = (nodes.Filter, nodes.Test, nodes.For, nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call)
     return is_part_of(nodes.Output, nodes.Add, nodes.Concat) and not is_part_of(*reads)
 
 
-def _is_arguments(node: nodes.Node, names: Sequence[str] | set[str]) -> bool:
+def _is_field(node: nodes.Node | None, field: str, names: Sequence[str] | set[str]) -> bool:
+    """Whether an expression is this field of an object, or one of the variables that stand for it."""
     match node:
         case nodes.Name():
             return node.name in names
         case nodes.Getattr():
-            return node.attr == "arguments"
+            return node.attr == field
         case nodes.Getitem():
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
+            return isinstance(node.arg, nodes.Const) and node.arg.value == field
     return False
 
 

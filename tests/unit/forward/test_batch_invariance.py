@@ -94,7 +94,7 @@ def test_with_a_mixture_of_experts_in_float32(quantization: str, code: str, tmp_
 @pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_with_keys_and_values_in_8_bits(kv: str, native: str, code: str, tmp_path: Path) -> None:
-    """With the kernels for whole models, and with modules of `transformers`."""
+    """Logits over keys and values in 8 bits have equal bits alone and beside others, with and without CPU kernels."""
     section = KvSection(dtype=kv, block_size=4)
     path = str(tiny.save(tmp_path, tiny.llama(num_hidden_layers=2)))
     model = load_model(

@@ -110,7 +110,7 @@ BIAS = "model.layers.1.self_attn.q_proj.bias"
 
 
 def test_a_bias_that_the_configuration_does_not_state_is_refused(tmp_path: Path) -> None:
-    """Its numbers would be left out. Some tools write biases of 0 into every layer."""
+    """The model would be computed without the bias. Some tools write biases of 0 into every layer; they pass."""
     directory = tiny.save(tmp_path / "model", tiny.llama())
     expected = logits(load(directory), TEXT)
     change(directory, **{BIAS: torch.zeros(48)})

@@ -254,7 +254,7 @@ async def test_a_quarantined_request_whose_grammar_is_being_compiled_keeps_no_ot
 
 @pytest.mark.parametrize("crashes", [0, QUARANTINE_LOSSES])
 async def test_new_prompts_do_not_wait_for_the_grammar_of_a_prompt_that_fills_the_steps(crashes: int) -> None:
-    """Its last chunk would take all tokens of each step."""
+    """The last chunk of the prompt that waits for its grammar would take all tokens of each step."""
     target = FakeTarget()
     slow = request("slow", (*(7,) * 63, 31), max_tokens=4)
     new = [request(f"new{index}", range(1, 25), max_tokens=4, seed=index) for index in range(3)]

@@ -153,7 +153,7 @@ EACH = "{%- for call in message['tool_calls'] %}"
     ],
 )
 def test_a_template_that_writes_arguments_as_they_are_gets_their_text(call: str) -> None:
-    """As those of DeepSeek and of functionary, which fail with an object, or write what is no JSON."""
+    """The templates of DeepSeek and functionary fail with an object, or write it as text that is no JSON."""
     source = HISTORY + "{{ content }}" + EACH + call + "{%- endfor %}{%- endfor %}"
     shown = '<function=swim>{"to": "reef <b>", "depth": 3}<function=rest>{}'
     assert rendered(source, [USER, CALLER]) == f"2Where to?{shown}"
@@ -169,7 +169,7 @@ def test_a_template_that_asks_what_arguments_are_gets_an_object(test: str) -> No
 
 
 def test_a_message_of_calls_alone_has_no_content_where_the_template_asks() -> None:
-    """As that of DeepSeek-R1, which shows either the content or the calls."""
+    """The template of DeepSeek-R1 shows either the content of a message or its calls."""
     shows_either = (
         "{%- if content is none %}" + EACH + "<{{ call.function.name }}>{%- endfor %}"
         "{%- else %}({{ content + ')' }}{%- endif %}{%- endfor %}"
@@ -206,7 +206,7 @@ SILENT = "{%- for message in messages if message.role in ['user', 'assistant'] %
 @pytest.mark.parametrize("source", [ALTERNATING, SILENT])
 @pytest.mark.parametrize("parts", [(), ("do", "ne")])
 def test_results_of_tools_are_shown_by_a_template_that_knows_none(source: str, parts: tuple[str, ...]) -> None:
-    """As that of Gemma 3, which takes turns of the user and the model alone."""
+    """The template of Gemma 3 takes turns of the user and the model alone."""
     result = Message("tool", "\n".join(parts) or "done", tool_call_id="a", parts=parts)
     shown = f"<tool_response>\n{result.content}\n</tool_response>"
     calls = '<tool_call>{"name": "swim", "arguments": {"to": "reef <b>", "depth": 3}}</tool_call>\n'

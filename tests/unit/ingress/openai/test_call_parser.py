@@ -373,7 +373,7 @@ def test_an_argument_between_tags_is_what_its_schema_allows(name: str, schema: A
 
 
 def test_keys_of_python_calls_may_be_no_words() -> None:
-    """As schemas name them, and grammars of required calls write them."""
+    """A schema may name an argument `user-id`, and the grammar of a required call writes it so."""
     keys = ("user-id", "user-id-2", "a b", "x.y", "depth")
     text = "[f(user-id=-4, user-id-2='x, y', a b=None, x.y=[1], depth=2), f(-3, 'user-id')]"
     tools = {"f": {"type": "object", "properties": {key: {} for key in keys}}}
