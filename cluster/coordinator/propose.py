@@ -174,15 +174,17 @@ class Proposer:
 
     def _work_during_step(self, later: Plan) -> None:
         controller, probes = self._controller, self._probes
-        drafted = [live for live in self._running.values() if live.largest_draft(self.max_draft).max_nodes]
-        unprefilled = (
-            () if controller.is_idle else (live.sequence for live in drafted if self._is_worth_prefilling(live))
-        )
-        self._source.work_during_step(later, unprefilled)
+        drafted = (live for live in self._running.values() if live.largest_draft(self.max_draft).max_nodes)
+        unprefilled = (live.sequence for live in drafted if self._is_worth_prefilling(live))
+        self._source.work_during_step(later, () if controller.is_idle else unprefilled)
         controller.learn()
         if probes is not None:
-            without_draft = [live for live in drafted if live.sequence.missing == 1]
-            probes.start([live for live in without_draft if self._wanted.of(live.id) == NO_DRAFT])
+            probes.start(live for live in self._running.values() if self._has_no_draft(live))
+
+    def _has_no_draft(self, live: LiveSequence) -> bool:
+        """Whether the sequence decodes and could have drafts, but none is wanted for it."""
+        is_decoding = live.sequence.missing == 1 and self._wanted.of(live.id) == NO_DRAFT
+        return is_decoding and live.largest_draft(self.max_draft).max_nodes > 0
 
     def _is_worth_prefilling(self, live: LiveSequence) -> bool:
         """Whether drafts for the sequence will save more time than its drafter needs to prefill it."""

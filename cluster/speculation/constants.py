@@ -63,8 +63,9 @@ MIN_LATENCY_SECONDS = 1e-7
 
 # --- Measured speed-up: rounds with drafts against rounds without ---
 
-MIN_PLAIN_ROUNDS = 1
-"""Rounds without drafts that must be measured before any round has drafts."""
+MIN_PLAIN_ROUNDS, MIN_PLAIN_ROUNDS_ALONE = 4, 1
+"""Rounds without drafts that must be measured before any round has drafts, of several sequences and of one. A single
+round may have been delayed, and drafts that cost time would then look fast."""
 FIRST_PAUSE = 64
 """Rounds for which speculation is suspended the first time."""
 MAX_PAUSE = 2048
@@ -99,7 +100,10 @@ drafter then prefills only one prompt."""
 STOP_SPEEDUP, STOP_SPEEDUP_ALONE = 1.05, 1.01
 """Expected speed-up over plain decoding below which speculation stops."""
 CONTROL_ROUNDS = 64
-"""Rounds with drafts after which one round has none, so that the time of plain decoding stays known."""
+"""Length of the periods at whose end a round has no drafts, so that the time of plain decoding stays known, in rounds
+that may have drafts."""
+FIRST_CONTROL_ROUNDS = 8
+"""The same of the first period of several sequences; each period is twice as long, up to `CONTROL_ROUNDS`."""
 SURE_SPEEDUP = 1.5
 """From this expected speed-up on, rounds without drafts are `SURE_FACTOR` times less frequent."""
 SURE_FACTOR = 4

@@ -36,7 +36,7 @@ from cluster.speculation.constants import (
 )
 from cluster.speculation.estimator import AcceptanceEstimator
 from cluster.speculation.goodput import TreeSizes, budget_for, prune_trees, size_trees
-from cluster.speculation.latency import LatencyModel
+from cluster.speculation.latency import LatencyModel, bucket_of
 from cluster.speculation.observation import Observation, Probe, RoundRecord
 from cluster.speculation.speedup import SpeedupTracker
 
@@ -108,10 +108,16 @@ class SpeculationController:
             self._observe_probe(observation.probe)
         self._meet(observation.present)
         deciding = frozenset([sequence.id for sequence in observation.deciding])
-        if deciding != self._deciding or self._sizing_rounds_left <= 0:
+        if self._sizing_rounds_left <= 0 or self._is_another(deciding):
             self._deciding = deciding
             self._size_trees(observation)
         return WantedDrafts(self._next_budgets(len(deciding)), NO_DRAFT)
+
+    def _is_another(self, deciding: frozenset[SequenceId]) -> bool:
+        """Whether other sequences decide than at the latest sizing. Without drafts, only their number matters."""
+        if self.is_idle and self._deciding and deciding:
+            return bucket_of(len(deciding)) != bucket_of(len(self._deciding))
+        return deciding != self._deciding
 
     def _observe_round(self, record: RoundRecord) -> None:
         """Record how long the round and its drafts took, and whether drafts save time."""
@@ -163,7 +169,7 @@ class SpeculationController:
             return {}
         self._drafted_rounds += 1
         period = CONTROL_ROUNDS * (SURE_FACTOR if self._latest.speedup >= SURE_SPEEDUP else 1)
-        if (self._drafted_rounds + self._control_rounds - 1) % period < self._control_rounds:
+        if self._speedup.controls(rows, period, self._control_rounds):
             return {}
         if self._drafted_rounds % FULL_ROUNDS == 0:
             return dict.fromkeys(self._budgets, self.max_draft)
@@ -185,6 +191,9 @@ class SpeculationController:
         ]
         self._sizing_rounds_left = SIZING_ROUNDS
         self._budgets = self._sizes(requests, rows) if requests else {}
+        deepest = max([budget.max_depth for budget in self._budgets.values()], default=0)
+        if rows > 1 and not self._propose_latency.reaches(deepest):
+            self._sizing_rounds_left = 1  # its time is a guess until the first sample
         if self._expects_no_gain or self._speedup.pause(rows):
             self._sizing_rounds_left *= IDLE_SIZING_FACTOR
 
@@ -236,7 +245,8 @@ class SpeculationController:
         """Whether a sequence that begins to decode in a step of `rows` rows is drafted for before it is sized."""
         if not self._propose_latency.has_samples:
             return rows <= EAGER_ROWS
-        return not self.is_idle and not self._speedup.pause(rows)
+        is_near_gain = rows <= EAGER_ROWS or self._speedup.pays(rows)
+        return is_near_gain and not self.is_idle and not self._speedup.pause(rows)
 
     def propose_seconds(self, rows: int, depth: int) -> float:
         """Expected time of proposals for `rows` sequences, in seconds; 0 if nothing was measured."""

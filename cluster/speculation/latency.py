@@ -92,6 +92,10 @@ class LatencyModel:
         """Whether a size as small as `size` was observed."""
         return bool(self._knots) and self._knots[0].size <= size
 
+    def reaches(self, size: int) -> bool:
+        """Whether a size as large as `size` was observed."""
+        return size == 0 or (bool(self._knots) and bucket_of(size) <= self._knots[-1].bucket)
+
     def seconds(self, rows: int, size: int) -> float:
         """Predicted duration in seconds; it never falls as `size` grows."""
         return self._slowdown * (self._interpolate(size) + rows * self._row_seconds)

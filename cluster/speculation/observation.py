@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cluster.core import sequence as core
 from cluster.core.drafting import DraftBudget, Proposal
@@ -70,9 +71,9 @@ class RoundTimes:
     """When the tokens had been handed to the readers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoundRecord:
-    """One round of the coordinator, complete at its end."""
+    """One round of the coordinator, complete at its end. What several readers ask for is computed once."""
 
     rows: tuple[VerifyRow, ...]
     step: StepResult
@@ -90,7 +91,7 @@ class RoundRecord:
         """Time that the round waited for verdicts, in seconds."""
         return self.times.commit - self.times.verify
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens in the step: prompt chunks, last tokens and trees."""
         return sum([row.width for row in self.rows])
@@ -101,7 +102,7 @@ class RoundRecord:
         prompts = sum([len(row.pending) for row in self.rows if len(row.pending) > 1 or not row.decide])
         return prompts + sum([len(verdict.tokens) for verdict in self.step.verdicts])
 
-    @property
+    @cached_property
     def reads_prompts(self) -> bool:
         """Whether the step computed more than the last token of a sequence."""
         return any(len(row.pending) > 1 or not row.start_len for row in self.rows)
@@ -111,7 +112,7 @@ class RoundRecord:
         """Number of sequences that would have been in the round without drafts."""
         return len(self.rows) + self.drafts.later
 
-    @property
+    @cached_property
     def is_drafted(self) -> bool:
         """Whether the round had drafts, waited for them, or went without sequences that were drafted for.
 

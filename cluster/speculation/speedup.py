@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from cluster.speculation.constants import (
     CLEAR_LOSS,
     CLEAR_ROUNDS,
+    FIRST_CONTROL_ROUNDS,
     FIRST_PAUSE,
     LOSS_SHARE,
     MAX_PAUSE,
     MIN_PLAIN_ROUNDS,
+    MIN_PLAIN_ROUNDS_ALONE,
     MIN_SPEEDUP,
     MIN_SPEEDUP_ALONE,
     ROUND_DECAY,
@@ -29,6 +31,8 @@ from cluster.speculation.latency import bucket_of
 class _RoundSums:
     """Sums over rounds of about the same number of rows. Older rounds count less."""
 
+    plain_rounds_missing: int
+    """Rounds without drafts that must be measured before any round has drafts."""
     plain_seconds: float = 0.0
     """Total time of rounds without drafts, in seconds."""
     plain_rounds: float = 0.0
@@ -47,6 +51,10 @@ class _RoundSums:
     """How many rounds the next suspension lasts."""
     plain_rounds_due: float = 0.0
     """Rounds without drafts after which the time lost by rounds with drafts is at most `LOSS_SHARE` of all time."""
+    period_rounds: int = 0
+    """Rounds of the period at whose end rounds without drafts measure plain decoding."""
+    control_rounds: int = FIRST_CONTROL_ROUNDS
+    """Length of that period."""
 
     @property
     def speedup(self) -> float:
@@ -86,13 +94,29 @@ class SpeedupTracker:
     def suspends(self, rows: int) -> bool:
         """Whether a round of `rows` rows must have no drafts. Call it once per round: it counts the pause down."""
         sums = self._of(rows)
-        if sums.plain_rounds < MIN_PLAIN_ROUNDS:
+        if sums.plain_rounds_missing:
             return True
         # A drafted token costs more with more rows: if it costs time for few rows, it costs time for more.
         paused = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows) and other.pause]
         for other in paused:
             other.pause -= 1
         return bool(paused)
+
+    def controls(self, rows: int, longest: int, count: int) -> bool:
+        """Whether a round of `rows` rows that may have drafts goes without, to measure plain decoding.
+
+        These are the last `count` rounds of each period of at most `longest` rounds. Call it once per round that may
+        have drafts.
+        """
+        sums = self._of(rows)
+        sums.period_rounds += 1
+        period = longest if rows == 1 else min(longest, sums.control_rounds)
+        if sums.period_rounds <= period - count:
+            return False
+        if sums.period_rounds >= period:
+            sums.period_rounds = 0
+            sums.control_rounds = min(2 * sums.control_rounds, longest)
+        return True
 
     def pause(self, rows: int) -> int:
         """For how many rounds of `rows` rows speculation stays suspended."""
@@ -119,7 +143,7 @@ class SpeedupTracker:
     def pays(self, rows: int) -> bool:
         """Whether recent rounds with drafts were faster than rounds without."""
         sums = self._of(rows)
-        is_known = sums.plain_rounds >= MIN_PLAIN_ROUNDS and sums.rounds >= CLEAR_ROUNDS
+        is_known = not sums.plain_rounds_missing and sums.rounds >= CLEAR_ROUNDS
         return is_known and sums.speedup > 1.0
 
     def observe_plain(self, rows: int, seconds: float) -> None:
@@ -127,6 +151,7 @@ class SpeedupTracker:
         sums = self._of(rows)
         sums.plain_seconds = sums.plain_seconds * ROUND_DECAY + seconds
         sums.plain_rounds = sums.plain_rounds * ROUND_DECAY + 1
+        sums.plain_rounds_missing = max(0, sums.plain_rounds_missing - 1)
         sums.plain_rounds_due = max(0.0, sums.plain_rounds_due - 1)
 
     def observe_drafted(self, rows: int, seconds: float, tokens: int) -> None:
@@ -139,7 +164,7 @@ class SpeedupTracker:
         sums.tokens = sums.tokens * ROUND_DECAY + tokens
         sums.rows = sums.rows * ROUND_DECAY + rows
         sums.rounds += 1
-        if sums.plain_rounds < MIN_PLAIN_ROUNDS:
+        if sums.plain_rounds_missing:
             return
         sums.add_loss(seconds, tokens / rows)
         speedup = sums.speedup
@@ -152,4 +177,5 @@ class SpeedupTracker:
             sums.next_pause = FIRST_PAUSE
 
     def _of(self, rows: int) -> _RoundSums:
-        return self._sums.setdefault(bucket_of(rows), _RoundSums())
+        missing = MIN_PLAIN_ROUNDS if rows > 1 else MIN_PLAIN_ROUNDS_ALONE
+        return self._sums.setdefault(bucket_of(rows), _RoundSums(missing))

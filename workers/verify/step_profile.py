@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.request import SamplingParameters
@@ -20,8 +19,8 @@ SIZES = (
 )
 """(rows, tokens) of the measured steps: one sequence with trees of several sizes, and several sequences."""
 REPETITIONS = 3
-_NARROW = 8
-"""Wider steps are measured once: they take several times as long, and a target waits for them when it starts."""
+_NARROW = 16
+"""Wider steps are measured once less: they take several times as long, and a target waits for them when it starts."""
 _GREEDY = SamplingParameters(temperature=0.0)
 _EVERY_KERNEL = (
     SamplingParameters(temperature=0.5),
@@ -32,21 +31,23 @@ Decide = Callable[[Sequence[ForwardRow], Sequence[DecisionContext]], object]
 
 
 def profile_steps(pool: KvPool, decide: Decide) -> tuple[StepSample, ...]:
-    """Measure the median time of each size, in seconds, for sequences of one token. Frees all blocks afterwards.
+    """Measure the shortest time of each size, in seconds, for sequences of one token. Frees all blocks afterwards.
 
-    `decide` computes the rows and decides at every node. Call this on all ranks at once: each runs the same steps, and
-    skips the same sizes when the pool is too small.
+    Other work on the machine only adds time, so all sizes take turns and the shortest time counts. `decide` computes
+    the rows and decides at every node. Call this on all ranks at once: each runs the same steps, and skips the same
+    sizes when the pool is too small.
     """
-    samples: list[StepSample] = []
-    for rows, tokens in SIZES:
-        try:
-            seconds = [
-                _time(pool, decide, rows, tokens // rows) for _ in range(REPETITIONS if tokens <= _NARROW else 1)
-            ]
-        except KvPoolExhausted:
-            continue
-        samples.append(StepSample(rows, tokens, median(seconds)))
-    return tuple(samples)
+    shortest: dict[tuple[int, int], float] = {}
+    for repetition in range(REPETITIONS):
+        for rows, tokens in SIZES:
+            if tokens > _NARROW and repetition == REPETITIONS - 1:
+                continue
+            try:
+                seconds = _time(pool, decide, rows, tokens // rows)
+            except KvPoolExhausted:
+                continue
+            shortest[rows, tokens] = min(seconds, shortest.get((rows, tokens), seconds))
+    return tuple(StepSample(rows, tokens, seconds) for (rows, tokens), seconds in shortest.items())
 
 
 def compile_decisions(pool: KvPool, decide: Decide) -> None:

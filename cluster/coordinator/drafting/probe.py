@@ -6,7 +6,7 @@ decides without drafts are compared with the probe. The comparison shows when sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
@@ -101,7 +101,7 @@ class BackgroundProbes:
             self._pause_factor = min(MAX_PROBE_PAUSE, self._pause_factor * 2) if is_idle else 1.0
         return probe
 
-    def start(self, candidates: Sequence[LiveSequence]) -> None:
+    def start(self, candidates: Iterable[LiveSequence]) -> None:
         """Draft for some of the candidates, or let a drafter prefill one of them.
 
         Prefilling a long prompt takes a drafter many times as long as a draft, so the sequences that a drafter already
@@ -110,8 +110,8 @@ class BackgroundProbes:
         now = self._clock()
         if not (self._probes.allows(now) or (self._pool is not None and self._prefills.allows(now))):
             return
-        if not self._probes.allows(now - OVERDUE_ROUNDS * self._round_seconds):
-            candidates = [live for live in candidates if _decoded(live) >= self._least_decoded]
+        is_overdue = self._probes.allows(now - OVERDUE_ROUNDS * self._round_seconds)
+        candidates = [live for live in candidates if is_overdue or _decoded(live) >= self._least_decoded]
         if not candidates or not self._source.is_idle:
             return
         first = self._next % len(candidates)

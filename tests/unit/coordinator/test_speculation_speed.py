@@ -136,6 +136,20 @@ def test_drafts_that_pay_for_one_answer_alone_do_not_slow_eight_down() -> None:
     assert target.accepted
 
 
+def test_eight_answers_that_begin_after_a_drafted_one_have_no_drafts_before_their_gain_is_known() -> None:
+    async def seconds(target: DraftingTarget, **settings: object) -> float:
+        cluster = SimulatedCluster([], target, draft__max_nodes=7, draft__max_depth=7, **settings)
+        async with cluster.coordinator:
+            await cluster.serve(equal_requests(1, 64, "alone"))
+            return sum([await cluster.serve(equal_requests(8, 32, f"{turn}-")) for turn in range(3)])
+
+    model = DrafterModel(0.8, call_seconds=0.003, row_seconds=0.0008, depth_seconds=0.0003)
+    target = DraftingTarget(cpu_step, model)
+    without = simulate(seconds(TimedTarget(cpu_step), draft__method="none"))
+    assert without >= NEVER_SLOWER * simulate(seconds(target, draft__method="ngram", draft__placement="target"))
+    assert target.accepted
+
+
 ACCEPTANCES = (0.45, 0.45, 0.2, 0.2, 0.2, 0.2, 0.35, 0.35, 0.65, 0.65, 0.25, 0.25)
 """Acceptance of one answer after another: kinds of text for which the same drafter pays and does not pay."""
 
