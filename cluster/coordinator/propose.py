@@ -113,6 +113,7 @@ class Proposer:
             present=frozenset([live.id for live in unfinished]),
             deciding=deciding,
             rows=self._expected_rows,
+            waiting=() if deciding or self._expected_rows == 1 else [live.sequence for live in unfinished],
             record=self._record,
             probe=self._probes.take(self._record, is_idle=self._controller.is_idle),
             prefill_seconds=self._source.prefill_seconds,

@@ -63,9 +63,11 @@ MIN_LATENCY_SECONDS = 1e-7
 
 # --- Measured speed-up: rounds with drafts against rounds without ---
 
-MIN_PLAIN_ROUNDS, MIN_PLAIN_ROUNDS_ALONE = 4, 1
-"""Rounds without drafts that must be measured before any round has drafts, of several sequences and of one. A single
-round may have been delayed, and drafts that cost time would then look fast."""
+MIN_PLAIN_ROUNDS = 1
+"""Rounds without drafts that must be measured before any round has drafts."""
+FEW_PLAIN_ROUNDS, MAX_PLAIN_DELAY = 4, 1.25
+"""While fewer rounds without drafts than the first number were measured, one counts at most the second number times its
+expected time: drafts would look fast beside a round that something else delayed."""
 FIRST_PAUSE = 64
 """Rounds for which speculation is suspended the first time."""
 MAX_PAUSE = 2048

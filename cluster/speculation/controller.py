@@ -5,6 +5,7 @@ The controller has no clock and calls no worker: what it decides depends on its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -85,7 +86,8 @@ class SpeculationController:
         self._expects_no_gain = True
         self._trial_sizings = 0
         self._present: frozenset[SequenceId] = frozenset()
-        self._deciding: frozenset[SequenceId] = frozenset()
+        self._sized: frozenset[SequenceId] = frozenset()
+        self._sized_rows = 0
 
     def start(self, profile: Iterable[StepSample]) -> None:
         """Start with the step durations that the target measured during warm-up."""
@@ -107,17 +109,16 @@ class SpeculationController:
         if observation.probe is not None:
             self._observe_probe(observation.probe)
         self._meet(observation.present)
-        deciding = frozenset([sequence.id for sequence in observation.deciding])
-        if self._sizing_rounds_left <= 0 or self._is_another(deciding):
-            self._deciding = deciding
+        if self._sizing_rounds_left <= 0 or self._is_another(observation):
+            self._sized, self._sized_rows = _ids(observation.deciding), observation.rows
             self._size_trees(observation)
-        return WantedDrafts(self._next_budgets(len(deciding)), NO_DRAFT)
+        return WantedDrafts(self._next_budgets(len(observation.deciding), observation.rows), NO_DRAFT)
 
-    def _is_another(self, deciding: frozenset[SequenceId]) -> bool:
-        """Whether other sequences decide than at the latest sizing. Without drafts, only their number matters."""
-        if self.is_idle and self._deciding and deciding:
-            return bucket_of(len(deciding)) != bucket_of(len(self._deciding))
-        return deciding != self._deciding
+    def _is_another(self, observation: Observation) -> bool:
+        """Whether trees were sized for another number of sequences or, while there are drafts, for others."""
+        if bucket_of(observation.rows) != bucket_of(self._sized_rows):
+            return True
+        return not (self.is_idle and self._sized) and _ids(observation.deciding) != self._sized
 
     def _observe_round(self, record: RoundRecord) -> None:
         """Record how long the round and its drafts took, and whether drafts save time."""
@@ -129,11 +130,13 @@ class SpeculationController:
             self._speedup.observe_lost(record.deciding, drafting)
         elif record.is_comparable:
             seconds = max(0.0, record.seconds - drafting)
-            self._step_latency.observe(len(record.rows), record.tokens, seconds)
+            size = len(record.rows), record.tokens
+            expected = self._step_latency.seconds(*size) if self._step_latency.covers(record.tokens) else math.inf
+            self._step_latency.observe(*size, seconds)
             if record.is_drafted:
                 self._speedup.observe_drafted(record.deciding, seconds + drafting, record.committed)
             else:
-                self._speedup.observe_plain(record.deciding, seconds)
+                self._speedup.observe_plain(record.deciding, seconds, expected)
 
     def _observe_probe(self, probe: Probe) -> None:
         """Compare a probe with the tokens that the target decides, and learn how long it took.
@@ -160,16 +163,19 @@ class SpeculationController:
             self._is_suspended = self._expects_no_gain = False
             self._trial_sizings = TRIAL_SIZINGS
 
-    def _next_budgets(self, rows: int) -> Mapping[SequenceId, DraftBudget]:
-        """The budgets of the next round, in which `rows` sequences decide. Call it once per round."""
+    def _next_budgets(self, deciding: int, rows: int) -> Mapping[SequenceId, DraftBudget]:
+        """The budgets of the next round, in which `deciding` sequences decide, and soon `rows`. Call it once a round."""
         self._sizing_rounds_left -= 1
-        is_paused = self._speedup.suspends(rows)
+        if not deciding:
+            self._is_suspended = rows > 1 and self._speedup.pause(rows) > 0
+            return {}
+        is_paused = self._speedup.suspends(deciding)
         self._is_suspended = bool(self._budgets) and is_paused
         if not self._budgets or self._is_suspended:
             return {}
         self._drafted_rounds += 1
         period = CONTROL_ROUNDS * (SURE_FACTOR if self._latest.speedup >= SURE_SPEEDUP else 1)
-        if self._speedup.controls(rows, period, self._control_rounds):
+        if self._speedup.controls(deciding, period, self._control_rounds):
             return {}
         if self._drafted_rounds % FULL_ROUNDS == 0:
             return dict.fromkeys(self._budgets, self.max_draft)
@@ -182,7 +188,7 @@ class SpeculationController:
         rows = observation.rows
         requests = [
             DraftRequest(sequence, largest)
-            for sequence in observation.deciding
+            for sequence in observation.deciding or observation.waiting
             if (largest := self._largest(sequence)).max_nodes
             and (
                 self.is_idle
@@ -190,8 +196,9 @@ class SpeculationController:
             )
         ]
         self._sizing_rounds_left = SIZING_ROUNDS
-        self._budgets = self._sizes(requests, rows) if requests else {}
-        deepest = max([budget.max_depth for budget in self._budgets.values()], default=0)
+        budgets = self._sizes(requests, rows) if requests else {}
+        self._budgets = budgets if observation.deciding else {}
+        deepest = max([budget.max_depth for budget in budgets.values()], default=0)
         if rows > 1 and not self._propose_latency.reaches(deepest):
             self._sizing_rounds_left = 1  # its time is a guess until the first sample
         if self._expects_no_gain or self._speedup.pause(rows):
@@ -245,8 +252,7 @@ class SpeculationController:
         """Whether a sequence that begins to decode in a step of `rows` rows is drafted for before it is sized."""
         if not self._propose_latency.has_samples:
             return rows <= EAGER_ROWS
-        is_near_gain = rows <= EAGER_ROWS or self._speedup.pays(rows)
-        return is_near_gain and not self.is_idle and not self._speedup.pause(rows)
+        return not self.is_idle and not self._speedup.pause(rows)
 
     def propose_seconds(self, rows: int, depth: int) -> float:
         """Expected time of proposals for `rows` sequences, in seconds; 0 if nothing was measured."""
@@ -307,6 +313,10 @@ class SpeculationController:
     def learn(self) -> None:
         """Learn from the trees on which the target has decided. It takes longest of all, so call it during a step."""
         self._acceptance.learn()
+
+
+def _ids(sequences: Iterable[core.Sequence]) -> frozenset[SequenceId]:
+    return frozenset([sequence.id for sequence in sequences])
 
 
 class LargestTrees:

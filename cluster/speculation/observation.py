@@ -172,6 +172,8 @@ class Observation:
     """Sequences for which the target decides in the next step, if nothing else happens."""
     rows: int
     """Number of sequences that are expected to decide soon: those, and those that wait or prefill."""
+    waiting: Sequence[core.Sequence] = ()
+    """Several sequences that wait or prefill, while none decides."""
     record: RoundRecord | None = None
     """The round before; `None` if there was none since the last decision."""
     probe: Probe | None = None

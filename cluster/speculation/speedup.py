@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from cluster.speculation.constants import (
     CLEAR_LOSS,
     CLEAR_ROUNDS,
+    FEW_PLAIN_ROUNDS,
     FIRST_CONTROL_ROUNDS,
     FIRST_PAUSE,
     LOSS_SHARE,
     MAX_PAUSE,
+    MAX_PLAIN_DELAY,
     MIN_PLAIN_ROUNDS,
-    MIN_PLAIN_ROUNDS_ALONE,
     MIN_SPEEDUP,
     MIN_SPEEDUP_ALONE,
     ROUND_DECAY,
@@ -31,8 +32,6 @@ from cluster.speculation.latency import bucket_of
 class _RoundSums:
     """Sums over rounds of about the same number of rows. Older rounds count less."""
 
-    plain_rounds_missing: int
-    """Rounds without drafts that must be measured before any round has drafts."""
     plain_seconds: float = 0.0
     """Total time of rounds without drafts, in seconds."""
     plain_rounds: float = 0.0
@@ -51,10 +50,6 @@ class _RoundSums:
     """How many rounds the next suspension lasts."""
     plain_rounds_due: float = 0.0
     """Rounds without drafts after which the time lost by rounds with drafts is at most `LOSS_SHARE` of all time."""
-    period_rounds: int = 0
-    """Rounds of the period at whose end rounds without drafts measure plain decoding."""
-    control_rounds: int = FIRST_CONTROL_ROUNDS
-    """Length of that period."""
 
     @property
     def speedup(self) -> float:
@@ -90,11 +85,15 @@ class SpeedupTracker:
 
     def __init__(self) -> None:
         self._sums: dict[int, _RoundSums] = {}
+        self._period_rounds = 0
+        """Rounds of the period at whose end rounds without drafts measure plain decoding."""
+        self._several_period = FIRST_CONTROL_ROUNDS
+        """Longest such period of several sequences."""
 
     def suspends(self, rows: int) -> bool:
         """Whether a round of `rows` rows must have no drafts. Call it once per round: it counts the pause down."""
         sums = self._of(rows)
-        if sums.plain_rounds_missing:
+        if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return True
         # A drafted token costs more with more rows: if it costs time for few rows, it costs time for more.
         paused = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows) and other.pause]
@@ -108,14 +107,14 @@ class SpeedupTracker:
         These are the last `count` rounds of each period of at most `longest` rounds. Call it once per round that may
         have drafts.
         """
-        sums = self._of(rows)
-        sums.period_rounds += 1
-        period = longest if rows == 1 else min(longest, sums.control_rounds)
-        if sums.period_rounds <= period - count:
+        self._period_rounds += 1
+        period = longest if rows == 1 else min(longest, self._several_period)
+        if self._period_rounds <= period - count:
             return False
-        if sums.period_rounds >= period:
-            sums.period_rounds = 0
-            sums.control_rounds = min(2 * sums.control_rounds, longest)
+        if self._period_rounds >= period:
+            self._period_rounds = 0
+            if rows > 1:
+                self._several_period = min(2 * self._several_period, longest)
         return True
 
     def pause(self, rows: int) -> int:
@@ -143,15 +142,16 @@ class SpeedupTracker:
     def pays(self, rows: int) -> bool:
         """Whether recent rounds with drafts were faster than rounds without."""
         sums = self._of(rows)
-        is_known = not sums.plain_rounds_missing and sums.rounds >= CLEAR_ROUNDS
+        is_known = sums.plain_rounds >= MIN_PLAIN_ROUNDS and sums.rounds >= CLEAR_ROUNDS
         return is_known and sums.speedup > 1.0
 
-    def observe_plain(self, rows: int, seconds: float) -> None:
-        """Add a round without drafts and without prompts."""
+    def observe_plain(self, rows: int, seconds: float, expected_seconds: float = math.inf) -> None:
+        """Add a round without drafts and without prompts. `expected_seconds` is from earlier rounds of all sizes."""
         sums = self._of(rows)
+        if sums.plain_rounds < FEW_PLAIN_ROUNDS:
+            seconds = min(seconds, MAX_PLAIN_DELAY * expected_seconds)
         sums.plain_seconds = sums.plain_seconds * ROUND_DECAY + seconds
         sums.plain_rounds = sums.plain_rounds * ROUND_DECAY + 1
-        sums.plain_rounds_missing = max(0, sums.plain_rounds_missing - 1)
         sums.plain_rounds_due = max(0.0, sums.plain_rounds_due - 1)
 
     def observe_drafted(self, rows: int, seconds: float, tokens: int) -> None:
@@ -164,7 +164,7 @@ class SpeedupTracker:
         sums.tokens = sums.tokens * ROUND_DECAY + tokens
         sums.rows = sums.rows * ROUND_DECAY + rows
         sums.rounds += 1
-        if sums.plain_rounds_missing:
+        if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return
         sums.add_loss(seconds, tokens / rows)
         speedup = sums.speedup
@@ -177,5 +177,4 @@ class SpeedupTracker:
             sums.next_pause = FIRST_PAUSE
 
     def _of(self, rows: int) -> _RoundSums:
-        missing = MIN_PLAIN_ROUNDS if rows > 1 else MIN_PLAIN_ROUNDS_ALONE
-        return self._sums.setdefault(bucket_of(rows), _RoundSums(missing))
+        return self._sums.setdefault(bucket_of(rows), _RoundSums())
