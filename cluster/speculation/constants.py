@@ -76,9 +76,9 @@ LOSS_SHARE = 0.02
 """Largest share of the time that may be lost by rounds with drafts that are slower than rounds without."""
 ROUND_DECAY = 1 - 1 / 32
 """Factor on the sums with each further round."""
-MIN_SPEEDUP = 1.05
-"""A lower measured speed-up suspends speculation. It is above 1 because a drafter also costs time outside of rounds,
-above all to prefill prompts."""
+MIN_SPEEDUP = 1.1
+"""A lower measured speed-up suspends speculation. It is above 1 because drafts also cost time outside of the compared
+rounds: drafters prefill prompts, and answers that end one by one have their successors' prompts read in more steps."""
 MIN_SPEEDUP_ALONE = 0.97
 """`MIN_SPEEDUP` for a single sequence, for which a drafter prefills only one prompt."""
 SURE_ROUNDS = 16
@@ -96,10 +96,10 @@ IDLE_SIZING_FACTOR = 4
 """How many times longer tree sizes hold while nothing is drafted."""
 PROBED_SIZING_ROUNDS = 2
 """Rounds after a background probe until trees are sized anew. The target has decided on the probe by then."""
-START_SPEEDUP, START_SPEEDUP_ALONE = 1.15, 1.03
+START_SPEEDUP, START_SPEEDUP_ALONE = 1.2, 1.03
 """Expected speed-up over plain decoding from which speculation starts. A single sequence needs less, because the
 drafter then prefills only one prompt."""
-STOP_SPEEDUP, STOP_SPEEDUP_ALONE = 1.05, 1.01
+STOP_SPEEDUP, STOP_SPEEDUP_ALONE = 1.1, 1.01
 """Expected speed-up over plain decoding below which speculation stops."""
 CONTROL_ROUNDS = 64
 """Length of the periods at whose end a round has no drafts, so that the time of plain decoding stays known, in rounds

@@ -164,7 +164,7 @@ class SpeculationController:
             self._trial_sizings = TRIAL_SIZINGS
 
     def _next_budgets(self, deciding: int, rows: int) -> Mapping[SequenceId, DraftBudget]:
-        """The budgets of the next round, in which `deciding` sequences decide, and soon `rows`. Call it once a round."""
+        """The budgets of the next round, in which `deciding` sequences decide, soon `rows`. Call it once a round."""
         self._sizing_rounds_left -= 1
         if not deciding:
             self._is_suspended = rows > 1 and self._speedup.pause(rows) > 0
