@@ -25,7 +25,6 @@ from cluster.speculation.constants import (
     ROUND_DECAY,
     SURE_ROUNDS,
 )
-from cluster.speculation.latency import bucket_of
 
 
 @dataclass(slots=True)
@@ -96,7 +95,7 @@ class SpeedupTracker:
         if sums.plain_rounds < MIN_PLAIN_ROUNDS:
             return True
         # A drafted token costs more with more rows: if it costs time for few rows, it costs time for more.
-        paused = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows) and other.pause]
+        paused = [other for bucket, other in self._sums.items() if bucket <= _bucket_of(rows) and other.pause]
         for other in paused:
             other.pause -= 1
         return bool(paused)
@@ -119,14 +118,14 @@ class SpeedupTracker:
 
     def pause(self, rows: int) -> int:
         """For how many rounds of `rows` rows speculation stays suspended."""
-        return max((other.pause for bucket, other in self._sums.items() if bucket <= bucket_of(rows)), default=0)
+        return max((other.pause for bucket, other in self._sums.items() if bucket <= _bucket_of(rows)), default=0)
 
     def renew(self, rows: int) -> bool:
         """End a suspension for `rows` rows and drop earlier rounds with drafts, unless lost time is left to make up.
 
         Call it when other sequences begin, because drafts may save time for them. Returns whether it was done.
         """
-        covered = [other for bucket, other in self._sums.items() if bucket <= bucket_of(rows)]
+        covered = [other for bucket, other in self._sums.items() if bucket <= _bucket_of(rows)]
         if any(other.plain_rounds_due > 0.0 for other in covered):
             return False
         for other in covered:
@@ -170,11 +169,17 @@ class SpeedupTracker:
         speedup = sums.speedup
         least = MIN_SPEEDUP if rows > 1 else MIN_SPEEDUP_ALONE
         if (sums.rounds >= SURE_ROUNDS and speedup < least) or (sums.rounds >= CLEAR_ROUNDS and speedup < CLEAR_LOSS):
-            sums.pause = max(sums.next_pause, math.ceil(sums.lost_rounds / LOSS_SHARE))
+            due = sums.plain_rounds_due if rows > 1 else 0.0  # it includes drafters' work on the prompts of new sequences
+            sums.pause = max(sums.next_pause, math.ceil(max(sums.lost_rounds / LOSS_SHARE, due)))
             sums.next_pause = min(2 * sums.next_pause, MAX_PAUSE)
             sums.clear_drafted()
         elif sums.rounds >= SURE_ROUNDS:
             sums.next_pause = FIRST_PAUSE
 
     def _of(self, rows: int) -> _RoundSums:
-        return self._sums.setdefault(bucket_of(rows), _RoundSums())
+        return self._sums.setdefault(_bucket_of(rows), _RoundSums())
+
+
+def _bucket_of(rows: int) -> int:
+    """One bucket for each doubling: rows come and go while a gain is measured."""
+    return max(0, rows - 1).bit_length()
