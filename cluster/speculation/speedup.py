@@ -169,7 +169,7 @@ class SpeedupTracker:
         speedup = sums.speedup
         least = MIN_SPEEDUP if rows > 1 else MIN_SPEEDUP_ALONE
         if (sums.rounds >= SURE_ROUNDS and speedup < least) or (sums.rounds >= CLEAR_ROUNDS and speedup < CLEAR_LOSS):
-            due = sums.plain_rounds_due if rows > 1 else 0.0  # it includes drafters' work on the prompts of new sequences
+            due = sums.plain_rounds_due if rows > 1 else 0.0  # drafters' work on new prompts, too
             sums.pause = max(sums.next_pause, math.ceil(max(sums.lost_rounds / LOSS_SHARE, due)))
             sums.next_pause = min(2 * sums.next_pause, MAX_PAUSE)
             sums.clear_drafted()
