@@ -17,6 +17,8 @@ from cluster.core.nearest import nearest
 
 _LONGEST_KEY = 200
 """Number of characters of an unknown key that are compared with known keys and shown."""
+_MOST_SUGGESTED = 3
+"""Most settings that the refusal of an unknown key names."""
 
 
 def load(
@@ -27,7 +29,7 @@ def load(
     """Build the configuration from nested values and dotted overrides (`{"target.dtype": "bfloat16"}`).
 
     `plugins` are the registries whose plug-ins have sections and may be selected. Raises `ConfigurationError`, which
-    names each refused key, its value and the bound; for an unknown key, the nearest valid one.
+    names each refused key, its value and the bound; for an unknown key, the nearest valid ones.
     """
     merged = merge(values, overrides or {})
     problems = [problem for registry in plugins for problem in _build_plugin_settings(merged, registry)]
@@ -184,6 +186,19 @@ def _unknown(key: str, plugins: Sequence[Registry[Plugin]]) -> str:
     key = key[:_LONGEST_KEY]
     keys = known_keys(plugins)
     found = nearest(key, (*keys, *{known.rpartition(".")[0] for known in keys}))
-    return f"{key}: unknown key; " + (
-        "deploy/docs/reference/settings.md lists all" if found is None else f"the nearest valid one is {found}"
-    )
+    meant = _with_words_of(key, keys) if found is None else (found,)
+    if not meant:
+        return f"{key}: unknown key; deploy/docs/reference/settings.md lists all"
+    return f"{key}: unknown key; the nearest valid {'one is' if len(meant) == 1 else 'ones are'} {', '.join(meant)}"
+
+
+def _with_words_of(key: str, keys: Iterable[str]) -> tuple[str, ...]:
+    """The settings whose last part has all words of that of `key`: those of its section, or else of any section."""
+    section, _, last = key.rpartition(".")
+    words = set(last.split("_"))
+    by_distance: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    for known in keys:
+        place, _, name = known.rpartition(".")
+        if words.issubset(name.split("_")):
+            by_distance[0 if place == section else 1 if f"{place}.".startswith(f"{section}.") else 2].append(known)
+    return tuple(next(filter(None, by_distance.values()), ())[:_MOST_SUGGESTED])

@@ -51,6 +51,21 @@ def test_an_unknown_key_is_refused_with_the_nearest_named(values: dict[str, obje
     assert refusal(values) == f"{key}: unknown key; the nearest valid one is {nearest}"
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("server.port", "ones are server.http_port, server.grpc_port, server.operations_port"),
+        ("port", "ones are server.http_port, server.grpc_port, server.operations_port"),
+        ("target.pool_bytes", "one is target.kv.pool_bytes"),
+        ("target.http_port", "one is server.http_port"),
+        ("draft.timeout", "one is draft.timeout_seconds"),
+        ("server.timeout", "ones are server.start_timeout_seconds, server.drain_timeout_seconds"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_settings_that_have_its_words(key: str, meant: str) -> None:
+    assert refusal({}, {key: 1}) == f"{key}: unknown key; the nearest valid {meant}"
+
+
 @pytest.mark.parametrize("values", [{"fish": 1}, {"fish": {"sinks": 1}}, {"server": {"colour": "red"}}])
 def test_a_key_that_resembles_none_is_refused_without_a_guess(values: dict[str, object]) -> None:
     assert refusal(values).endswith(": unknown key; deploy/docs/reference/settings.md lists all")
