@@ -184,11 +184,13 @@ class GenerationService:
             case "chat":
                 chat = decode_chat(message.chat, self._limits)
                 text, special = await texts.run(chat.chars, chat_text, self._tokenizer, chat, info)
-                return await texts.run(len(text), self._tokenizer.encode, text, special)
             case "text":
-                special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-                return await texts.run(len(message.text), self._tokenizer.encode, message.text, special)
-        raise InvalidRequest("prompt", None, "given: as text or messages")
+                text, special = message.text, True
+            case _:
+                raise InvalidRequest("prompt", None, "given: as text or messages")
+        if message.HasField("add_special_tokens"):
+            special = message.add_special_tokens
+        return await texts.run(len(text), self._tokenizer.encode, text, special)
 
     async def detokenize(self, message: generation_pb2.DetokenizeRequest) -> str:
         """Return the text of token ids. Raises `InvalidRequest`, `UnknownModel`, `NotReady`."""

@@ -33,8 +33,8 @@ class TokenizeBody(ChatExtensions):
     """The text."""
     messages: Annotated[list[ChatTurn], FirstErrorOnly()] | None = None
     """The conversation, which the model's template renders."""
-    add_special_tokens: bool = True
-    """Whether the tokenizer adds its special tokens to a text."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens. Unset: to a text, not to a conversation."""
     return_token_strs: bool = False
     """Report the vocabulary's entry of each token, as the tokenizer spells it."""
 

@@ -1322,7 +1322,9 @@ class TokenizeRequest(_message.Message):
     text: _builtins.str
     """Plain text."""
     add_special_tokens: _builtins.bool
-    """Whether the tokenizer adds its special tokens; for plain text only. Default: true."""
+    """Whether the tokenizer adds its special tokens. Default: true for text, false for a conversation, whose template
+    contains them.
+    """
     return_bytes: _builtins.bool
     """Report the bytes of each token. Default: false."""
     return_pieces: _builtins.bool

@@ -25,8 +25,15 @@ LIMITS = LimitsSection(max_body_bytes=2048, max_prompts=4)
 class HttpApi:
     """An HTTP client of an application over a scripted engine."""
 
-    def __init__(self, directory: Path, text: str = "hello the world", limits: LimitsSection = LIMITS) -> None:
-        generation, self.engine, self.tokenizer = fake_service(directory, text, limits=limits)
+    def __init__(
+        self,
+        directory: Path,
+        text: str = "hello the world",
+        limits: LimitsSection = LIMITS,
+        *,
+        opens_texts: bool = False,
+    ) -> None:
+        generation, self.engine, self.tokenizer = fake_service(directory, text, limits=limits, opens_texts=opens_texts)
         self.client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
         self._limits = limits
 

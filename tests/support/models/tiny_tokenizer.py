@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 END = "<|endoftext|>"
 OPEN = "<|im_start|>"
@@ -21,8 +21,11 @@ CHAT_TEMPLATE = (
 _WORDS = ("he", "ll", "hell", "hello", "wo", "rl", "worl", "world", "th", "the", " t", " w", " h", "fish", "swim")
 
 
-def byte_level(directory: Path) -> Path:
-    """Byte-level BPE as in GPT-2: ids 0-2 are special, then every byte, then a few words. Has no unknown tokens."""
+def byte_level(directory: Path, *, opens_texts: bool = False) -> Path:
+    """Byte-level BPE as in GPT-2: ids 0-2 are special, then every byte, then a few words. Has no unknown tokens.
+
+    With `opens_texts`, the special tokens that the tokenizer adds to a text are one before it; else it adds none.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: rank for rank, piece in enumerate((*SPECIALS, *alphabet))}
     merges: list[tuple[str, str]] = []
@@ -31,6 +34,9 @@ def byte_level(directory: Path) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if opens_texts:
+        opening = [(OPEN, vocabulary[OPEN])]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{OPEN} $A", f"{OPEN} $A $B", opening)
     return _save(tokenizer, directory)
 
 

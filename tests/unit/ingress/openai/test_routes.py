@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,6 +34,19 @@ async def test_text_and_conversations_are_tokenized_and_back(api: HttpApi) -> No
     assert api.tokenizer.decode(chat["tokens"], False).endswith("<|im_start|>assistant\n")
     silent = (await api.post("/tokenize", messages=HI, add_generation_prompt=False)).json()
     assert chat["tokens"][: silent["count"]] == silent["tokens"]
+
+
+async def test_special_tokens_are_added_to_a_text_and_to_a_conversation_only_if_asked(tmp_path: Path) -> None:
+    api = HttpApi(tmp_path, opens_texts=True)
+    rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    for body, text, by_default in (({"prompt": "hi"}, "hi", True), ({"messages": HI}, rendered, False)):
+        with_them, without = ([*api.tokenizer.encode(text, special)] for special in (True, False))
+        assert with_them != without
+        for special, expected in ((True, with_them), (False, without)):
+            found = (await api.post("/tokenize", **body, add_special_tokens=special)).json()
+            assert found["tokens"] == expected
+        found = (await api.post("/tokenize", **body)).json()
+        assert found["tokens"] == (with_them if by_default else without)
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": HI}, {"prompt": "a", "model": "other"}])

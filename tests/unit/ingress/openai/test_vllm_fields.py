@@ -53,13 +53,15 @@ async def test_a_long_prompt_is_truncated(api: HttpApi, values: dict[str, Any], 
     assert error_of(await api.complete(prompt=prompt))["param"] == "prompt"
 
 
-async def test_special_tokens_are_added_to_the_prompt_as_asked(api: HttpApi) -> None:
+async def test_special_tokens_are_added_to_the_prompt_as_asked(tmp_path: Path) -> None:
+    api = HttpApi(tmp_path, opens_texts=True)
     for body in ({"prompt": "hi"}, {"messages": HI}):
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         for special in (True, False):
             assert (await api.post(path, **body, add_special_tokens=special)).status_code == 200
     completion, chat = api.engine.requests[:2], api.engine.requests[2:]
     expected = [api.tokenizer.encode("hi", special) for special in (True, False)]
+    assert expected[0] != expected[1]
     assert [request.prompt for request in completion] == expected
     rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert [request.prompt for request in chat] == [api.tokenizer.encode(rendered, one) for one in (True, False)]
