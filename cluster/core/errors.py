@@ -277,6 +277,11 @@ class DrafterUnavailable(WorkerUnavailable):
 
     meaning = "A drafter was lost. Answers go on without drafts."
 
+    def __init__(self, message: str, *, had_call: bool = False) -> None:
+        """`had_call` says that the drafter was lost while it had the call: it may have died of a row in it."""
+        super().__init__(message)
+        self.had_call = had_call
+
 
 class KvPoolExhausted(PilotfishError):
     """The KV pool has too few free blocks."""

@@ -15,7 +15,7 @@ from cluster.wire.codec.draft import decode_proposals, encode_draft_rows
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
 from cluster.wire.lease import Lease
 from cluster.wire.peer_access import OPEN, PeerAccess
-from cluster.wire.stream_exchange import StreamExchange
+from cluster.wire.stream_exchange import AnswerLost, StreamExchange
 from pilotfish.v1 import draft_pb2, draft_pb2_grpc
 
 
@@ -57,4 +57,5 @@ class GrpcDrafter:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DrafterUnavailable(f"no answer within {timeout_seconds} s") from error
             # The coordinator treats all faults of a drafter alike: it continues without drafts.
-            raise DrafterUnavailable(str(self._connection.failed(error, channel))) from error
+            had_call = isinstance(error, AnswerLost)
+            raise DrafterUnavailable(str(self._connection.failed(error, channel)), had_call=had_call) from error

@@ -13,6 +13,10 @@ from cluster.wire.connection import Connection
 from cluster.wire.peer_access import Metadata
 
 
+class AnswerLost(grpc.aio.AioRpcError):
+    """The connection was lost after the server had the request."""
+
+
 class StreamExchange:
     """A streaming method, and on each channel a method with the interface of a unary one.
 
@@ -41,7 +45,7 @@ class StreamExchange:
         try:
             async with asyncio.timeout(timeout):
                 await _write(stream, request)
-                answer = await stream.read()
+                answer = await _read(stream)
         except TimeoutError:
             stream.cancel()
             raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {timeout} s") from None
@@ -77,6 +81,15 @@ async def _write(stream: Any, request: Any) -> None:
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.INTERNAL:  # gRPC reports a stream that the server has ended this way
             raise _failure(grpc.StatusCode.UNAVAILABLE, "the server has ended the stream") from error
+        raise
+
+
+async def _read(stream: Any) -> Any:
+    try:
+        return await stream.read()
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():  # no status of the server's
+            raise AnswerLost(error.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), error.details()) from error
         raise
 
 

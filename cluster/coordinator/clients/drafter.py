@@ -12,7 +12,7 @@ from cluster.coordinator.clients.release_queue import ReleaseQueue
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFaultCode
-from cluster.core.errors import WorkerUnavailable
+from cluster.core.errors import DrafterUnavailable, WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
@@ -36,6 +36,8 @@ class ProposeResult:
     """`None` when the drafter failed."""
     seconds: float
     """How long the call took, in seconds."""
+    lost_drafter: bool = False
+    """Whether the drafter was lost while it had the call."""
 
 
 ProposeCall = asyncio.Task[ProposeResult]
@@ -76,6 +78,10 @@ class DrafterClient:
     def refuses(self, sequence_id: SequenceId) -> bool:
         """Whether the drafter has answered that it cannot serve the sequence."""
         return sequence_id in self._refused
+
+    def keeps(self, sequence_id: SequenceId) -> bool:
+        """Whether the drafter was sent the sequence, and it was not released."""
+        return sequence_id in self._synced_lens
 
     def unsynced(self, sequence: Sequence) -> int:
         """Number of tokens of the sequence that the drafter has not been sent."""
@@ -139,6 +145,7 @@ class DrafterClient:
     async def _run(self, rows: tuple[DraftRow, ...], vocabulary_size: int) -> ProposeResult:
         begun = self._clock()
         proposals: Proposals | None = None
+        lost_drafter = False
         try:
             factor = LATE_CALL_FACTOR * max(1.0, sum(len(row.new_tokens) for row in rows) / LATE_CALL_TOKENS)
             answer = await self._drafter.propose(rows, self._timeout * factor)
@@ -146,6 +153,9 @@ class DrafterClient:
         except WorkerUnavailable as error:
             log.log(logging.WARNING if self.breaker.closed else logging.DEBUG, "the drafter is unavailable: %s", error)
             self.breaker.record_failure()
+            lost_drafter = isinstance(error, DrafterUnavailable) and error.had_call
+            if lost_drafter:
+                self._synced_lens.update((row.sequence_id, 0) for row in rows if self.keeps(row.sequence_id))
         except Exception:
             log.exception("the drafter failed: the round continues without its drafts")
             self.breaker.record_failure()
@@ -155,7 +165,7 @@ class DrafterClient:
         self._metrics.drafter_worked(seconds)
         self.drafted_tokens += sum(len(proposal.tree) for proposal in (proposals or {}).values())
         self.call_seconds += seconds
-        return ProposeResult(proposals, seconds)
+        return ProposeResult(proposals, seconds, lost_drafter)
 
     def _validated(self, rows: tuple[DraftRow, ...], answer: Iterable[Proposal], vocabulary_size: int) -> Proposals:
         by_sequence = {proposal.sequence_id: proposal for proposal in answer}

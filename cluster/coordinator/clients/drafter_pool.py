@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -19,6 +21,8 @@ from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
 from cluster.core.verification import StepResult
 
+log = logging.getLogger(__name__)
+
 PREFILL_TOKENS = 64
 """If a drafter lacks more tokens of a sequence than this, it prefills the sequence in the background first, so that the
 prompt does not delay the proposals for others."""
@@ -27,6 +31,8 @@ MAX_PREFILL_TOKENS = 512
 MAX_EVIDENCE_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of hidden states in one call. A prefill call takes no sequence beyond them. The rows of another call with
 more share them equally, and the oldest are left out."""
+MAX_LOST_DRAFTERS = 2
+"""Number of drafters lost while they had a sequence, without progress in between, after which it has no more drafts."""
 _PREFILL_DECAY = 0.9
 """Factor on the measured prefill time and tokens with each further call."""
 
@@ -90,11 +96,31 @@ def _has_result(call: ProposeCall) -> bool:
     return call.done() and not call.cancelled()
 
 
+@dataclass(slots=True)
+class _Suspect:
+    """A sequence that lost drafters had, and that no drafter has answered since."""
+
+    losses: int = 0
+    had_budget: bool = False
+    """Whether a draft was wanted of a lost drafter. A call that only prefills then does not clear it."""
+    is_prefilled: bool = False
+    """Whether a drafter has answered a call with it since the last loss."""
+
+    def record_loss(self, *, wants_draft: bool) -> None:
+        """Record the loss of a drafter that had the sequence in a call that wants a draft, or only prefills."""
+        self.losses += 1
+        self.had_budget |= wants_draft
+        self.is_prefilled = False
+
+
 class DrafterPool:
     """Assigns each new sequence to the least loaded drafter.
 
     The sequences of a drafter that fails or leaves move to the others. When its circuit breaker is due for a trial, the
     failed drafter gets one sequence. Once it answers, it gets its share of the sequences again.
+
+    A drafter may die of a sequence, again and again. A sequence that a lost drafter had is sent alone until it is
+    answered, so that it proves harmless, and to no drafter once `MAX_LOST_DRAFTERS` were lost with it.
     """
 
     def __init__(
@@ -111,6 +137,7 @@ class DrafterPool:
         self._prefilling: dict[DrafterClient, ProposeCall] = {}
         self._prefill_tokens = self._prefill_seconds_sum = 0.0
         self._evidence = EvidenceStore()
+        self._suspects: dict[SequenceId, _Suspect] = {}
         for number, drafter in enumerate(drafters):
             self.join(str(number), drafter)
 
@@ -171,7 +198,7 @@ class DrafterPool:
     def keep_evidence(self, step: StepResult) -> None:
         """Keep what a step showed of each sequence until the next call to its drafter."""
         for verdict in step.verdicts:
-            if verdict.evidence is not None:
+            if verdict.evidence is not None and not self._is_barred(verdict.sequence_id):
                 self._evidence.add(verdict.sequence_id, verdict.evidence)
 
     def propose(self, requests: Mapping[SequenceId, DraftRequest]) -> ProposeCalls:
@@ -182,7 +209,9 @@ class DrafterPool:
         for request in requests.values():
             sequence = request.sequence
             client = self._client_of(sequence)
-            if client is None:
+            if self._is_barred(sequence.id):
+                reasons.add("failed")
+            elif client is None:
                 reasons.add("busy" if any(client.is_calling for client in self._clients) else "open")
             elif client.is_busy(sequence.id):
                 reasons.add("busy")
@@ -192,7 +221,7 @@ class DrafterPool:
                 parts.setdefault(client, []).append(request)
         for reason in sorted(reasons):
             self._metrics.drafter_fallback(reason)
-        calls = {client: self._start(client, part) for client, part in parts.items()}
+        calls = {client: self._start(client, self._one_suspect(part)) for client, part in parts.items()}
         return ProposeCalls(requests, calls, self._timeout, self._metrics)
 
     def is_prefilled(self, sequence: Sequence) -> bool:
@@ -215,7 +244,7 @@ class DrafterPool:
             sequence = request.sequence
             client = self._client_of(sequence)
             lacking = 0 if client is None else max(client.unsynced(sequence), self._evidence.positions(sequence.id))
-            if client is None or lacking <= PREFILL_TOKENS:
+            if client is None or lacking <= PREFILL_TOKENS or self._is_barred(sequence.id):
                 continue
             if client.is_busy(sequence.id) or client.refuses(sequence.id):
                 continue
@@ -225,7 +254,7 @@ class DrafterPool:
                 tokens[client] += lacking
                 sizes[client] = size
                 parts.setdefault(client, []).append(request)
-        calls = {client: self._start(client, part) for client, part in parts.items()}
+        calls = {client: self._start(client, self._one_suspect(part)) for client, part in parts.items()}
         for client, call in calls.items():
             call.add_done_callback(partial(self._measure_prefill, tokens[client]))
         self._prefilling |= calls
@@ -245,6 +274,7 @@ class DrafterPool:
         for sequence_id in sequence_ids:
             self._unassign(sequence_id)
             self._evidence.take(sequence_id)
+            self._suspects.pop(sequence_id, None)
         for client in self._clients:
             client.release(sequence_ids)
 
@@ -256,7 +286,40 @@ class DrafterPool:
         requests = tuple(requests)
         size = sum(self._evidence.size(request.sequence.id) for request in requests)
         share = None if size <= MAX_EVIDENCE_BYTES else MAX_EVIDENCE_BYTES // len(requests)
-        return client.start(requests, self._vocabulary_size, lambda name: self._evidence.take(name, share))
+        call = client.start(requests, self._vocabulary_size, lambda name: self._evidence.take(name, share))
+        call.add_done_callback(partial(self._judge, client, requests))
+        return call
+
+    def _is_barred(self, sequence_id: SequenceId) -> bool:
+        """Whether the sequence has no more drafts, because too many drafters were lost with it."""
+        suspect = self._suspects.get(sequence_id)
+        return suspect is not None and suspect.losses >= MAX_LOST_DRAFTERS
+
+    def _one_suspect(self, requests: list[DraftRequest]) -> list[DraftRequest]:
+        """Return the first of the requests that a drafter may die of, alone; all if there is none."""
+        return next(([one] for one in requests if self._is_suspect(one)), requests)
+
+    def _is_suspect(self, request: DraftRequest) -> bool:
+        suspect = self._suspects.get(request.sequence.id)
+        return suspect is not None and (request.budget.max_nodes > 0 or not suspect.is_prefilled)
+
+    def _judge(self, client: DrafterClient, requests: Collection[DraftRequest], call: ProposeCall) -> None:
+        """Record that the drafter was lost with these sequences, or that it has answered."""
+        if not _has_result(call):
+            return
+        for request in requests:
+            sequence_id, wants_draft = request.sequence.id, request.budget.max_nodes > 0
+            suspect = self._suspects.get(sequence_id)
+            if call.result().lost_drafter and client.keeps(sequence_id):
+                suspect = self._suspects.setdefault(sequence_id, _Suspect())
+                suspect.record_loss(wants_draft=wants_draft)
+                if suspect.losses == MAX_LOST_DRAFTERS:
+                    log.error("%s: %d drafters were lost with it; it has no more drafts", sequence_id, suspect.losses)
+                    self._evidence.take(sequence_id)
+            elif suspect is not None and call.result().proposals is not None and not self._is_barred(sequence_id):
+                suspect.is_prefilled = True
+                if wants_draft or not suspect.had_budget:
+                    del self._suspects[sequence_id]
 
     def _measure_prefill(self, tokens: int, call: ProposeCall) -> None:
         if _has_result(call) and call.result().proposals is not None:
@@ -289,7 +352,13 @@ class DrafterPool:
         for client in self._clients:
             if client.breaker.closed or client.is_calling or not requests or not client.breaker.due():
                 continue
-            served = [request for request in requests if not client.refuses(request.sequence.id)]
+            served = [
+                request
+                for request in requests
+                if not client.refuses(request.sequence.id) and not self._is_barred(request.sequence.id)
+            ]
+            harmless = [request for request in served if request.sequence.id not in self._suspects]
+            served = harmless or served[:1]
             served.sort(key=lambda request: client.unsynced(request.sequence))
             lacking = accumulate(client.unsynced(request.sequence) for request in served)
             most = 1 if len(self._by_name) > 1 else max(1, sum(tokens <= MAX_PREFILL_TOKENS for tokens in lacking))

@@ -119,6 +119,23 @@ class FailingDrafter(PerfectDrafter):
             raise DrafterUnavailable("connection refused")
 
 
+class MortalDrafter(PerfectDrafter):
+    """Dies of every draft for a sequence with the seed `fatal`, and starts again at once, empty."""
+
+    def __init__(self, target: FakeTarget, fatal: int | None) -> None:
+        super().__init__(target)
+        self.fatal = fatal
+        self.deaths = 0
+
+    def draft(self, sampling: SamplingParameters, tokens: list[int], row: DraftRow) -> TokenTree:
+        """Die of a fatal row."""
+        if sampling.seed == self.fatal and row.budget.max_nodes:
+            self.deaths += 1
+            self.known.clear()
+            raise DrafterUnavailable("connection reset", had_call=True)
+        return super().draft(sampling, tokens, row)
+
+
 class BuggyDrafter(PerfectDrafter):
     """Raises an error that the port does not allow."""
 

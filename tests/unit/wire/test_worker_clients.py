@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -19,7 +20,7 @@ from cluster.core.errors import (
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.verification import StepResult, Verdict
-from cluster.wire.connection import Resolve
+from cluster.wire.connection import Resolve, fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
@@ -183,8 +184,47 @@ async def test_every_error_of_a_drafter_is_drafter_unavailable(
     scripted: ScriptedServer, drafter: GrpcDrafter, failure: Exception
 ) -> None:
     scripted.drafter.failure = failure
-    with pytest.raises(DrafterUnavailable):
+    with pytest.raises(DrafterUnavailable) as caught:
         await drafter.propose(ROWS, TIMEOUT_SECONDS)
+    assert not caught.value.had_call
+
+
+async def test_a_drafter_is_lost_with_a_call_only_if_it_had_received_it(scripted: ScriptedServer) -> None:
+    """A process that died is told from one that starts again and cannot be reached yet."""
+    links: list[asyncio.StreamWriter] = []
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers, requests = await asyncio.open_connection(HOST, scripted.port)
+        links.extend([writer, requests])
+        await asyncio.gather(_copy(reader, requests), _copy(answers, writer))
+
+    server = await asyncio.start_server(forward, HOST, 0)
+    drafter = GrpcDrafter(fixed_address(f"{HOST}:{server.sockets[0].getsockname()[1]}"))
+    for is_first in (True, False):
+        if not is_first:  # on a stream that an earlier call has opened
+            scripted.drafter.hold.set()
+            assert await drafter.propose(ROWS, TIMEOUT_SECONDS) == PROPOSALS
+        scripted.drafter.hold.clear()
+        scripted.drafter.requested.clear()
+        call = asyncio.create_task(drafter.propose(ROWS, TIMEOUT_SECONDS))
+        await scripted.drafter.requested.wait()
+        while links:
+            links.pop().transport.abort()
+        with pytest.raises(DrafterUnavailable) as caught:
+            await call
+        assert caught.value.had_call
+    server.close()
+    with pytest.raises(DrafterUnavailable) as caught:
+        await drafter.propose(ROWS, TIMEOUT_SECONDS)
+    assert not caught.value.had_call
+    scripted.drafter.hold.set()
+    await drafter.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await reader.read(65536):
+            writer.write(data)
 
 
 async def test_a_target_that_is_late_is_unavailable(scripted: ScriptedServer) -> None:

@@ -13,7 +13,7 @@ from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.ingress.endpoints.cluster_status import read_replicas
 from tests.support.fakes.fake_cluster import first_commit_then_leave, request, tokens_of, until
-from tests.support.fakes.fake_drafters import FailingDrafter, PerfectDrafter
+from tests.support.fakes.fake_drafters import FailingDrafter, MortalDrafter, PerfectDrafter
 from tests.support.fakes.fake_target import FakeTarget
 from tests.support.fakes.simulated_time import (
     DrafterModel,
@@ -112,6 +112,49 @@ def test_a_sequence_that_one_drafter_cannot_serve_moves_to_another() -> None:
         assert len(asked) == len(set(asked)) >= 2
         assert len({row.sequence_id for call in serving.calls for row in call}) == 4
         assert target.accepted > 100
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("prompt", [8, 200])
+@pytest.mark.parametrize("controller", ["auto", "off"])
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_a_sequence_of_which_drafters_die_twice_has_no_more_drafts_and_the_others_keep_theirs(
+    drafters: int, controller: str, prompt: int
+) -> None:
+    async def scenario() -> None:
+        target = TimedTarget(gpu_step)
+        pool = [MortalDrafter(target, fatal=2) for _ in range(drafters)]
+        cluster = SimulatedCluster(pool, target, draft__controller=controller)
+        wanted = [request(f"r{seed}", (5,) * prompt, 400, seed=seed) for seed in range(4)]
+        async with cluster.coordinator:
+            await cluster.serve(wanted)
+            assert sum(drafter.deaths for drafter in pool) == 2
+            drafted = [row for drafter in pool for call in drafter.calls[-20:] for row in call if row.budget.max_nodes]
+            assert len({row.sequence_id for row in drafted}) == len(wanted) - 1
+            await until(lambda: not any(drafter.known for drafter in pool))
+        assert target.accepted > 200
+
+    simulate(scenario())
+
+
+def test_a_sequence_that_two_lost_drafters_had_keeps_its_drafts_if_it_was_answered_in_between() -> None:
+    async def scenario() -> None:
+        target = TimedTarget(gpu_step)
+        drafter = MortalDrafter(target, fatal=None)
+        cluster = SimulatedCluster([drafter], target, draft__controller="off")
+        async with cluster.coordinator:
+            reading = asyncio.create_task(cluster.serve(equal_requests(1, 1000)))
+            for _ in range(4):
+                calls = len(drafter.calls)
+                await until(lambda: len(drafter.calls) > calls + 3)  # noqa: B023 - it is called at once
+                deaths, drafter.fatal = drafter.deaths, 1
+                await until(lambda: drafter.deaths > deaths)  # noqa: B023 - it is called at once
+                drafter.fatal = None
+            calls = len(drafter.calls)
+            await reading
+            assert len(drafter.calls) > calls + 20
+        assert drafter.deaths == 4
 
     simulate(scenario())
 
