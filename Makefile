@@ -132,7 +132,7 @@ page: $(WEIGHTS)  ## Test the page in Chromium, with the packaged model (ARGS='-
 nodes: $(WEIGHTS)  ## Test whole Ray clusters: ranks and drafters that are killed, four nodes, Serve's commands, the chart, who listens where
 	$(PYTEST) tests/nodes $(ARGS)
 
-bench: $(WEIGHTS)  ## Measure (ARGS='serving --repeats 3'; --help lists the sections)
+bench: $(WEIGHTS)  ## Measure (ARGS='serving-pairs --repeats 3'; --help lists the sections)
 	$(BIN)/python -m tests.bench $(ARGS)
 
 .PHONY: cuda

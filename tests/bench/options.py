@@ -148,7 +148,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     )
     parser.add_argument("--plot", type=Path, help="where `prefix` draws its curve (PNG; needs matplotlib)")
     parser.add_argument("--results", type=Path, help="a result file for the printed tables (JSON)")
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `throughput` and `memory` hold")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="types that `start` and `memory` hold")
     parser.add_argument(
         "--variants",
         default="",
