@@ -12,16 +12,20 @@ MAX_STEPS = 256
 """Most steps of one sequence whose evidence is kept; the oldest go first. Drafters cope with gaps."""
 MAX_BYTES = 16 * 1024 * 1024
 """Most bytes of hidden states that are kept of one sequence; those of the first positions go first."""
-_LEFT_BYTES = MAX_BYTES * 3 // 4
-"""Bytes that are left when there are too many: what is left is copied, which each further step must not cause again."""
+MAX_TOTAL_BYTES = 64 * MAX_BYTES
+"""Most bytes of hidden states that are kept of all sequences; those of the sequence with the most go first."""
+_LEFT_SHARE = 3 / 4
+"""Share that is left of too many bytes: what is left is copied, which each further step must not cause again."""
 
 
 class EvidenceStore:
     """Evidence by sequence, oldest first, within bounds."""
 
-    def __init__(self, most_bytes: float = MAX_BYTES) -> None:
-        """`most_bytes` bounds the hidden states that are kept of one sequence."""
+    def __init__(self, most_bytes: float = MAX_BYTES, most_total_bytes: float = MAX_TOTAL_BYTES) -> None:
+        """`most_bytes` bounds the hidden states that are kept of one sequence, `most_total_bytes` those of all."""
         self._most_bytes = most_bytes
+        self._most_total_bytes = most_total_bytes
+        self._total_bytes = 0
         self._kept: dict[SequenceId, deque[Evidence]] = {}
         self._bytes: dict[SequenceId, int] = {}
 
@@ -30,12 +34,18 @@ class EvidenceStore:
         kept = self._kept.get(sequence_id)
         if kept is None or (kept and evidence.base_len < kept[-1].base_len):  # the sequence was sent again
             kept = self._kept[sequence_id] = deque()
-            self._bytes[sequence_id] = 0
+            self._note_size(sequence_id, 0)
         kept.append(evidence)
-        size = self._bytes.get(sequence_id, 0) + _size(evidence)
+        size = self._bytes[sequence_id] + _size(evidence)
         while len(kept) > MAX_STEPS:
             size -= _size(kept.popleft())
-        self._bytes[sequence_id] = size if size <= self._most_bytes else _shorten(kept, size, _LEFT_BYTES)
+        if size > self._most_bytes:
+            size = _shorten(kept, size, int(self._most_bytes * _LEFT_SHARE))
+        self._note_size(sequence_id, size)
+        while self._total_bytes > self._most_total_bytes:
+            largest = max(self._bytes, key=self._bytes.__getitem__)
+            size = self._bytes[largest]
+            self._note_size(largest, _shorten(self._kept[largest], size, int(size * _LEFT_SHARE)))
 
     def size(self, sequence_id: SequenceId) -> int:
         """Bytes of hidden states that are kept of a sequence."""
@@ -51,9 +61,14 @@ class EvidenceStore:
         """Remove and return the evidence of a sequence: the latest, with at most `most_bytes` of hidden states."""
         kept = self._kept.pop(sequence_id, deque())
         size = self._bytes.pop(sequence_id, 0)
+        self._total_bytes -= size
         if most_bytes is not None:
             _shorten(kept, size, most_bytes)
         return tuple(kept)
+
+    def _note_size(self, sequence_id: SequenceId, size: int) -> None:
+        self._total_bytes += size - self._bytes.get(sequence_id, 0)
+        self._bytes[sequence_id] = size
 
 
 def _shorten(kept: deque[Evidence], size: int, most_bytes: int) -> int:

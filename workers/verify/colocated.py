@@ -59,7 +59,7 @@ class ColocatedDrafter:
         self._refused: set[SequenceId] = set()
         self._failed: set[SequenceId] = set()
         """Sequences that made the method raise once."""
-        self._evidence = EvidenceStore(inf)  # what is much is not kept
+        self._evidence = EvidenceStore(inf, inf)  # what is much is not kept
 
     def draft(self, verified: Sequence[VerifiedRow]) -> dict[SequenceId, Proposal]:
         """Propose trees for the rows whose `next_budget` is not empty.

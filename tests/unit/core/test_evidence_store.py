@@ -53,6 +53,24 @@ def test_a_call_takes_no_more_than_its_share() -> None:
     assert [one.base_len for one in store.take(ID, 200)] == [2, 3]
 
 
+def test_all_sequences_have_a_bound_together_and_the_one_with_the_most_loses_its_oldest() -> None:
+    """Many clients whose drafters are away do not fill the memory, and one long prompt costs no other its evidence."""
+    store = EvidenceStore(most_total_bytes=1000)
+    small = [SequenceId(f"small{number}") for number in range(5)]
+    for name in small:
+        store.add(name, evidence(1, 80))
+    for base_len in range(1, 100):
+        store.add(ID, evidence(base_len, 40))
+        assert sum(map(store.size, [ID, *small])) <= 1000
+    assert [store.size(name) for name in small] == [80] * 5
+    kept = [one.base_len for one in store.take(ID)]
+    assert kept == list(range(100 - len(kept), 100))
+    assert len(kept) > 8
+    for base_len in range(1, 16):
+        store.add(ID, evidence(base_len, 40))
+    assert store.size(ID) == 600
+
+
 @pytest.mark.parametrize("most_bytes", [MAX_BYTES, MAX_BYTES // 2])
 def test_of_a_step_that_is_too_large_the_latest_positions_are_kept(most_bytes: int) -> None:
     """A long chunk of a prompt alone exceeds the bound, and drafts read its last positions first.
