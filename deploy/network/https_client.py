@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 import httpx
@@ -36,6 +37,7 @@ TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes
 """Statuses after which the same request may be answered later."""
 
 _LONGEST_REASON = 200
+_LONGEST_BODY = 500
 _CONNECT_SECONDS = 10.0
 """Longest time until a server accepts a connection."""
 _SHORT = httpx.Timeout(30.0, connect=_CONNECT_SECONDS)
@@ -131,6 +133,17 @@ def why_silent(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
         return "it closed the connection; does it expect https:// instead of http://?"
     return str(error) or type(error).__name__
+
+
+def refusal_text(response: httpx.Response) -> str:
+    """Return what a server says in a refusal, in one line: its message in OpenAI's form, or else how the body begins.
+
+    The body must have been read.
+    """
+    text: object = response.text[:_LONGEST_BODY]
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        text = response.json()["error"]["message"]
+    return " ".join(str(text).split())
 
 
 def refusal_hint(status: int) -> str:

@@ -82,7 +82,9 @@ class StreamReader:
         if not isinstance(event, dict):
             raise WorkerUnavailable(f"the server sent no event, but {payload[:_LONGEST_EVENT]!r}")
         if event.get("error") is not None:
-            raise WorkerUnavailable(f"the server ended the answer with an error: {event['error']}")
+            error = event["error"]
+            reason = error.get("message", error) if isinstance(error, dict) else error
+            raise WorkerUnavailable(f"the server ended the answer with an error: {reason}")
         self._usage = event.get("usage") or self._usage
         self._is_lossless &= event.get("lossless", True) is not False
         for choice in event.get("choices", ()):

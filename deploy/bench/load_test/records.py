@@ -23,7 +23,7 @@ class LoadRecord:
     """`None` for a request that failed."""
     prompt_tokens: int = 0
     error: str = ""
-    """Why it failed: a status code or the kind of an error."""
+    """Why it failed: the status code and what the server said, or the kind of an error."""
 
     @property
     def figures(self) -> dict[str, float | None]:
@@ -94,8 +94,8 @@ class Measurement:
 
     @property
     def errors(self) -> dict[str, int]:
-        """Number of failed requests by reason."""
-        return dict(Counter(record.error for record in self.records if record.answer is None))
+        """Number of failed requests by reason, the most frequent first."""
+        return dict(Counter(record.error for record in self.records if record.answer is None).most_common())
 
     @property
     def prompt_tokens(self) -> int:

@@ -15,6 +15,8 @@ from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table
 from deploy.draft_origins import origin_shares
 
 FORMAT_VERSION = 1
+_MOST_REASONS = 10
+"""Most reasons of failures that the report names of one measurement. All are in the JSON."""
 
 
 @dataclass(slots=True)
@@ -37,15 +39,20 @@ def markdown(results: LoadResults) -> str:
         parts.append(f"Client: {machine_line(results.machine)}")
     parts.append(f"## Throughput\n\n{_throughput(results.measurements)}")
     parts.append(f"## Latency in milliseconds\n\n{_latency(results.measurements)}")
-    failures = [
-        f"- {_place(found)}: {count} × {reason}"
-        for found in results.measurements
-        for reason, count in found.errors.items()
-    ]
-    if failures:
+    if failures := [line for found in results.measurements for line in _failures(found)]:
         parts.append("## Failed requests\n\n" + "\n".join(failures))
     parts.append(f"Command:\n\n```sh\n{results.command}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def _failures(found: Measurement) -> list[str]:
+    """A line for each reason for which requests failed, as far as there is room, and one for all others."""
+    errors = list(found.errors.items())
+    lines = [f"- {_place(found)}: {count} × {reason}" for reason, count in errors[:_MOST_REASONS]]
+    if others := errors[_MOST_REASONS:]:
+        count = sum(count for _, count in others)
+        lines.append(f"- {_place(found)}: {count} × {len(others)} other reasons, which the JSON names")
+    return lines
 
 
 def _throughput(measurements: Sequence[Measurement]) -> str:

@@ -19,13 +19,16 @@ from deploy.bench.load_test.report import LoadResults, write
 from deploy.bench.measuring.setup import describe_machine, read_tasks
 from deploy.bench.options import Endpoint, LoadOptions, parse_goodput
 from deploy.commands.client.connection import get, server_client
-from deploy.network.https_client import JSON_HEADERS, check_reachable, lines_of, to_json, why_silent
+from deploy.network.https_client import JSON_HEADERS, check_reachable, lines_of, refusal_text, to_json, why_silent
 from deploy.settings import Settings
 
 Report = Callable[[float, str], None]
 """Called with the share of the test that is complete, and a description."""
 Measured = Callable[[Measurement], None]
 """Called after every measurement."""
+
+_LONGEST_REASON = 300
+"""Most characters that are kept of why a request failed."""
 
 
 class LoadTest:
@@ -94,15 +97,15 @@ class LoadTest:
                 async with self._client.stream("POST", path, content=content, headers=JSON_HEADERS) as response:
                     if response.status_code != httpx.codes.OK:
                         await response.aread()
-                        return LoadRecord(sent, error=f"HTTP {response.status_code}")
+                        return LoadRecord(sent, error=_refusal(response))
                     async for line in lines_of(response):
                         reader.line(line)
         except TimeoutError:
             return LoadRecord(sent, error="timeout")
         except httpx.HTTPError as error:
             return LoadRecord(sent, error=why_silent(error))
-        except WorkerUnavailable:
-            return LoadRecord(sent, error="error in the stream")
+        except WorkerUnavailable as error:
+            return LoadRecord(sent, error=str(error)[:_LONGEST_REASON])
         return LoadRecord(sent, reader.answer(), reader.prompt_tokens)
 
     async def _first_model(self) -> str:
@@ -136,6 +139,11 @@ def run_load_test(options: LoadOptions, settings: Settings, command: str, report
     except KeyboardInterrupt:
         results.was_stopped = True
     return results
+
+
+def _refusal(response: httpx.Response) -> str:
+    """The status of a refusal and what the server says in it."""
+    return f"HTTP {response.status_code}: {refusal_text(response)}"[:_LONGEST_REASON].removesuffix(": ")
 
 
 def _root(client: httpx.AsyncClient) -> str:

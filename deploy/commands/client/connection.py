@@ -32,6 +32,7 @@ from deploy.network.https_client import (
     lines_of,
     open_client,
     refusal_hint,
+    refusal_text,
     to_json,
     verification,
     why_silent,
@@ -48,7 +49,6 @@ _RETRY_SECONDS = 0.5
 _MOST_RETRIES = 60
 """Attempts in a row to continue a stream that broke off."""
 _DONE = "[DONE]"
-_LONGEST_REASON = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +203,11 @@ def _checked(response: httpx.Response) -> httpx.Response:
     """Raise the error of a refused request: `NotReady` if a later one may succeed, `ConfigurationError` if none can."""
     if response.is_success:
         return response
-    text, code = response.text[:_LONGEST_REASON], ""
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
-        error = response.json()["error"]
-        text, code = error["message"], error.get("code")
-    message = f"{response.request.url} answered {response.status_code}: {text}{refusal_hint(response.status_code)}"
+    code = ""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        code = response.json()["error"]["code"]
+    said, hint = refusal_text(response), refusal_hint(response.status_code)
+    message = f"{response.request.url} answered {response.status_code}: {said}{hint}"
     if response.status_code in TEMPORARY:
         raise NotReady(message)
     if response.status_code in (InvalidRequest.http_status, TooLarge.http_status) or code == UnknownModel.http_code:

@@ -85,6 +85,15 @@ def test_the_report_is_json_markdown_and_a_picture(rates: tuple[float, ...], tmp
     assert (tmp_path / "out" / "serve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_counts_the_most_frequent_reasons_of_failures_and_the_others_together() -> None:
+    reasons = ["rare", "often", "often", *(f"HTTP 400: {number} is too much" for number in range(12))]
+    lost = (LoadRecord(0.1, error=reason) for reason in reasons)
+    found = markdown(LoadResults("", {}, "", [measurement(2.0, FAST, *lost)]))
+    lines = [line for line in found.splitlines() if line.startswith("- 2, 4: ")]
+    assert lines[:2] == ["- 2, 4: 2 × often", "- 2, 4: 1 × rare"]
+    assert lines[10:] == ["- 2, 4: 4 × 4 other reasons, which the JSON names"]
+
+
 @pytest.mark.parametrize("rates", [(2.0,), (2.0, math.inf)])
 def test_the_picture_names_its_axes_and_tells_its_lines_apart(
     rates: tuple[float, ...], monkeypatch: pytest.MonkeyPatch

@@ -70,12 +70,25 @@ async def test_an_answer_may_hold_characters_that_end_a_line_elsewhere() -> None
     assert (len(found.completed), found.errors) == (1, {})
 
 
-async def test_failures_are_counted_by_reason() -> None:
-    responses = [events(OK), events(OK), httpx.Response(429), events({"error": {"message": "lost"}})]
-    options = LoadOptions(model="m", num_prompts=3, random_input_len=1, max_concurrency=(1,))
+async def test_failures_are_counted_by_what_the_server_says() -> None:
+    full = {"error": {"message": "100 requests wait\nalready", "code": None}}
+    refused = [httpx.Response(429, json=full), httpx.Response(429, json=full), httpx.Response(429)]
+    refused += [httpx.Response(502, text="<html>bad gateway"), httpx.Response(503, text="x" * 5000)]
+    refused += [httpx.Response(400, json=[1]), httpx.Response(400, json={"detail": "as FastAPI says it"})]
+    responses = [events(OK), events(OK), *refused, events({"error": {"message": "lost"}}), events({"error": "gone"})]
+    options = LoadOptions(model="m", num_prompts=len(responses) - 1, random_input_len=1, max_concurrency=(1,))
     ((found,), _) = await measure(options, answering(responses))
     assert (len(found.completed), found.prompt_tokens) == (1, 2)
-    assert found.errors == {"HTTP 429": 1, "error in the stream": 1}
+    assert found.errors == {
+        "HTTP 429: 100 requests wait already": 2,
+        "HTTP 429": 1,
+        "HTTP 502: <html>bad gateway": 1,
+        f"HTTP 503: {'x' * 290}": 1,
+        "HTTP 400: [1]": 1,
+        'HTTP 400: {"detail":"as FastAPI says it"}': 1,
+        "the server ended the answer with an error: lost": 1,
+        "the server ended the answer with an error: gone": 1,
+    }
 
 
 @pytest.mark.parametrize("event", ["{", "7", "[" * 100_000], ids=["cut off", "a number", "deep"])
@@ -83,7 +96,8 @@ async def test_what_is_no_event_is_a_failed_request(event: str) -> None:
     options = LoadOptions(model="m", num_prompts=2, random_input_len=1, max_concurrency=(1,))
     responses = [events(OK), httpx.Response(200, text=f"data: {event}\n\n"), events(OK)]
     ((found,), _) = await measure(options, answering(responses))
-    assert (len(found.completed), found.errors) == (1, {"error in the stream": 1})
+    assert (len(found.completed), [*found.errors.values()]) == (1, [1])
+    assert next(iter(found.errors)).startswith("the server sent no event, but ")
 
 
 async def test_a_cancelled_test_keeps_what_has_ended() -> None:
@@ -107,8 +121,10 @@ async def test_a_cancelled_test_keeps_what_has_ended() -> None:
 
 
 async def test_a_server_that_does_not_answer_is_an_error() -> None:
-    with pytest.raises(WorkerUnavailable, match=r"/v1/chat/completions did not answer: HTTP 503"):
-        await measure(LoadOptions(model="m"), answering([httpx.Response(503)]))
+    with pytest.raises(WorkerUnavailable, match=r"/v1/chat/completions did not answer: HTTP 503: no drafter"):
+        await measure(
+            LoadOptions(model="m"), answering([httpx.Response(503, json={"error": {"message": "no drafter"}})])
+        )
     with pytest.raises(WorkerUnavailable, match="names no model"):
         await measure(LoadOptions(), answering([httpx.Response(200, json={"data": []})]))
 
