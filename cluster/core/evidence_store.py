@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 
+from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.drafting import Evidence
 from cluster.core.ids import SequenceId
 
 MAX_STEPS = 256
 """Most steps of one sequence whose evidence is kept; the oldest go first. Drafters cope with gaps."""
-MAX_BYTES = 16 * 1024 * 1024
-"""Most bytes of hidden states that are kept of one sequence; those of the first positions go first."""
-MAX_TOTAL_BYTES = 64 * MAX_BYTES
+MAX_BYTES = MAX_MESSAGE_BYTES // 2
+"""Most bytes of hidden states that are kept of one sequence; those of the first positions go first. One step of a
+target in another process brings no more of all its sequences."""
+MAX_TOTAL_BYTES = 32 * MAX_BYTES
 """Most bytes of hidden states that are kept of all sequences; those of the sequence with the most go first."""
 _LEFT_SHARE = 3 / 4
 """Share that is left of too many bytes: what is left is copied, which each further step must not cause again."""
@@ -69,6 +72,21 @@ class EvidenceStore:
     def _note_size(self, sequence_id: SequenceId, size: int) -> None:
         self._total_bytes += size - self._bytes.get(sequence_id, 0)
         self._bytes[sequence_id] = size
+
+
+def largest_share(sizes: Iterable[int], most_bytes: int) -> int:
+    """Return the most bytes that each of several may have so that all together have at most `most_bytes`.
+
+    Who has less leaves the rest to the others.
+    """
+    ordered = sorted(sizes)
+    left = most_bytes
+    for index, size in enumerate(ordered):
+        share = left // (len(ordered) - index)
+        if size > share:
+            return share
+        left -= size
+    return most_bytes
 
 
 def _shorten(kept: deque[Evidence], size: int, most_bytes: int) -> int:

@@ -43,7 +43,7 @@ from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leade
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.decider import Decider, Decisions, decide_rows
 from workers.verify.draft_passes import PartialEngine, connect
-from workers.verify.evidence import MAX_SENT_BYTES, EvidenceCollector, Fuse, resolve_taps, within_bytes
+from workers.verify.evidence import EvidenceCollector, Fuse, resolve_taps, within_bytes
 from workers.verify.forbidden import ForbiddenTexts
 from workers.verify.grammars import GrammarMasks, Grammars, Outcome
 from workers.verify.prompt_logprobs import scored_count, without_prompts
@@ -418,10 +418,9 @@ class TargetEngine:
                 for entry, verdict in rows
             ]
             proposals = self._drafter.draft(verified)
-        most_bytes = MAX_SENT_BYTES // max(1, len(rows))
-        for entry, verdict in rows:
+        sent_evidence = within_bytes([verdict for _, verdict in rows]) if self._evidence.is_sent else [None] * len(rows)
+        for (entry, verdict), sent in zip(rows, sent_evidence, strict=True):
             sequence_id = entry.row.sequence_id
-            sent = within_bytes(verdict.evidence, most_bytes) if self._evidence.is_sent else None
             proposal = self._grammars.pruned(proposals.get(sequence_id), entry.sequence)
             verdict = replace(verdict, evidence=sent, proposal=proposal)
             verdicts[sequence_id] = entry.sequence.last_verdict = verdict

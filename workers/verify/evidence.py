@@ -12,6 +12,7 @@ import torch
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.target_section import EvidenceSection
 from cluster.core.drafting import Evidence, HiddenStates, Tap
+from cluster.core.evidence_store import largest_share
 from cluster.core.ids import SequenceId
 from cluster.core.ports import ReadsHiddenStates
 from cluster.core.verification import Verdict, VerifyRow
@@ -23,7 +24,8 @@ from workers.verify.decider import Decider
 Fuse = Callable[[torch.Tensor], torch.Tensor]
 """Maps hidden states `[tokens, taps, hidden]` to what is sent in their place, `[tokens, width]`."""
 MAX_SENT_BYTES = MAX_MESSAGE_BYTES // 2
-"""Most bytes of hidden states that the verdicts of one step bring; the rows share them equally."""
+"""Most bytes of hidden states that the verdicts of one step bring. Of a step with more, the rows with the most lose
+their first positions, and drafters go without those."""
 _MOST_FUSED = 1024
 """Most tokens whose hidden states are fused at once, in float32, which takes twice the memory of those recorded."""
 
@@ -34,12 +36,20 @@ def resolve_taps(taps: Sequence[Tap], layers: int) -> tuple[int, ...]:
     return tuple(tap + layers + 1 if tap < 0 else tap for tap in numbers)
 
 
-def within_bytes(evidence: Evidence | None, most_bytes: int) -> Evidence | None:
-    """Keep the latest hidden states that take at most `most_bytes`. Drafters cope with the gap."""
-    hidden = None if evidence is None else evidence.hidden
-    if evidence is None or hidden is None or len(hidden.data) <= most_bytes:
-        return evidence
-    return replace(evidence, hidden=hidden.latest(most_bytes // (2 * hidden.width)))
+def within_bytes(verdicts: Sequence[Verdict], most_bytes: int = MAX_SENT_BYTES) -> list[Evidence | None]:
+    """Return the evidence of verdicts, with the latest hidden states that take at most `most_bytes` together."""
+    found = [verdict.evidence for verdict in verdicts]
+    share = largest_share((_size(one) for one in found), most_bytes)
+    return [one if one is None or _size(one) <= share else _latest(one, share) for one in found]
+
+
+def _size(evidence: Evidence | None) -> int:
+    return 0 if evidence is None or evidence.hidden is None else len(evidence.hidden.data)
+
+
+def _latest(evidence: Evidence, most_bytes: int) -> Evidence:
+    hidden = evidence.hidden
+    return replace(evidence, hidden=None if hidden is None else hidden.latest(most_bytes // (2 * hidden.width)))
 
 
 class EvidenceCollector:

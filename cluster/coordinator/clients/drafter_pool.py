@@ -15,7 +15,7 @@ from cluster.coordinator.metrics import DrafterStatus, Metrics
 from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import NO_DRAFT
-from cluster.core.evidence_store import EvidenceStore
+from cluster.core.evidence_store import EvidenceStore, largest_share
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
@@ -29,8 +29,8 @@ prompt does not delay the proposals for others."""
 MAX_PREFILL_TOKENS = 512
 """A prefill call takes sequences until it has this many tokens, so that a drafter can propose between prefill calls."""
 MAX_EVIDENCE_BYTES = MAX_MESSAGE_BYTES // 2
-"""Most bytes of hidden states in one call. A prefill call takes no sequence beyond them. The rows of another call with
-more share them equally, and the oldest are left out."""
+"""Most bytes of hidden states in one call. A prefill call takes no sequence beyond them. Of the rows
+of another call with more, those with the most lose their oldest."""
 MAX_LOST_DRAFTERS = 2
 """Number of drafters lost while they had a sequence, without progress in between, after which it has no more drafts."""
 _PREFILL_DECAY = 0.9
@@ -284,8 +284,8 @@ class DrafterPool:
 
     def _start(self, client: DrafterClient, requests: Iterable[DraftRequest]) -> ProposeCall:
         requests = tuple(requests)
-        size = sum(self._evidence.size(request.sequence.id) for request in requests)
-        share = None if size <= MAX_EVIDENCE_BYTES else MAX_EVIDENCE_BYTES // len(requests)
+        sizes = (self._evidence.size(request.sequence.id) for request in requests)
+        share = largest_share(sizes, MAX_EVIDENCE_BYTES)
         call = client.start(requests, self._vocabulary_size, lambda name: self._evidence.take(name, share))
         call.add_done_callback(partial(self._judge, client, requests))
         return call

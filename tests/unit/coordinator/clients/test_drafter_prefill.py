@@ -145,9 +145,9 @@ def test_a_drafter_is_shown_all_hidden_states_of_a_long_prompt_while_the_target_
     assert [sum(len(row.new_tokens) for row in call) for call in drafter.calls] == [len(sequence), *[0] * chunks]
 
 
-@pytest.mark.parametrize("lens", [(100, 100, 100, 100, 300), (100, 100, 100, 100, 250), (300, 300)])
+@pytest.mark.parametrize("lens", [(100, 100, 100, 100, 300), (100, 100, 100, 100, 250), (300, 300), (600,)])
 def test_a_drafter_is_shown_all_hidden_states_of_prompts_that_it_is_sent_together(lens: tuple[int, ...]) -> None:
-    """In the first case they are more than one call takes, in the others they are not."""
+    """In the first case they are more than one call takes, in the others they are not; the last is a single chunk."""
     drafter, width = FakeDrafter(FakeTarget()), 24576
     sequences = [Sequence(SequenceId(str(index)), request(str(index), [1] * n), 0) for index, n in enumerate(lens)]
 
