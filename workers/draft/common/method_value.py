@@ -134,6 +134,7 @@ class MissedRows:
                     self.release([next(iter(self._missed))])
             else:
                 missed.extend(row)
+                self._missed[row.sequence_id] = self._missed.pop(row.sequence_id)  # the latest one is last
             self._keep_evidence(row)
 
     def with_missed(self, rows: Sequence[DraftRow]) -> list[DraftRow]:

@@ -13,7 +13,7 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import TokenTree
 from workers.draft.common.combination import Combination
 from workers.draft.common.method_value import FIRST_PAUSE_SECONDS, LOSS_SHARE, MissedRows
-from workers.draft.common.sessions import Session, Sessions
+from workers.draft.common.sessions import MOST_SESSIONS, Session, Sessions
 
 ID = SequenceId("s")
 START = SequenceStart(1, SamplingParameters(temperature=0.0))
@@ -157,6 +157,16 @@ def test_released_sequences_have_missed_nothing() -> None:
     missed.release([ID, SequenceId("unknown")])
     row = DraftRow(ID, 3, (6,), BUDGET)
     assert missed.with_missed([row]) == [row]
+
+
+def test_of_too_many_sequences_the_one_that_was_idle_longest_is_forgotten() -> None:
+    missed, ids = MissedRows(), [SequenceId(str(number)) for number in range(MOST_SESSIONS + 1)]
+    missed.add([DraftRow(name, 2, (4, 5), NO_DRAFT, START) for name in ids[:-1]])
+    missed.add([DraftRow(ids[0], 3, (6,), NO_DRAFT)])
+    missed.add([DraftRow(ids[-1], 2, (4, 5), NO_DRAFT, START)])
+    first, second = missed.with_missed([DraftRow(ids[0], 4, (7,), BUDGET), DraftRow(ids[1], 3, (7,), BUDGET)])
+    assert (first.start, first.new_tokens) == (START, (4, 5, 6, 7))
+    assert (second.start, second.new_tokens) == (None, (7,))
 
 
 def test_the_hidden_states_of_a_suspended_method_are_bounded_by_their_bytes() -> None:
