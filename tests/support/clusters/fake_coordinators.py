@@ -153,6 +153,8 @@ class FakeReplicas:
     """Names of the replicas that the view leaves out."""
     draining: set[str] = field(default_factory=set)
     """Names of the replicas that the view calls draining."""
+    routers: list[Router] = field(default_factory=list)
+    """What `router` has made. They are closed before the replicas end."""
 
     def members(self) -> list[Member]:
         return [
@@ -162,7 +164,9 @@ class FakeReplicas:
         ]
 
     def router(self, patience_seconds: float = 30.0) -> Router:
-        return Router(self.members, lambda address: CountingClient(address, self.resumed), patience_seconds)
+        made = Router(self.members, lambda address: CountingClient(address, self.resumed), patience_seconds)
+        self.routers.append(made)
+        return made
 
     async def kill_one(self, draw: random.Random) -> None:
         """Kill a random replica, and start it again after a while. The view may name it in between."""
@@ -186,10 +190,13 @@ async def fake_replicas(
     values: dict[str, object] = {"server__grpc_port": 0, "target__path": str(byte_level(directory))}
     configuration = configure(**values | {"scheduler__max_step_tokens": 512} | overrides)
     replicas = [FakeReplica(f"r{index}", configuration, step_delay=step_delay) for index in range(count)]
+    cluster = FakeReplicas(replicas)
     try:
         for replica in replicas:
             await replica.start()
-        yield FakeReplicas(replicas)
+        yield cluster
     finally:
+        for router in cluster.routers:
+            await router.close()
         for replica in replicas:
             await replica.leave(0.0)

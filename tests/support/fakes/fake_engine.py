@@ -254,11 +254,15 @@ def fake_service(
     block: int = 3,
     limits: LimitsSection | None = None,
     learns_from: LearnsFrom = "none",
-    opens_texts: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[GenerationService, ScriptedEngine, Tokenizer]:
-    """A generation service over an engine that generates `text`. `directory` receives the files of its tokenizer."""
-    byte_level(directory, opens_texts=opens_texts)
-    tokenizer = Tokenizer.load(directory) if opens_texts else _tokenizer()
+    """A generation service over an engine that generates `text`.
+
+    Without a `tokenizer`, `directory` receives the files of a byte-level one.
+    """
+    if tokenizer is None:
+        byte_level(directory)
+        tokenizer = _tokenizer()
     engine = ScriptedEngine(script_of(tokenizer, text), block)
     service = GenerationService(
         engine, tokenizer, limits or LimitsSection(), created=1_700_000_000, learns_from=learns_from

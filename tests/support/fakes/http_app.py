@@ -11,6 +11,7 @@ import httpx
 
 from cluster.core.config.sections import LimitsSection
 from cluster.generation.servicer import GenerationServicer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import InProcessClient, fake_service
 
@@ -30,10 +31,9 @@ class HttpApi:
         directory: Path,
         text: str = "hello the world",
         limits: LimitsSection = LIMITS,
-        *,
-        opens_texts: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        generation, self.engine, self.tokenizer = fake_service(directory, text, limits=limits, opens_texts=opens_texts)
+        generation, self.engine, self.tokenizer = fake_service(directory, text, limits=limits, tokenizer=tokenizer)
         self.client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
         self._limits = limits
 

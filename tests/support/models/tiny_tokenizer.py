@@ -21,10 +21,11 @@ CHAT_TEMPLATE = (
 _WORDS = ("he", "ll", "hell", "hello", "wo", "rl", "worl", "world", "th", "the", " t", " w", " h", "fish", "swim")
 
 
-def byte_level(directory: Path, *, opens_texts: bool = False) -> Path:
+def byte_level(directory: Path, *, opens_texts: bool = False, **settings: object) -> Path:
     """Byte-level BPE as in GPT-2: ids 0-2 are special, then every byte, then a few words. Has no unknown tokens.
 
     With `opens_texts`, the special tokens that the tokenizer adds to a text are one before it; else it adds none.
+    `settings` come into `tokenizer_config.json`.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: rank for rank, piece in enumerate((*SPECIALS, *alphabet))}
@@ -37,7 +38,7 @@ def byte_level(directory: Path, *, opens_texts: bool = False) -> Path:
     if opens_texts:
         opening = [(OPEN, vocabulary[OPEN])]
         tokenizer.post_processor = processors.TemplateProcessing(f"{OPEN} $A", f"{OPEN} $A $B", opening)
-    return _save(tokenizer, directory)
+    return _save(tokenizer, directory, **settings)
 
 
 def sentencepiece(directory: Path) -> Path:
@@ -64,11 +65,11 @@ def _learn(word: str, vocabulary: dict[str, int], merges: list[tuple[str, str]])
             merges.append((left, right))
 
 
-def _save(tokenizer: Tokenizer, directory: Path) -> Path:
+def _save(tokenizer: Tokenizer, directory: Path, **changes: object) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in SPECIALS])
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"eos_token": {"content": CLOSE}, "bos_token": OPEN, "chat_template": CHAT_TEMPLATE}
+    settings = {"eos_token": {"content": CLOSE}, "bos_token": OPEN, "chat_template": CHAT_TEMPLATE, **changes}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}), encoding="utf-8")
     return directory

@@ -17,9 +17,8 @@ from cluster.core.errors import (
     Overloaded,
     TargetUnavailable,
 )
-from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
-from tests.support.fakes.fake_engine import CONTEXT, MODEL, VOCABULARY, InProcessClient, ScriptedEngine, fake_service
+from tests.support.fakes.fake_engine import CONTEXT, MODEL, VOCABULARY
 from tests.support.fakes.http_app import HI, JSON, LIMITS, HttpApi, chunks, error_of
 
 
@@ -108,11 +107,6 @@ async def test_several_prompts_become_choices_in_order(api: HttpApi) -> None:
 )
 async def test_an_error_of_one_of_several_prompts_says_of_which(api: HttpApi, prompts: list[Any], field: str) -> None:
     assert error_of(await api.complete(prompt=prompts))["param"] == field
-
-
-async def test_a_stop_string_ends_the_text_and_is_reported(api: HttpApi) -> None:
-    choice = (await api.complete(stop=[" wor", "never"])).json()["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello the", "stop", " wor")
 
 
 async def test_chat_logprobs_have_token_bytes_and_alternatives(api: HttpApi) -> None:
@@ -302,9 +296,7 @@ async def test_one_field_has_one_bound(api: HttpApi, name: str) -> None:
 
 
 def test_the_application_describes_its_requests(tmp_path: Path) -> None:
-    generation, engine, _ = fake_service(tmp_path)
-    assert isinstance(engine, ScriptedEngine)
-    schema = create_app(InProcessClient(GenerationServicer(generation), lambda: True), LIMITS).openapi()
+    schema = create_app(HttpApi(tmp_path).client, LIMITS).openapi()
     body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
     assert "messages" in schema["components"]["schemas"]["ChatRequest"]["properties"]
@@ -338,13 +330,6 @@ async def test_an_error_names_the_parameter_that_the_client_sent(
     assert (response.status_code, error["param"]) == (400, param)
     assert error["message"].startswith(f"{param}: ")
     assert not api.engine.requests
-
-
-async def test_a_body_that_is_nested_too_deep_is_refused(api: HttpApi) -> None:
-    body = b'{"prompt": %s}' % (b"[" * 965 + b"]" * 965)
-    response = await api.http.post("/v1/completions", content=body, headers=JSON)
-    assert (response.status_code, error_of(response)["code"]) == (400, None)
-    assert "nested at most 64 levels deep" in error_of(response)["message"]
 
 
 async def test_usage_counts_the_prediction_of_the_client_as_openai_does(api: HttpApi) -> None:

@@ -12,13 +12,12 @@ import openai
 import pytest
 
 from cluster.core.config.sections import LimitsSection
-from cluster.generation.servicer import GenerationServicer
 from cluster.ingress import http as http_module
 from cluster.ingress.endpoints import chat_adapter
 from cluster.ingress.http import create_app
 from tests.support.deadline import deadline
-from tests.support.fakes.fake_engine import MODEL, InProcessClient, ScriptedEngine, fake_service, listening
-from tests.support.fakes.http_app import JSON
+from tests.support.fakes.fake_engine import MODEL, ScriptedEngine, listening
+from tests.support.fakes.http_app import JSON, HttpApi
 
 LIMITS = LimitsSection(max_body_bytes=65536)
 TIMEOUT_SECONDS = 10.0
@@ -26,10 +25,9 @@ TIMEOUT_SECONDS = 10.0
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[tuple[str, ScriptedEngine]]:
-    generation, engine, _ = fake_service(tmp_path, limits=LIMITS)
-    client = InProcessClient(GenerationServicer(generation), lambda: engine.ready)
-    async with listening(create_app(client, LIMITS)) as address:
-        yield address, engine
+    api = HttpApi(tmp_path, limits=LIMITS)
+    async with listening(create_app(api.client, LIMITS)) as address:
+        yield address, api.engine
 
 
 @pytest.fixture
@@ -51,25 +49,6 @@ async def test_openais_client_chats(sdk: openai.AsyncOpenAI) -> None:
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens
     assert answer.model_extra is not None
     assert answer.model_extra["seed"] == 5
-
-
-async def test_openais_client_reads_a_stream(sdk: openai.AsyncOpenAI) -> None:
-    stream = await sdk.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True, stream_options={"include_usage": True}
-    )
-    chunks = [chunk async for chunk in stream]
-    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
-    assert text == "hello the world"
-    assert chunks[-1].usage is not None
-
-
-async def test_openais_client_completes_several_prompts(sdk: openai.AsyncOpenAI) -> None:
-    answer = await sdk.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=32, logprobs=1)
-    assert [choice.text for choice in answer.choices] == ["hello the world"] * 2
-
-
-async def test_openais_client_lists_models(sdk: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in sdk.models.list()] == [MODEL]
 
 
 async def test_openais_client_understands_the_errors(sdk: openai.AsyncOpenAI) -> None:

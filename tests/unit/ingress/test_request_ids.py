@@ -11,10 +11,8 @@ import pytest
 from ray.serve._private.http_util import _apply_middlewares
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.http import create_app
 from deploy.ray.proxy import middlewares
-from tests.support.fakes.fake_engine import InProcessClient, fake_service
 from tests.support.fakes.http_app import LIMITS, HttpApi, error_of
 
 ID = "x-request-id"
@@ -23,9 +21,7 @@ ID = "x-request-id"
 @pytest.fixture
 async def behind_serve(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """The application behind the middlewares of Ray Serve's proxy, and behind its reading of the request's id."""
-    generation, _, _ = fake_service(tmp_path, limits=LIMITS)
-    client = InProcessClient(GenerationServicer(generation), lambda: True)
-    app = create_app(client, LIMITS, adds_request_id=False)
+    app = create_app(HttpApi(tmp_path).client, LIMITS, adds_request_id=False)
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
         dict(scope["headers"])[ID.encode()].decode()  # fails for bytes outside UTF-8, as Serve's proxy does

@@ -62,7 +62,6 @@ async def read_chat(cluster: FakeReplicas, cuts: int) -> list[int]:
                 if count % 3 == 0 and count <= 3 * cuts:
                     await cut_and_listen_again(connections)
         await connections.close()
-    await router.close()
     return tokens
 
 
@@ -90,7 +89,6 @@ async def test_the_demo_times_an_answer_and_says_which_texts_were_drafted(tmp_pa
         router = cluster.router()
         async with listening(create_app(router, LimitsSection())) as url, httpx.AsyncClient(base_url=url) as client:
             answer = await timed_answer(client, "fake", lambda text, is_drafted: parts.append((text, is_drafted)))
-        await router.close()
     assert 0 < len(answer.tokens) <= MAX_TOKENS
     assert {is_drafted for text, is_drafted in parts if text} == {True, False}
     assert answer.accepted == sum(answer.accepted_by_origin.values()) > 0
@@ -129,7 +127,6 @@ async def test_generate_continues_after_every_cut(tmp_path: Path) -> None:
             await stack.aclose()
             texts.append("".join(written))
             cuts += len(pending)
-        await router.close()
         assert texts[0] == texts[1]
         assert cuts > 1
         assert "60 tokens" in notices[-1]

@@ -238,10 +238,8 @@ def test_results_of_tools_keep_their_role_where_the_template_writes_them_as_json
 
 
 def test_templates_are_read_by_name_from_all_files_that_may_have_them(tmp_path: Path) -> None:
-    directory = byte_level(tmp_path)
-    settings = json.loads((directory / "tokenizer_config.json").read_text())
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}[TOOL_CALLS]"}]
-    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+    directory = byte_level(tmp_path, chat_template=named)
     tools = TemplateOptions(tools=TOOLS)
 
     def texts() -> tuple[str, str]:
@@ -257,7 +255,6 @@ def test_templates_are_read_by_name_from_all_files_that_may_have_them(tmp_path: 
     assert texts() == ("own", "2 tools")
     for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
         (directory / name).unlink()
-    del settings["chat_template"]
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    byte_level(tmp_path, chat_template=None)
     (directory / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
     assert texts()[0] == "of the processor"

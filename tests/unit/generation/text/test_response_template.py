@@ -268,9 +268,7 @@ def test_what_no_row_describes_is_refused_by_name(change: dict[str, Any], reason
 
 
 def load(directory: Path, own: object, parsers: Parsers = BY_TEMPLATE) -> Tokenizer:
-    settings = byte_level(directory) / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "response_template": own}))
-    return Tokenizer.load(directory, parsers)
+    return Tokenizer.load(byte_level(directory, response_template=own), parsers)
 
 
 def test_a_description_counts_before_the_chat_template_and_after_the_settings(

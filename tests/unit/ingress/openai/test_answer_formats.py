@@ -6,20 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tokenizers
 
 from cluster.core.config.load import load
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import ConfigurationError
-from cluster.generation.service import GenerationService
-from cluster.generation.servicer import GenerationServicer
 from cluster.generation.text.chat_template import ChatTemplate
 from cluster.generation.text.tokenizer import BY_TEMPLATE, Parsers, Tokenizer
-from cluster.ingress.http import create_app
-from tests.support.fakes.fake_engine import InProcessClient, ScriptedEngine, script_of
-from tests.support.fakes.http_app import HI
+from tests.support.fakes.http_app import HI, HttpApi
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, byte_level
 
 TOOL = {"type": "function", "function": {"name": "swim", "parameters": {"type": "object"}}}
@@ -27,22 +22,16 @@ MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|other|>")
 TEMPLATE = CHAT_TEMPLATE + "{{ tools }}{# [TOOL_CALLS] [ARGS] [THINK] [/THINK] #}"
 
 
-class MarkingModel:
+class MarkingModel(HttpApi):
     """The HTTP API over a scripted engine whose model marks calls and reasoning with special tokens."""
 
     def __init__(self, directory: Path, text: str, parsers: Parsers = BY_TEMPLATE) -> None:
-        settings = byte_level(directory) / "tokenizer_config.json"
-        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+        byte_level(directory, chat_template=TEMPLATE)
         vocabulary = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         vocabulary.add_special_tokens([*MARKERS])
         vocabulary.save(str(directory / "tokenizer.json"))
-        self.tokenizer = Tokenizer.load(directory, parsers)
-        self.engine = ScriptedEngine(script_of(self.tokenizer, text), 3)
+        super().__init__(directory, text, LimitsSection(), Tokenizer.load(directory, parsers))
         self.engine.context = 4096
-        generation = GenerationService(self.engine, self.tokenizer, LimitsSection(), created=1)
-        client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
-        transport = httpx.ASGITransport(create_app(client, LimitsSection()))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
 
     async def chat(self, **values: Any) -> Any:
         response = await self.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 64, **values})

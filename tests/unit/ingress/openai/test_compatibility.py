@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from cluster.core.config.sections import LimitsSection
-from cluster.generation.servicer import GenerationServicer
-from cluster.ingress.http import create_app
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 from tests.pages.parameters import page
-from tests.support.fakes.fake_engine import InProcessClient, fake_service
 from tests.support.fakes.http_app import HI, HttpApi, error_of
 
 VLLM_BOTH = [
@@ -109,14 +105,10 @@ async def test_hostile_names_of_unknown_fields_are_bounded_and_harmless(api: Htt
 
 
 async def test_unknown_fields_are_refused_if_configured(tmp_path: Path) -> None:
-    limits = LimitsSection(unknown_fields="refuse")
-    generation, engine, _ = fake_service(tmp_path, limits=limits)
-    app = create_app(InProcessClient(GenerationServicer(generation), lambda: engine.ready), limits)
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://pilotfish") as http:
-        for body, field in (({"temprature": 1}, "temprature"), ({"speculation": {"hue": 1}}, "speculation.hue")):
-            response = await http.post("/v1/completions", json={"prompt": "hi", **body})
-            assert (response.status_code, error_of(response)["param"]) == (400, field)
+    api = HttpApi(tmp_path, limits=LimitsSection(unknown_fields="refuse"))
+    for body, field in (({"temprature": 1}, "temprature"), ({"speculation": {"hue": 1}}, "speculation.hue")):
+        response = await api.complete(**body)
+        assert (response.status_code, error_of(response)["param"]) == (400, field)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from cluster.ingress.endpoints.messages import ConversationBody, MessagesBody
 from cluster.ingress.endpoints.responses_body import ResponsesBody
 from cluster.ingress.endpoints.tokens import DetokenizeBody, TokenizeBody
 from cluster.ingress.endpoints.verification import VerifyBody
-from cluster.ingress.openai import parse as parsing
 from cluster.ingress.openai import requests
 from cluster.ingress.openai.fields.types import StrictModel
 from cluster.ingress.openai.parse import parse
@@ -71,30 +70,6 @@ def test_too_many_biases_are_refused_before_any_of_them_is_read(monkeypatch: pyt
     error = refusal({"logit_bias": {f"wrong {index}": "wrong" for index in range(MANY)}})
     assert (error.field, error.value) == ("logit_bias", f"{MANY} entries")
     assert not read
-
-
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"metadata": {f"key {index}": index for index in range(MANY)}}, "metadata.key 0"),
-        ({"stream_options": {f"key {index}": index for index in range(MANY)}}, "stream_options.key 0"),
-        ({"speculation": {f"key {index}": index for index in range(MANY)}}, "speculation.key 0"),
-        ({"stop_token_ids": ["wrong"] * MANY}, "stop_token_ids[0]"),
-    ],
-)
-def test_of_many_errors_only_the_first_is_collected(
-    values: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collected: list[int] = []
-    real = parsing._first_error
-
-    def recorded(error: ValidationError, sent: dict[str, object]) -> InvalidRequest:
-        collected.append(error.error_count())
-        return real(error, sent)
-
-    monkeypatch.setattr(parsing, "_first_error", recorded)
-    assert refusal(values).field == field
-    assert collected == [1]
 
 
 @pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)

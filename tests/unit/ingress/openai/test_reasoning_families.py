@@ -6,19 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cluster.core.answer_format import ReasoningFormat
 from cluster.core.answer_format_rows import REASONING_FORMATS
 from cluster.core.config.sections import LimitsSection
 from cluster.core.request import ThinkingBudget
-from cluster.generation.service import GenerationService
-from cluster.generation.servicer import GenerationServicer
 from cluster.generation.text.tokenizer import Parsers, Tokenizer
-from cluster.ingress.http import create_app
-from tests.support.fakes.fake_engine import InProcessClient, ScriptedEngine, script_of
-from tests.support.fakes.http_app import HI
+from tests.support.fakes.http_app import HI, HttpApi
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, byte_level
 
 pytestmark = pytest.mark.slow
@@ -26,24 +21,18 @@ pytestmark = pytest.mark.slow
 EFFORT = "{{ reasoning_effort }}/{{ enable_thinking }}/{{ thinking }};"
 
 
-class Family:
+class Family(HttpApi):
     """The HTTP API over a scripted engine of one format. `is_begun`: its prompts end within reasoning."""
 
     def __init__(self, directory: Path, form: ReasoningFormat, *, is_begun: bool) -> None:
-        settings = byte_level(directory) / "tokenizer_config.json"
         ending = json.dumps(form.written_opening) if is_begun and not form.begins_inside else "''"
         template = EFFORT + CHAT_TEMPLATE + "{{ " + ending + " }}"
-        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
-        self.tokenizer = Tokenizer.load(directory, Parsers(reasoning_parser=form.name))
+        tokenizer = Tokenizer.load(byte_level(directory, chat_template=template), Parsers(reasoning_parser=form.name))
         opening = "" if is_begun or form.begins_inside else form.written_opening
         self.thought = f"{opening}hm{form.closing}"
         text = f"{self.thought}{form.after_closing}{form.answer_opening}hello"
-        self.engine = ScriptedEngine(script_of(self.tokenizer, text), 3)
+        super().__init__(directory, text, LimitsSection(), tokenizer)
         self.engine.context = 2048
-        generation = GenerationService(self.engine, self.tokenizer, LimitsSection(), created=1)
-        client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
-        transport = httpx.ASGITransport(create_app(client, LimitsSection()))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
 
     async def post(self, path: str, **values: Any) -> Any:
         response = await self.http.post(path, json=values)

@@ -16,12 +16,14 @@ from starlette.types import Message
 from cluster.core.errors import InvalidRequest, Overloaded
 from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
+from cluster.generation.text.tokenizer import Tokenizer
 from cluster.ingress import http
 from cluster.ingress.asgi import EventStream
 from cluster.ingress.endpoints import chat_adapter
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import CONTEXT, MODEL, InProcessClient
 from tests.support.fakes.http_app import HI, LIMITS, HttpApi, chunks, error_of
+from tests.support.models.tiny_tokenizer import byte_level
 
 
 async def test_text_and_conversations_are_tokenized_and_back(api: HttpApi) -> None:
@@ -37,7 +39,7 @@ async def test_text_and_conversations_are_tokenized_and_back(api: HttpApi) -> No
 
 
 async def test_special_tokens_are_added_to_a_text_and_to_a_conversation_only_if_asked(tmp_path: Path) -> None:
-    api = HttpApi(tmp_path, opens_texts=True)
+    api = HttpApi(tmp_path, tokenizer=Tokenizer.load(byte_level(tmp_path, opens_texts=True)))
     rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     for body, text, by_default in (({"prompt": "hi"}, "hi", True), ({"messages": HI}, rendered, False)):
         with_them, without = ([*api.tokenizer.encode(text, special)] for special in (True, False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ import pytest
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.request import ThinkingBudget
-from cluster.generation.service import GenerationService
-from cluster.generation.servicer import GenerationServicer
 from cluster.generation.text.tokenizer import Tokenizer
-from cluster.ingress.http import create_app
-from tests.support.fakes.fake_engine import InProcessClient, ScriptedEngine, script_of
+from tests.support.fakes.fake_engine import script_of
 from tests.support.fakes.http_app import HI, HttpApi, error_of
 from tests.support.grammars import accepts
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, byte_level
@@ -24,23 +20,17 @@ OPENING = "{% if enable_thinking is defined and not enable_thinking %}<think></t
 SCHEMA = {"type": "json_object"}
 
 
-class ThinkingModel:
+class ThinkingModel(HttpApi):
     """The HTTP API over a scripted engine whose model thinks. `writes_start`: its prompts do not end with `<think>`."""
 
     def __init__(self, directory: Path, *, writes_start: bool = False, template: str = "") -> None:
-        settings = byte_level(directory) / "tokenizer_config.json"
         template = template or CHAT_TEMPLATE + ("{# </think> #}" if writes_start else OPENING)
-        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
-        self.tokenizer = Tokenizer.load(directory)
-        self.engine = ScriptedEngine(script_of(self.tokenizer, "hm</think>hello"), 3)
+        tokenizer = Tokenizer.load(byte_level(directory, chat_template=template))
+        super().__init__(directory, "hm</think>hello", LimitsSection(), tokenizer)
         self.engine.context = 1024
-        generation = GenerationService(self.engine, self.tokenizer, LimitsSection(), created=1)
-        client = InProcessClient(GenerationServicer(generation), lambda: self.engine.ready)
-        transport = httpx.ASGITransport(create_app(client, LimitsSection()))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://pilotfish")
 
     async def post(self, path: str = "/v1/chat/completions", **values: Any) -> httpx.Response:
-        return await self.http.post(path, json={"messages": HI, "max_tokens": 64, **values})
+        return await super().post(path, **{"messages": HI, "max_tokens": 64, **values})
 
     @property
     def seen(self) -> ThinkingBudget | None:
@@ -127,15 +117,10 @@ async def test_budgets_out_of_bounds_are_refused_by_name(tmp_path: Path) -> None
 async def test_the_tokens_of_what_the_model_thinks_are_counted(tmp_path: Path, writes_start: bool, step: int) -> None:
     model = ThinkingModel(tmp_path, writes_start=writes_start)
     thought = "<think>hm</think>" if writes_start else "hm</think>"
-    model.engine = ScriptedEngine(script_of(model.tokenizer, thought + "hello"), step)
-    model.engine.context = 1024
-    generation = GenerationService(model.engine, model.tokenizer, LimitsSection(), created=1)
-    client = InProcessClient(GenerationServicer(generation), lambda: model.engine.ready)
-    app = create_app(client, LimitsSection())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pilotfish") as http:
-        chat = (await http.post("/v1/chat/completions", json={"messages": HI})).json()
-        response = (await http.post("/v1/responses", json={"input": "hi"})).json()
-        cut = (await http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 2})).json()
+    model.engine.script, model.engine.block = script_of(model.tokenizer, thought + "hello"), step
+    chat = (await model.post()).json()
+    response = (await model.http.post("/v1/responses", json={"input": "hi"})).json()
+    cut = (await model.post(max_tokens=2)).json()
     count = len(model.tokens(thought))
     assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == count
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == count

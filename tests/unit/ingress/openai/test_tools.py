@@ -11,8 +11,10 @@ import pytest
 from cluster.core.errors import InvalidRequest
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions, TextTooLong
+from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.fakes.fake_engine import MODEL
-from tests.support.fakes.http_app import HI, HttpApi, api_that_writes, chunks, error_of, openai_client
+from tests.support.fakes.http_app import HI, api_that_writes, chunks, error_of, openai_client
+from tests.support.models.tiny_tokenizer import byte_level
 
 CALL = '<tool_call>\n{"name": "swim", "arguments": {"to": "the world"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "swim", "parameters": {"type": "object"}}}
@@ -208,12 +210,7 @@ THINKING = (
 
 
 async def test_reasoning_is_returned_apart_from_the_content(tmp_path: Path) -> None:
-    settings = tmp_path / "tokenizer_config.json"
-    HttpApi(tmp_path)  # writes the files
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": THINKING}))
-    from cluster.generation.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer.load(byte_level(tmp_path, chat_template=THINKING))
     assert tokenizer.reasoning_format is not None and tokenizer.reasoning_format.closing == "</think>"
     template = ChatTemplate(THINKING, {})
     documents = TemplateOptions(arguments='{"documents": [{"text": "a fish"}], "enable_thinking": false}')

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from cluster.core.config.sections import LimitsSection
+from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.fakes.fake_engine import CONTEXT
 from tests.support.fakes.http_app import HI, HttpApi, chunks, error_of
+from tests.support.models.tiny_tokenizer import byte_level
 
 TEXT = "hello the world"
 
@@ -54,7 +56,7 @@ async def test_a_long_prompt_is_truncated(api: HttpApi, values: dict[str, Any], 
 
 
 async def test_special_tokens_are_added_to_the_prompt_as_asked(tmp_path: Path) -> None:
-    api = HttpApi(tmp_path, opens_texts=True)
+    api = HttpApi(tmp_path, tokenizer=Tokenizer.load(byte_level(tmp_path, opens_texts=True)))
     for body in ({"prompt": "hi"}, {"messages": HI}):
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         for special in (True, False):

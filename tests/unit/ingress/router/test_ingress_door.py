@@ -43,7 +43,6 @@ async def door(directory: Path, count: int) -> AsyncIterator[tuple[GenerationCli
         client = GenerationClient(fixed_address(f"127.0.0.1:{await server.start()}"))
         yield client, cluster
         await client.close()
-        await router.close()
 
 
 async def test_answers_equal_those_of_a_coordinator_also_when_one_dies(tmp_path: Path) -> None:

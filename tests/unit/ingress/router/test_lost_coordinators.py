@@ -22,9 +22,7 @@ async def undisturbed(directory: Path, requests: list[generation_pb2.GenerateReq
     """The answers of one coordinator without drafts."""
     async with fake_replicas(directory, 1, draft__method="none") as cluster:
         router = cluster.router()
-        answers = [await answers_of(router, request) for request in requests]
-        await router.close()
-    return answers
+        return [await answers_of(router, request) for request in requests]
 
 
 @pytest.mark.parametrize("rounds", slow_but([6], [6, 24]))
@@ -46,7 +44,6 @@ async def test_every_stream_survives_the_death_of_its_coordinator(tmp_path: Path
             assert found == [expected[index] for index in chosen]
             assert len(cluster.resumed) <= 20 * running
             resumed += len(set(cluster.resumed))
-        await router.close()
         assert sum(replica.starts for replica in cluster.replicas) == 2 + rounds
     assert resumed > rounds
 
@@ -64,7 +61,6 @@ async def test_a_stream_continues_at_the_only_coordinator_once_it_is_reborn(tmp_
         assert not any(task.done() for task in reading)
         await replica.start()
         assert await asyncio.gather(*reading) == expected
-        await router.close()
     assert set(cluster.resumed) == {request.request_id for request in requests}
 
 
@@ -79,7 +75,6 @@ async def test_a_coordinator_that_stops_hands_its_streams_over(tmp_path: Path) -
         cluster.hidden.clear()
         await first.leave(0.0)
         assert await asyncio.gather(*reading) == expected
-        await router.close()
     assert second.target.batches
 
 
@@ -100,7 +95,6 @@ async def test_streams_that_a_whole_cluster_ends_have_its_error_and_new_requests
             with pytest.raises(NotReady):
                 await answers_of(router, request_of("sampled", 5))
         assert cluster.resumed == []
-        await router.close()
 
 
 async def test_a_silent_coordinator_that_left_the_view_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +111,6 @@ async def test_a_silent_coordinator_that_left_the_view_is_lost(tmp_path: Path, m
         cluster.hidden = {first.name}
         assert await reading == expected[0]
         first.target.unhang()
-        await router.close()
 
 
 async def test_errors_that_are_no_loss_pass_unchanged_and_are_not_tried_elsewhere(tmp_path: Path) -> None:
@@ -133,7 +126,6 @@ async def test_errors_that_are_no_loss_pass_unchanged_and_are_not_tried_elsewher
         with pytest.raises(UnknownModel):
             await answers_of(router, unknown)
         assert cluster.resumed == []
-        await router.close()
 
 
 async def test_without_a_coordinator_a_new_request_ends_after_the_patience_and_a_begun_one_at_its_deadline(
@@ -149,7 +141,6 @@ async def test_without_a_coordinator_a_new_request_ends_after_the_patience_and_a
         with pytest.raises(DeadlineExceeded):
             async for _ in begun:
                 pass
-        await router.close()
 
 
 async def test_abort_reaches_the_coordinator_of_the_stream_and_that_of_another_ingress(tmp_path: Path) -> None:
@@ -170,8 +161,6 @@ async def test_abort_reaches_the_coordinator_of_the_stream_and_that_of_another_i
             assert not await ender.abort("unknown")
             for replica in cluster.replicas:
                 replica.target.unhang()
-        await router.close()
-        await other.close()
 
 
 async def test_an_aborted_stream_whose_coordinator_dies_ends_as_aborted(tmp_path: Path) -> None:
@@ -192,7 +181,6 @@ async def test_an_aborted_stream_whose_coordinator_dies_ends_as_aborted(tmp_path
 
         answers = await collect(whole(), request)  # type: ignore[arg-type]
         replica.target.unhang()
-        await router.close()
     assert [answer.end[0] for answer in answers if answer.end] == [generation_pb2.FINISH_REASON_ABORT] * 2
 
 
@@ -216,4 +204,3 @@ async def test_calls_without_a_stream_go_to_any_coordinator_that_can_be_reached(
                 running = [line for line in lines if line.startswith("vllm:num_requests_running{")]
                 replicas = [line.partition('replica="')[2][:4] for line in running]
         assert sum(line.startswith("# TYPE vllm:num_requests_running ") for line in lines) == 1
-        await router.close()

@@ -77,7 +77,6 @@ async def test_streams_go_on_at_the_coordinator_of_their_version(tmp_path: Path)
         whole = [joined(response, stream) for response, stream in zip(begun, streams, strict=True)]
         answers = await asyncio.gather(*(collect(one, request) for one, request in zip(whole, requests, strict=True)))
         assert answers == expected
-        await router.close()
     assert cluster.resumed
     assert not other.target.batches
 
@@ -99,7 +98,6 @@ async def test_a_stream_that_nobody_can_continue_ends_with_a_precise_error_over_
                 async for _ in stream:
                     pass
             refused = await http.post("/v1/completions", json=body, headers={"Last-Event-ID": last})
-        await router.close()
     assert refused.status_code == 409
     assert refused.json()["error"]["code"] == "model_changed"
 
@@ -125,4 +123,3 @@ async def test_a_silent_stream_stays_with_a_coordinator_that_drains(
         first.target.unhang()
         assert await reading == expected
         assert not cluster.resumed
-        await router.close()

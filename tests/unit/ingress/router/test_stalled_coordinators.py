@@ -48,7 +48,6 @@ async def test_streams_leave_a_coordinator_without_a_target(tmp_path: Path, faul
         assert second.target.batches
         assert cluster.resumed
         first.target.unhang() if fault == "hang" else first.target.revive()
-        await router.close()
 
 
 async def test_streams_stay_where_no_other_coordinator_is_better(tmp_path: Path) -> None:
@@ -64,7 +63,6 @@ async def test_streams_stay_where_no_other_coordinator_is_better(tmp_path: Path)
         assert not cluster.resumed
         first.target.unhang()
         assert await asyncio.gather(*reading) == expected
-        await router.close()
 
 
 async def test_a_stream_leaves_a_stalled_coordinator_once(tmp_path: Path) -> None:
@@ -84,7 +82,6 @@ async def test_a_stream_leaves_a_stalled_coordinator_once(tmp_path: Path) -> Non
         assert len(cluster.resumed) == 1
         second.target.unhang()
         assert await reading == expected
-        await router.close()
 
 
 def test_a_request_goes_to_a_stalled_coordinator_only_where_there_is_no_other() -> None:
