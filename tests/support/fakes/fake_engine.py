@@ -190,6 +190,7 @@ class InProcessClient:
         self._ready = ready
         self.reachable = True
         self.timeouts: list[float] = []
+        self.aborted: list[tuple[str, str]] = []
 
     async def generate(
         self, request: generation_pb2.GenerateRequest, seconds: float, /
@@ -198,6 +199,14 @@ class InProcessClient:
         async with aclosing(self._servicer.Generate(request, Remaining(seconds))) as responses:  # type: ignore[type-var]
             async for response in responses:
                 yield response
+
+    async def abort(self, request_id: str, client: str = "") -> bool:
+        """Record the request, and abort nothing."""
+        self.aborted.append((request_id, client))
+        return True
+
+    async def close(self) -> None:
+        """Nothing is open."""
 
     async def list_models(self) -> Sequence[generation_pb2.Model]:
         return list((await self._servicer.ListModels(generation_pb2.ListModelsRequest(), Remaining(1))).models)

@@ -126,15 +126,6 @@ async def test_the_engine_is_freed_before_the_last_event_is_read(tmp_path: Path)
     assert freed[-1] == 1
 
 
-async def test_only_an_answer_that_a_stop_string_ends_is_concluded(tmp_path: Path) -> None:
-    generation, engine, _ = fake_service(tmp_path, "hello the world")
-    await events_of(generation, Request(text="hi", request_id="r", stopping=Stopping(stop=["the"])))
-    assert engine.concluded == [("r", 0)]
-    engine.concluded.clear()
-    await events_of(generation, Request(text="hi", request_id="r", stopping=Stopping(stop=["fish"])))
-    assert engine.concluded == []
-
-
 async def test_each_of_several_answers_has_its_own_text_stop_and_end(tmp_path: Path) -> None:
     generation, engine, tokenizer = fake_service(tmp_path)
     texts = ["hello the world", "fish swim the world", "the world swim on and on"]
@@ -267,18 +258,6 @@ async def test_a_request_that_has_not_reached_the_engine_is_aborted(
     assert len(ends) == 2 and engine.requests == []
     assert not generation.abort("r")
     assert text_of(await events_of(generation, Request(text="hi", request_id="r"))) == "hello the world"
-
-
-async def test_an_aborted_answer_ends_with_abort(tmp_path: Path) -> None:
-    generation, engine, _ = fake_service(tmp_path)
-    engine.hold_after = 1
-    assert not generation.abort("r")
-    async with aclosing(generation.generate(Request(text="hi", request_id="r"))) as stream:
-        events = [await anext(stream), await anext(stream)]
-        assert generation.abort("r")
-        events += [event async for event in stream]
-    assert isinstance(events[-1], Finished)
-    assert events[-1].reason is FinishReason.ABORT
 
 
 @pytest.mark.parametrize("refusal", [Overloaded("full", 2.0), NotReady("draining"), DeadlineExceeded("late")])

@@ -25,11 +25,8 @@ PARAMETERS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("a negative temperature", {"temperature": -1}, {"sampling": Sampling(temperature=-1)}, "temperature"),
     ("a top_p of zero", {"top_p": 0}, {"sampling": Sampling(top_p=0)}, "top_p"),
     ("too large a bias", {"logit_bias": {"5": 1000}}, {"sampling": Sampling(logit_bias=BIASES)}, "logit_bias[5]"),
-    ("too many tokens", {"max_tokens": 33}, {"stopping": Stopping(max_tokens=33)}, "max_tokens"),
     ("an empty stop string", {"stop": ""}, {"stopping": Stopping(stop=[""])}, "stop"),
-    ("no answer", {"n": 0}, {"n": 0}, "n"),
     ("too many answers", {"n": 99}, {"n": 99}, "n"),
-    ("a best_of above the limit", {"best_of": 99}, {"best_of": 99}, "best_of"),
     ("a best_of below n", {"n": 3, "best_of": 2}, {"n": 3, "best_of": 2}, "best_of"),
     ("a salt beyond its bound", {"cache_salt": "x" * 257}, {"cache_salt": "x" * 257}, "cache_salt"),
     ("a single beam", {"use_beam_search": True}, {"beam_search": BeamSearch()}, "best_of"),
@@ -45,20 +42,7 @@ PARAMETERS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"n": 2, "beam_search": BeamSearch(), "sampling": Sampling(temperature=0.7)},
         "temperature",
     ),
-    (
-        "beams and a penalty",
-        BEAMS | {"presence_penalty": 1},
-        {"n": 2, "beam_search": BeamSearch(), "sampling": Sampling(presence_penalty=1)},
-        "presence_penalty",
-    ),
-    (
-        "beams and a stop string",
-        BEAMS | {"stop": "x"},
-        {"n": 2, "beam_search": BeamSearch(), "stopping": Stopping(stop=["x"])},
-        "stop",
-    ),
     ("an invalid request id", {"request_id": "a b"}, {"request_id": "a b"}, "request_id"),
-    ("too large a draft tree", {"max_draft_tokens": 257}, {"max_draft_tokens": 257}, "max_draft_tokens"),
 ]
 """Parameters over HTTP and over gRPC, and the one that is refused."""
 INPUTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,7 +16,6 @@ from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult
 from deploy.simulation.block_memory import BlockMemory
 from tests.support.fakes.fake_cluster import (
     all_tokens,
-    answers_of,
     configure,
     request,
     requests,
@@ -26,7 +24,7 @@ from tests.support.fakes.fake_cluster import (
     until,
     value_of,
 )
-from tests.support.fakes.fake_drafters import PerfectDrafter, RandomDrafter, WrongDrafter
+from tests.support.fakes.fake_drafters import PerfectDrafter, WrongDrafter
 from tests.support.fakes.fake_target import FakeTarget
 
 LONG = tuple(range(1, 31))
@@ -137,32 +135,6 @@ async def test_a_request_whose_opening_crashes_the_target_is_served_without_open
     wanted = [*requests(3, max_tokens=6), poison]
     async with serving(target, PerfectDrafter(target)) as coordinator:
         assert await all_tokens(coordinator, wanted) == [target.answer(one) for one in wanted]
-    assert target.accepted > 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_streams_are_the_same_when_a_target_with_a_prefix_cache_crashes_at_random(seed: int) -> None:
-    rng = random.Random(seed)
-    target = FakeTarget(blocks=30, step_delay=0.0005, prefix_cache=True)
-    wanted = [request(f"r{index}", LONG[: 5 + 3 * (index % 4)], max_tokens=40, seed=index, n=2) for index in range(6)]
-    singles = [request(f"q{index}", LONG[: 4 + index], max_tokens=40, seed=index) for index in range(4)]
-    async with serving(target, RandomDrafter(target)) as coordinator:
-        reading = asyncio.create_task(all_tokens(coordinator, singles))
-        forked = asyncio.gather(*(answers_of(coordinator, one) for one in wanted))
-        for _ in range(15):
-            await asyncio.sleep(rng.uniform(0, 0.02))
-            match rng.randrange(3):
-                case 0:
-                    target.crash()
-                    await asyncio.sleep(rng.uniform(0, 0.005))
-                    target.revive()
-                case 1:
-                    target.revive()
-                case 2:
-                    target.fail_after_computing = 1
-        assert await reading == [target.answer(one) for one in singles]
-        assert await forked == [target.answers(one) for one in wanted]
-        await until(lambda: target.is_empty)
     assert target.accepted > 0
 
 

@@ -17,6 +17,7 @@ from cluster.core.request import EarlyStopping, GenerationRequest
 from tests.support.fakes.beam_requests import beam_answers, beam_request
 from tests.support.fakes.fake_cluster import TOO_LONG_SECONDS, answers_of, configure, read, request, until, value_of
 from tests.support.fakes.fake_drafters import (
+    FailingDrafter,
     FakeDrafter,
     ForgetfulDrafter,
     InvalidDrafter,
@@ -45,9 +46,9 @@ class RandomCluster:
         self.target = FakeTarget(
             block_size=block_size, blocks=blocks, step_delay=rng.choice([0, 0.0003]), prefix_cache=rng.random() < 0.6
         )
-        self.drafter = rng.choice([WrongDrafter, PerfectDrafter, RandomDrafter, ForgetfulDrafter, InvalidDrafter])(
-            self.target
-        )
+        self.drafter = rng.choice(
+            [WrongDrafter, PerfectDrafter, RandomDrafter, ForgetfulDrafter, InvalidDrafter, FailingDrafter]
+        )(self.target)
         self.common = [rng.randrange(32) for _ in range(30)]
 
     def random_request(self, index: int) -> GenerationRequest:
@@ -98,9 +99,11 @@ class RandomCluster:
         assert answers == right
 
     async def fail_at_random(self) -> None:
-        """The target crashes, restarts, loses an answer, or runs out of blocks for a moment."""
-        for _ in range(self.rng.choice([0, 0, 8])):
+        """The target crashes, restarts, loses an answer, or runs out of blocks for a moment; a drafter may fail."""
+        for _ in range(self.rng.choice([0, 0, 15])):
             await asyncio.sleep(self.rng.uniform(0, 0.02))
+            if isinstance(self.drafter, FailingDrafter):
+                self.drafter.is_down = not self.drafter.is_down
             match self.rng.randrange(4):
                 case 0:
                     self.target.crash()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from dataclasses import replace
 
@@ -33,37 +32,8 @@ from tests.support.fakes.fake_cluster import (
     until,
     value_of,
 )
-from tests.support.fakes.fake_drafters import FailingDrafter, PerfectDrafter, WrongDrafter
+from tests.support.fakes.fake_drafters import PerfectDrafter, WrongDrafter
 from tests.support.fakes.fake_target import FakeTarget
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_streams_are_the_same_when_target_and_drafter_crash_at_random(seed: int) -> None:
-    rng = random.Random(seed)
-    target = FakeTarget(blocks=40, step_delay=0.0005)
-    drafter = FailingDrafter(target)
-    drafter.is_down = False
-    wanted = requests(8, max_tokens=40)
-    async with serving(target, drafter, draft__timeout_seconds=0.5) as coordinator:
-        reading = asyncio.create_task(all_tokens(coordinator, wanted))
-        await until(lambda: target.accepted > 0)
-        for _ in range(20):
-            await asyncio.sleep(rng.uniform(0, 0.02))
-            match rng.randrange(4):
-                case 0:
-                    target.crash()
-                    await asyncio.sleep(rng.uniform(0, 0.005))
-                    target.revive()
-                case 1:
-                    target.revive()  # restarted between two steps
-                case 2:
-                    target.fail_after_computing = 1
-                    await asyncio.sleep(rng.uniform(0, 0.005))
-                    target.fail_after_computing = 0
-                case 3:
-                    drafter.is_down = not drafter.is_down
-        assert await reading == [target.answer(one) for one in wanted]
-        await until(lambda: target.blocks_free == target.blocks)
 
 
 async def test_streams_pause_while_the_target_is_lost_and_replays_are_counted() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from contextlib import aclosing
 
 import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from cluster.core.errors import InvalidRequest, Overloaded
 from cluster.core.ids import RequestId
 from cluster.core.request import FinishReason
 from tests.support.fakes.fake_cluster import (
@@ -141,19 +139,6 @@ async def test_forks_of_a_lost_parent_are_opened_without_it() -> None:
 # --- early ends ---------------------------------------------------------------------------------
 
 
-async def test_a_client_that_disconnects_frees_every_answer_within_one_step() -> None:
-    target = FakeTarget(step_delay=0.001)
-    drafter = PerfectDrafter(target)
-    async with serving(target, drafter) as coordinator:
-        async with aclosing(coordinator.generate(request(max_tokens=400, n=4))) as commits:
-            async for commit in commits:
-                if commit.index == 3:
-                    break
-        steps = len(target.batches)
-        await until(lambda: target.is_empty and not drafter.known)
-        assert len(target.batches) <= steps + 1
-
-
 async def test_a_client_that_disconnects_before_the_forks_run_frees_everything() -> None:
     target = FakeTarget(step_delay=0.001)
     async with serving(target, WrongDrafter(target)) as coordinator:
@@ -193,14 +178,6 @@ async def test_abort_before_the_prompt_is_computed_ends_all_answers() -> None:
         assert [(commit.index, commit.tokens) for commit in await reading] == [(0, ()), (1, ())]
         coordinator.abort(RequestId("busy"))
         await busy
-
-
-async def test_a_deadline_ends_all_answers() -> None:
-    target = FakeTarget(step_delay=0.002)
-    async with serving(target, WrongDrafter(target)) as coordinator:
-        with pytest.raises(DeadlineExceeded):
-            await read(coordinator, request(max_tokens=400, n=3, deadline=time.monotonic() + 0.05))
-        await until(lambda: target.is_empty)
 
 
 async def test_a_concluded_answer_is_computed_no_further_and_the_others_continue() -> None:

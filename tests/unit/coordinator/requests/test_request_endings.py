@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
 from cluster.core.errors import DeadlineExceeded
 from cluster.core.ids import RequestId
-from cluster.core.request import Commit, FinishReason
+from cluster.core.request import Commit, FinishReason, GenerationRequest
+from tests.support.fakes.beam_requests import beam_request
 from tests.support.fakes.fake_cluster import (
     all_tokens,
     first_commit_then_leave,
@@ -18,30 +20,31 @@ from tests.support.fakes.fake_cluster import (
     request,
     requests,
     serving,
+    tokens_of,
     until,
 )
 from tests.support.fakes.fake_drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from tests.support.fakes.fake_target import FakeTarget
 
+of_every_kind = pytest.mark.parametrize(
+    "wanted",
+    [request(max_tokens=400), request(max_tokens=400, n=4), beam_request(max_tokens=400, stop=frozenset())],
+    ids=["one answer", "several answers", "beams"],
+)
 
-async def test_a_client_that_disconnects_frees_everything_within_one_step() -> None:
+
+@of_every_kind
+async def test_a_client_that_disconnects_frees_everything_within_one_step(wanted: GenerationRequest) -> None:
     target = FakeTarget(step_delay=0.001)
     drafter = PerfectDrafter(target)
     async with serving(target, drafter) as coordinator:
-        await first_commit_then_leave(coordinator, request(max_tokens=400))
+        reading = asyncio.create_task(read(coordinator, wanted))
+        await until(lambda: len(target.batches) > 4)
+        reading.cancel()
         steps = len(target.batches)
-        await until(lambda: target.blocks_free == target.blocks and not drafter.known)
+        await until(lambda: target.is_empty and not drafter.known)
         assert len(target.batches) <= steps + 1
-
-
-async def test_a_cancelled_reader_frees_everything() -> None:
-    target = FakeTarget(step_delay=0.001)
-    drafter = PerfectDrafter(target)
-    async with serving(target, drafter) as coordinator:
-        reader = asyncio.create_task(read(coordinator, request(max_tokens=400)))
-        await until(lambda: len(target.batches) > 2)
-        reader.cancel()
-        await until(lambda: target.blocks_free == target.blocks and not drafter.known)
+        assert await tokens_of(coordinator, request("next")) == target.answer(request("next"))
 
 
 async def test_other_requests_continue_when_one_client_disconnects() -> None:
@@ -82,13 +85,14 @@ async def test_abort_ends_a_waiting_stream() -> None:
         await runner
 
 
-async def test_a_deadline_ends_the_stream_and_frees_everything() -> None:
+@of_every_kind
+async def test_a_deadline_ends_the_stream_and_frees_everything(wanted: GenerationRequest) -> None:
     target = FakeTarget(step_delay=0.005)
     drafter = WrongDrafter(target)
     async with serving(target, drafter) as coordinator:
         with pytest.raises(DeadlineExceeded):
-            await read(coordinator, request(max_tokens=400, deadline=time.monotonic() + 0.03))
-        await until(lambda: target.blocks_free == target.blocks and not drafter.known)
+            await read(coordinator, replace(wanted, deadline=time.monotonic() + 0.03))
+        await until(lambda: target.is_empty and not drafter.known)
 
 
 async def test_a_deadline_passes_while_the_client_does_not_read() -> None:

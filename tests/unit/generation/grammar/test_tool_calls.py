@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.core.answer_format import AnswerFormat, CallFormat, ReasoningFormat
-from cluster.core.answer_format_rows import CALL_FORMATS, REASONING_FORMATS, call_format
+from cluster.core.answer_format_rows import CALL_FORMATS, REASONING_FORMATS
 from cluster.core.bounds import MAX_GRAMMAR_BYTES
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
@@ -28,7 +28,7 @@ from cluster.ingress.openai.parsing.call_reader import CallOptions
 from tests.support.fakes.http_app import HI, HttpApi, error_of
 from tests.support.grammars import accepts
 from tests.unit.ingress.openai.test_answer_formats import MarkingModel
-from tests.unit.ingress.openai.test_call_parser import NATIVE
+from tests.unit.ingress.openai.test_call_parser import NATIVE, calls_of
 from tests.unit.ingress.openai.test_call_parser import TOOLS as SCHEMAS
 
 PLACE = {"type": "object", "properties": {"to": {"$ref": "#/$defs/name"}}, "required": ["to"], "$defs": {"name": {"enum": ["reef", "coast"]}}}  # fmt: skip  # noqa: E501
@@ -42,6 +42,12 @@ ITSELF = {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"$ref
 
 def wrong_tool(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"function": {"name": "a", "parameters": parameters}}
+
+
+def grammar_of(name: str, parameters: dict[str, Any], tool: str = "swim") -> Grammar:
+    """The grammar of one call of a tool, in the format of that name."""
+    described = json.dumps({"function": {"name": tool, "parameters": parameters}})
+    return tool_call_grammar([described], tool, calls_of(name), {}, single=True)
 
 
 def parsed(form: CallFormat, text: str) -> list[tuple[str, Any]]:
@@ -68,8 +74,7 @@ def test_the_grammar_accepts_what_models_of_each_format_write(form: CallFormat) 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral_v3", "qwen3_coder", "gemma4", "pythonic"])
 def test_the_parser_finds_what_the_grammar_demands(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
+    form = calls_of(name)
     grammar = tool_call_grammar(TOOLS, "swim", form, {}, single=False)
     text = {
         "hermes": '<tool_call>\n{"name": "swim", "arguments": {"to": "reef"}}\n</tool_call>',
@@ -86,8 +91,6 @@ def test_the_parser_finds_what_the_grammar_demands(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "gemma4", "pythonic"])
 def test_arguments_in_other_notations_match_their_schema(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
     schema = {
         "type": "object",
         "properties": {
@@ -98,9 +101,7 @@ def test_arguments_in_other_notations_match_their_schema(name: str) -> None:
         "required": ["at"],
         "$defs": {"fish": {"type": "object", "properties": {"is": {"type": "string"}}, "required": ["is"]}},
     }
-    grammar = tool_call_grammar(
-        [json.dumps({"function": {"name": "f", "parameters": schema}})], "f", form, {}, single=True
-    )
+    grammar = grammar_of(name, schema, "f")
     ends = {
         "qwen3_coder": ("<tool_call>\n<function=f>", "\n</function>\n</tool_call>"),
         "gemma4": ("<|tool_call>call:f{", "}<tool_call|>"),
@@ -124,8 +125,7 @@ def test_arguments_in_other_notations_match_their_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "gemma4", "pythonic"])
 def test_an_argument_has_one_of_the_values_that_its_schema_names(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
+    form = calls_of(name)
     values = [
         ({"enum": ["", "reef"]}, ["", "reef"], ["moon"]),
         ({"enum": ["reef", 3, None]}, ["reef", 3, None], ["moon", 4]),
@@ -135,8 +135,7 @@ def test_an_argument_has_one_of_the_values_that_its_schema_names(name: str) -> N
     ]
     for schema, allowed, others in values:
         parameters = {"type": "object", "properties": {"to": schema}, "required": ["to"]}
-        tool = json.dumps({"function": {"name": "swim", "parameters": parameters}})
-        grammar = tool_call_grammar([tool], "swim", form, {}, single=True)
+        grammar = grammar_of(name, parameters)
         calls = CallOptions({"swim": parameters})
         for value in [*allowed, *others]:
             text = written_call(name, value)
@@ -147,12 +146,9 @@ def test_an_argument_has_one_of_the_values_that_its_schema_names(name: str) -> N
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "gemma4", "pythonic"])
 def test_a_value_that_the_type_forbids_is_no_choice(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
     schema = {"type": "string", "enum": ["reef", None, 3]}
     parameters = {"type": "object", "properties": {"to": schema}, "required": ["to"]}
-    tool = json.dumps({"function": {"name": "swim", "parameters": parameters}})
-    grammar = tool_call_grammar([tool], "swim", form, {}, single=True)
+    grammar = grammar_of(name, parameters)
     assert accepts(grammar, written_call(name, "reef"))
     for value in (None, 3):
         assert not accepts(grammar, written_call(name, value))
@@ -160,8 +156,6 @@ def test_a_value_that_the_type_forbids_is_no_choice(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "gemma4"])
 def test_an_argument_has_one_of_the_types_that_its_schema_names(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
     values: list[tuple[Any, list[Any], list[Any]]] = [
         ({"type": ["string", "null"]}, ["reef", None], [3, [], {}]),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["reef", 3], [None, [1]]),
@@ -172,8 +166,7 @@ def test_an_argument_has_one_of_the_types_that_its_schema_names(name: str) -> No
     ]
     for schema, allowed, others in values:
         parameters = {"type": "object", "properties": {"to": schema}, "required": ["to"]}
-        tool = json.dumps({"function": {"name": "swim", "parameters": parameters}})
-        grammar = tool_call_grammar([tool], "swim", form, {}, single=True)
+        grammar = grammar_of(name, parameters)
         for value in [*allowed, *others]:
             assert accepts(grammar, written_call(name, value)) == (value in allowed), (schema, value)
 
@@ -189,14 +182,11 @@ def test_an_argument_has_one_of_the_types_that_its_schema_names(name: str) -> No
 )
 def test_arguments_are_an_object_also_if_their_schema_does_not_say_so(schema: dict[str, Any]) -> None:
     """Else the model may write what is no call."""
-    tool = json.dumps({"function": {"name": "f", "parameters": schema}})
     for name, call, written in (
         ("hermes", '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>', '{"to": 1}'),
         ("gemma4", "<|tool_call>call:fARGUMENTS<tool_call|>", "{to:1}"),
     ):
-        form = call_format(name)
-        assert form is not None
-        grammar = tool_call_grammar([tool], "f", form, {}, single=True)
+        grammar = grammar_of(name, schema, "f")
         for arguments in (written, "{}", "5", "null", "[]"):
             is_object = arguments.startswith("{")
             assert accepts(grammar, call.replace("ARGUMENTS", arguments)) == is_object, (name, arguments)
@@ -204,12 +194,9 @@ def test_arguments_are_an_object_also_if_their_schema_does_not_say_so(schema: di
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic"])
 def test_an_argument_may_have_thousands_of_choices(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
     codes = [f"c{number}" for number in range(6500)]
     parameters = {"type": "object", "properties": {"to": {"enum": codes}}, "required": ["to"]}
-    tool = json.dumps({"function": {"name": "swim", "parameters": parameters}})
-    grammar = tool_call_grammar([tool], "swim", form, {}, single=True)
+    grammar = grammar_of(name, parameters)
     assert accepts(grammar, written_call(name, codes[-1]))
     assert not accepts(grammar, written_call(name, "moon"))
 
@@ -230,16 +217,11 @@ def written_call(name: str, value: Any) -> str:
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
 def test_what_schemas_say_to_people_is_no_part_of_the_grammar(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
     place = {"type": "object", "properties": {"description": {"type": "string"}, "title": {"enum": ["reef"]}}}
     plain = {"type": "object", "properties": {"at": place}, "required": ["at"]}
     said = {"title": "t" * 9000, "description": "d" * 9000, "$comment": "c" * 9000}
     shown = {**plain, **said, "properties": {"at": {**place, **said}}}
-    with_texts, without = (
-        tool_call_grammar([json.dumps({"function": {"name": "f", "parameters": schema}})], "f", form, {}, single=True)
-        for schema in (shown, plain)
-    )
+    with_texts, without = (grammar_of(name, schema) for schema in (shown, plain))
     assert with_texts == without
     assert "description" in without.text
 
@@ -251,17 +233,14 @@ def test_a_name_may_have_any_characters() -> None:
         ("hermes", f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {{}}}}\n</tool_call>'),
         ("mistral", f"[TOOL_CALLS]{name}[ARGS]{{}}"),
     ):
-        found = call_format(form)
-        assert found is not None
+        found = calls_of(form)
         assert accepts(tool_call_grammar([tool], ANY_TOOL, found, {}, single=True), call), form
         message = AnswerParser("c", AnswerFormat(found), CallOptions({name: {}})).message(call)
         assert [one["function"]["name"] for one in message["tool_calls"]] == [name]
 
 
 def test_special_tokens_are_demanded_by_their_ids() -> None:
-    form = call_format("mistral_v3")
-    assert form is not None
-    grammar = tool_call_grammar(TOOLS, ANY_TOOL, form, {"[TOOL_CALLS]": 5}, single=True)
+    grammar = tool_call_grammar(TOOLS, ANY_TOOL, calls_of("mistral_v3"), {"[TOOL_CALLS]": 5}, single=True)
     assert grammar.text.startswith('start: <[5]> "[" ')
     assert "TOOL_CALLS" not in grammar.text
 
@@ -309,10 +288,7 @@ def test_in_braces_an_expression_has_operators_whose_operands_are_expressions() 
         "required": ["value"],
         "$defs": {"expression": {"anyOf": [{"type": "integer"}, *operators]}},
     }
-    tool = json.dumps({"function": {"name": "f", "parameters": schema}})
-    form = call_format("gemma4")
-    assert form is not None
-    grammar = tool_call_grammar([tool], "f", form, {}, single=True)
+    grammar = grammar_of("gemma4", schema, "f")
     for operand_text, is_expression in (("2", True), ('<|"|>2<|"|>', False), ("{}", False)):
         inner = f'{{is:<|"|>add<|"|>,left:1,right:{operand_text}}}'
         for value in (operand_text, f'{{is:<|"|>or<|"|>,left:{inner},right:3}}'):
@@ -321,11 +297,8 @@ def test_in_braces_an_expression_has_operators_whose_operands_are_expressions() 
 
 @pytest.mark.parametrize("name", ["gemma4", "qwen3_coder", "pythonic"])
 def test_a_short_schema_has_no_endless_grammar(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
-    tool = json.dumps(wrong_tool(branching(8)))
     begun = time.process_time()
-    assert len(tool_call_grammar([tool], ANY_TOOL, form, {}, single=True).text) < 1 << 16
+    assert len(grammar_of(name, branching(8)).text) < 1 << 16
     assert time.process_time() - begun < 5
 
 
@@ -349,13 +322,11 @@ def test_a_long_key_is_not_kept_once_for_each_schema_below_it(is_required: bool)
 
 @pytest.mark.parametrize("name", ["gemma4", "qwen3_coder", "pythonic"])
 def test_many_properties_and_many_required_ones_take_little_time(name: str) -> None:
-    form = call_format(name)
-    assert form is not None
     properties = {f"p{count}": {} for count in range(30_000)}
     schema = {"type": "object", "properties": properties, "required": [f"r{count}" for count in range(30_000)]}
     begun = time.process_time()
     with pytest.raises(InvalidRequest, match=r"^grammar: .* at most \d+ characters"):
-        tool_call_grammar([json.dumps(wrong_tool(schema))], ANY_TOOL, form, {}, single=True)
+        grammar_of(name, schema)
     assert time.process_time() - begun < 3
 
 
@@ -407,9 +378,8 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(600):
         schema = {"items": schema}
-    tool = json.dumps(wrong_tool({"type": "object", "properties": {"a": schema}}))
     with pytest.raises(InvalidRequest, match=r"^grammar: .* fewer levels"):
-        tool_call_grammar([tool], ANY_TOOL, CALL_FORMATS[0], {}, single=True)
+        grammar_of(CALL_FORMATS[0].name, {"type": "object", "properties": {"a": schema}})
 
 
 @pytest.mark.parametrize(

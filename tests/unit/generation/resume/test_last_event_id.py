@@ -110,11 +110,7 @@ async def ingresses(directory: Path, count: int = 1, **overrides: object) -> Asy
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         cluster = await enter(fake_replicas(directory, count, **overrides))
-        urls = []
-        for _ in range(2):
-            router = cluster.router()
-            stack.push_async_callback(router.close)
-            urls.append(await enter(listening(create_app(router, LimitsSection()))))
+        urls = [await enter(listening(create_app(cluster.router(), LimitsSection()))) for _ in range(2)]
         yield Ingresses(urls, await enter(httpx.AsyncClient(timeout=60.0)), cluster)
 
 
@@ -221,9 +217,7 @@ async def test_a_body_of_the_longest_length_breaks_no_stream_of_others(tmp_path:
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         cluster = await enter(fake_replicas(tmp_path, 1, **overrides))  # type: ignore[arg-type]
-        router = cluster.router()
-        stack.push_async_callback(router.close)
-        url = await enter(listening(create_app(router, limits)))
+        url = await enter(listening(create_app(cluster.router(), limits)))
         both = Ingresses([url], await enter(httpx.AsyncClient(timeout=60.0)), cluster)
         running = asyncio.create_task(both.events(0, path, body))
         while not cluster.replicas[0].target.batches:  # noqa: ASYNC110 - there is no event

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import InvalidRequest
-from cluster.core.request import GenerationRequest, SamplingParameters
-from cluster.generation.recent_answers import RecentAnswers, request_key
+from cluster.generation.recent_answers import RecentAnswers
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.fakes.fake_cluster import request as engine_request
 from tests.support.fakes.fake_engine import VOCABULARY, fake_service
 from tests.unit.generation.resume.resumed_calls import read_events
 
@@ -79,13 +77,3 @@ def test_recent_answers_are_bounded_and_the_oldest_is_dropped() -> None:
     assert len(store.tokens(b"d", 0)) == 10
     store.append(b"d", 0, range(9))
     assert store.token_count == 0
-
-
-def test_only_the_same_request_finds_its_answers() -> None:
-    def key(**changes: Any) -> bytes:
-        return request_key(engine_request(**changes))
-
-    others = [key(name="x"), key(prompt=(1,)), key(seed=8), key(salt="s"), key(stop=frozenset({9})), key(n=2)]
-    assert len({key(), *others}) == 7
-    assert key() == key(deadline=5.0)
-    assert request_key(GenerationRequest(engine_request().request_id, (1,), SamplingParameters(top_k=1))) != key()

@@ -11,28 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.config.server import ServerSection
-from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from deploy.ray.ingress_server import IngressServer
 from pilotfish.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
-from tests.support.fakes.fake_engine import InProcessClient, fake_service
-
-
-class Client(InProcessClient):
-    """A client of all methods, which records what is aborted."""
-
-    def __init__(self, directory: Path) -> None:
-        service, engine, _ = fake_service(directory)
-        super().__init__(GenerationServicer(service), lambda: engine.ready)
-        self.aborted: list[tuple[str, str]] = []
-
-    async def abort(self, request_id: str, client: str = "") -> bool:
-        self.aborted.append((request_id, client))
-        return True
-
-    async def close(self) -> None:
-        """Nothing is open."""
+from tests.support.fakes.http_app import HttpApi
 
 
 def code_of(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> grpc.StatusCode:
@@ -41,7 +24,7 @@ def code_of(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> grpc.StatusCod
 
 @pytest.mark.parametrize("is_own", [True, False])
 async def test_metrics_and_aborts_are_where_the_setting_says(tmp_path: Path, is_own: bool) -> None:
-    client, metrics = Client(tmp_path), IngressMetrics()
+    client, metrics = HttpApi(tmp_path).client, IngressMetrics()
     section = ServerSection(grpc_port=0, operations_port=0 if is_own else None)
     server = IngressServer(client, section, LimitsSection(), KeyRing(), metrics)
     public = await server.start()

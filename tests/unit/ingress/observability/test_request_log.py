@@ -12,14 +12,13 @@ import pytest
 
 from cluster.core.config.server import ClientLimitsSection
 from cluster.core.errors import InvalidRequest, NotReady
-from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.ingress.access.public_client import PublicClient
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.http import create_app
 from pilotfish.v1 import generation_pb2
-from tests.support.fakes.fake_engine import InProcessClient, Remaining
+from tests.support.fakes.fake_engine import Remaining
 from tests.support.fakes.http_app import LIMITS, HttpApi
 from workers.serve.logs import JsonFormatter
 
@@ -88,7 +87,7 @@ async def test_a_line_names_the_client_and_never_its_key(api: HttpApi, log: pyte
 
 
 async def test_a_grpc_call_is_a_line_too(api: HttpApi, log: pytest.LogCaptureFixture) -> None:
-    servicer = RoutedGenerationServicer(_Full(api), 60.0)
+    servicer = RoutedGenerationServicer(api.client, 60.0)
     request = generation_pb2.GenerateRequest(text="hi", request_id="mine")
     async for _ in servicer.Generate(request, Remaining(9)):  # type: ignore[arg-type]
         pass
@@ -106,7 +105,7 @@ FORGED = "x\nrequest request_id=forged api=grpc client=alice"
 
 @pytest.mark.parametrize("request_id", [FORGED, "forged" * 50_000, ""], ids=["lines", "long", "empty"])
 async def test_a_line_has_no_id_that_is_none(api: HttpApi, log: pytest.LogCaptureFixture, request_id: str) -> None:
-    servicer = RoutedGenerationServicer(_Full(api), 60.0)
+    servicer = RoutedGenerationServicer(api.client, 60.0)
     request = generation_pb2.GenerateRequest(text="hi", request_id=request_id)
     with pytest.raises(InvalidRequest, match=r"^request_id: "):
         async for _ in servicer.Generate(request, Remaining(9)):  # type: ignore[arg-type]
@@ -123,24 +122,10 @@ async def test_an_internal_error_is_logged_with_an_id_or_not_reached(
         raise NotReady("10.0.0.7:9000 is gone")
         yield
 
-    inner = _Full(api)
-    monkeypatch.setattr(inner, "generate", gone)
-    client = PublicClient(inner, lambda _: ClientLimitsSection())
+    monkeypatch.setattr(api.client, "generate", gone)
+    client = PublicClient(api.client, lambda _: ClientLimitsSection())
     for request_id, error in (("fine", NotReady), (FORGED, InvalidRequest)):
         with pytest.raises(error):
             await anext(client.generate(generation_pb2.GenerateRequest(text="hi", request_id=request_id), 9.0))
     assert "request fine: NotReady: 10.0.0.7:9000 is gone" in log.text
     assert "forged" not in log.text
-
-
-class _Full(InProcessClient):
-    """A client of all methods."""
-
-    def __init__(self, api: HttpApi) -> None:
-        super().__init__(GenerationServicer(api.client._servicer._service), lambda: True)
-
-    async def abort(self, request_id: str, client: str = "") -> bool:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Nothing is open."""

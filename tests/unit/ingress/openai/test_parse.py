@@ -94,9 +94,6 @@ def test_the_error_for_an_unknown_parameter_names_the_nearest_known_one() -> Non
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"temperature": "hot"}, "temperature"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"stream": 1}, "stream"),
         ({"stop": [1]}, "stop[0]"),
         ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -115,8 +112,6 @@ def test_the_error_for_an_unknown_parameter_names_the_nearest_known_one() -> Non
         ({"tool_choice": "any"}, "tool_choice"),
         ({"user": "\ud800"}, "user"),
         ({"cache_salt": "\ud800"}, "cache_salt"),
-        ({"n": 1.5}, "n"),
-        ({"use_beam_search": 1}, "use_beam_search"),
         ({"early_stopping": "always"}, "early_stopping"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
     ],
