@@ -138,10 +138,6 @@ def test_an_override_below_a_plain_value_is_refused() -> None:
     assert refusal({"log_level": "info"}, {"log_level.deeper": 1}) == "log_level.deeper: log_level is not a section"
 
 
-def test_an_override_with_an_unknown_key_is_refused_with_the_nearest_named() -> None:
-    assert "the nearest valid one is scheduler.max_waiting" in refusal({}, {"scheduler.max_wait": 3})
-
-
 def test_contradictory_values_are_refused() -> None:
     message = refusal({"draft": {"ngram": {"min": 5, "max": 2}}})
     assert message == "draft.ngram: min (5) must be at most max (2)"

@@ -18,7 +18,7 @@ from cluster.generation.events import Delta, Event, Finished, Started
 from cluster.generation.service import GenerationService
 from cluster.generation.text.tokenizer import Tokenizer
 from pilotfish.v1 import common_pb2, generation_pb2
-from tests.support.fakes.fake_cluster import value_of
+from tests.support.fakes.fake_cluster import until, value_of
 from tests.support.fakes.fake_drafters import FakeDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
 from tests.support.fakes.fake_target import FakeTarget
 from tests.support.models.tiny_tokenizer import byte_level
@@ -77,8 +77,7 @@ async def test_the_usage_of_an_answer_ends_at_its_stop_string_and_the_target_is_
         assert 0 <= usage.accepted_tokens <= usage.drafted_tokens
         assert (usage.accepted_tokens > 0) is (drafter is not WrongDrafter)
         async with asyncio.timeout(5):
-            while target.stored:  # noqa: ASYNC110 - the fake has no event for it
-                await asyncio.sleep(0)
+            await until(lambda: not target.stored)
 
 
 async def test_a_stop_string_counts_as_stopped_and_a_closed_stream_as_aborted(
@@ -119,5 +118,4 @@ async def test_several_answers_equal_those_of_single_requests(tmp_path: Path, dr
             assert [token for delta in deltas for token in delta.tokens] == tokens
             assert [(end.reason, end.stop_string) for end in ends] == [(finished.reason, finished.stop_string)]
         async with asyncio.timeout(5):
-            while target.stored:  # noqa: ASYNC110 - the fake has no event for it
-                await asyncio.sleep(0)
+            await until(lambda: not target.stored)

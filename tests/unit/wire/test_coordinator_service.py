@@ -20,6 +20,7 @@ from cluster.wire.coordinator_service import WINDOW, CoordinatorServicer
 from cluster.wire.server import COORDINATOR_SERVICE, WireServer
 from pilotfish.v1 import coordinator_pb2, coordinator_pb2_grpc, generation_pb2
 from tests.support.deadline import deadline
+from tests.support.fakes.fake_cluster import until
 
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 LONG_START = 100_000
@@ -132,8 +133,7 @@ async def test_every_call_receives_its_own_responses_in_order() -> None:
 async def test_a_stream_that_is_cancelled_ends_its_calls_and_the_next_one_opens_another() -> None:
     async with served() as it:
         waiting = asyncio.create_task(read_all(it.client, request("together", 1)))
-        while it.service.waiting < 1:  # noqa: ASYNC110 - the service has no event for it
-            await asyncio.sleep(0.01)
+        await until(lambda: it.service.waiting == 1)
         channel = await it.client._connection.channel()
         it.client._connection._channel = None
         await channel.close()
@@ -145,8 +145,7 @@ async def test_a_stream_that_is_cancelled_ends_its_calls_and_the_next_one_opens_
 async def test_events_of_several_calls_at_once_share_a_message() -> None:
     async with served() as it:
         calls = [asyncio.create_task(read_all(it.client, request("together", 1))) for _ in range(5)]
-        while it.service.waiting < 5:  # noqa: ASYNC110 - the service has no event for it
-            await asyncio.sleep(0.01)
+        await until(lambda: it.service.waiting == 5)
         it.service.gate.set()
         assert await asyncio.gather(*calls) == [[0]] * 5
     assert it.messages[0] == 5
@@ -179,8 +178,7 @@ async def test_a_call_that_its_reader_leaves_is_cancelled() -> None:
     async with served() as it:
         async with aclosing(it.client.generate(request("hangs", 2), 30.0)) as responses:
             assert (await anext(responses)).index == 0
-        while not it.service.cancelled:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.01)
+        await until(lambda: it.service.cancelled > 0)
         assert await read_all(it.client, request("next", 3)) == [0, 1, 2]
     assert it.service.begun == 2
 
@@ -196,8 +194,7 @@ async def test_a_slow_reader_holds_its_own_call_only() -> None:
 async def test_when_the_stream_breaks_all_calls_say_so_and_the_next_one_opens_another() -> None:
     async with served() as it:
         reading = [asyncio.create_task(read_all(it.client, request("hangs", n))) for n in (1, 2)]
-        while it.service.begun < len(reading):  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.01)
+        await until(lambda: it.service.begun == len(reading))
         await it.server.stop(0.0)
         outcomes = await asyncio.gather(*reading, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [NotReady, NotReady]
@@ -209,8 +206,7 @@ async def test_when_the_stream_breaks_all_calls_say_so_and_the_next_one_opens_an
 async def test_a_stopping_server_sends_what_ended_calls_have_left() -> None:
     async with served() as it:
         reading = asyncio.create_task(read_all(it.client, request("long", WINDOW // 2)))
-        while not it.service.begun:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0)
+        await until(lambda: it.service.begun > 0)
         await it.server.stop(5.0)
         assert await reading == list(range(WINDOW // 2))
 
@@ -255,8 +251,7 @@ async def test_a_request_that_no_message_can_hold_ends_its_own_call_only(monkeyp
     monkeypatch.setattr(coordinator_client, "MOST_REQUEST_BYTES", most, raising=False)
     async with served(most + 1024) as it:
         running = asyncio.create_task(read_all(it.client, request("long", 500)))
-        while not it.service.begun:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0)
+        await until(lambda: it.service.begun > 0)
         with pytest.raises(TooLarge, match=f"at most {most} bytes"):
             await read_all(it.client, generation_pb2.GenerateRequest(text="x" * 2 * most))
         longest = request("longest", 3)
@@ -269,8 +264,7 @@ async def test_a_request_that_no_message_can_hold_ends_its_own_call_only(monkeyp
 async def test_whatever_breaks_the_stream_is_no_mistake_of_its_calls() -> None:
     async with served(10_000) as it:
         running = asyncio.create_task(read_all(it.client, request("hangs", 1)))
-        while not it.service.begun:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.01)
+        await until(lambda: it.service.begun > 0)
         too_long = generation_pb2.GenerateRequest(text="x" * 20_000)
         for reading in (asyncio.create_task(read_all(it.client, too_long)), running):
             with pytest.raises(NotReady, match="the stream of calls broke: "):
@@ -289,8 +283,7 @@ async def test_starts_with_long_prompts_share_no_message_beyond_its_bound(monkey
     monkeypatch.setattr(coordinator_service, "_MOST_STARTED_BYTES", 3 * LONG_START, raising=False)
     async with served() as it:
         calls = [asyncio.create_task(read_all(it.client, request("starts", 3))) for _ in range(7)]
-        while it.service.waiting < 7:  # noqa: ASYNC110 - the service has no event for it
-            await asyncio.sleep(0.01)
+        await until(lambda: it.service.waiting == 7)
         it.service.gate.set()
         assert await asyncio.gather(*calls) == [[0, 0, 1, 2]] * 7  # together, they are longer than a message may be
     assert len(it.messages) >= 3

@@ -24,6 +24,7 @@ from cluster.wire.connection import Resolve, fixed_address
 from cluster.wire.drafter_client import GrpcDrafter
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
+from tests.support.fakes.fake_cluster import until
 from tests.support.fakes.wire_servers import (
     BATCH,
     HOST,
@@ -69,8 +70,7 @@ async def test_concurrent_calls_have_their_own_streams_which_later_calls_reuse(
     for _ in range(2):
         scripted.drafter.hold.clear()
         calls = [asyncio.create_task(drafter.propose(ROWS, TIMEOUT_SECONDS)) for _ in range(3)]
-        while scripted.drafter.streams < 3:  # noqa: ASYNC110 - the servicer has no event for it
-            await asyncio.sleep(0.001)
+        await until(lambda: scripted.drafter.streams == 3)
         scripted.drafter.hold.set()
         assert await asyncio.gather(*calls) == [PROPOSALS] * 3
         assert scripted.drafter.streams == 3
@@ -91,8 +91,7 @@ async def test_a_stream_that_failed_or_was_cancelled_is_not_reused(
     scripted.target.hold.set()
     assert await target.step(BATCH) == RESULT
     async with asyncio.timeout(30):
-        while scripted.target.streams > 1:  # noqa: ASYNC110 - the cancelled stream ends at the server too
-            await asyncio.sleep(0.001)
+        await until(lambda: scripted.target.streams == 1)  # the cancelled stream ends at the server too
 
 
 async def test_closing_ends_the_streams(scripted: ScriptedServer) -> None:
@@ -101,8 +100,7 @@ async def test_closing_ends_the_streams(scripted: ScriptedServer) -> None:
     assert scripted.target.streams == 1
     await target.close()
     async with asyncio.timeout(30):
-        while scripted.target.streams:  # noqa: ASYNC110 - the servicer has no event for it
-            await asyncio.sleep(0.001)
+        await until(lambda: not scripted.target.streams)
 
 
 async def test_the_error_of_a_target_is_raised_at_the_client(scripted: ScriptedServer, target: GrpcTarget) -> None:

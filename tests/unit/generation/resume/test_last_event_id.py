@@ -21,6 +21,7 @@ from cluster.ingress.openai.event_ids import MAX_ID_CHARS, MOST_CHOICES, EventId
 from cluster.ingress.openai.formats import Choice
 from pilotfish.v1 import common_pb2
 from tests.support.clusters.fake_coordinators import CuttableConnections, FakeReplicas, fake_replicas
+from tests.support.fakes.fake_cluster import until
 from tests.support.fakes.fake_engine import listening
 from tests.support.fakes.http_app import HttpApi
 from tests.support.slow import slow_but
@@ -220,8 +221,7 @@ async def test_a_body_of_the_longest_length_breaks_no_stream_of_others(tmp_path:
         url = await enter(listening(create_app(cluster.router(), limits)))
         both = Ingresses([url], await enter(httpx.AsyncClient(timeout=60.0)), cluster)
         running = asyncio.create_task(both.events(0, path, body))
-        while not cluster.replicas[0].target.batches:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(cluster.replicas[0].target.batches))
         longest = json.dumps({"prompt": ""})
         longest = json.dumps({"prompt": "x" * (limits.max_body_bytes - len(longest))})
         assert len(longest) == limits.max_body_bytes

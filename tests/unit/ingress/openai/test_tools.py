@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cluster.core.errors import InvalidRequest
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.chat_template import PLAIN, ChatTemplate, TemplateOptions, TextTooLong
 from cluster.generation.text.tokenizer import Tokenizer
@@ -222,6 +221,3 @@ def test_templates_are_bounded() -> None:
     long = ChatTemplate("{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}", {})
     with pytest.raises(TextTooLong, match="1050"):
         long.render([Message("user", "x" * 50)], PLAIN, 1000)
-    escaping = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
-    with pytest.raises(InvalidRequest):
-        escaping.render([Message("user", "x")])

@@ -13,6 +13,7 @@ from cluster.ingress.router import pool
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.fake_coordinators import fake_replicas
 from tests.support.clusters.routed_requests import KINDS, RoutedAnswer, answers_of, collect, request_of
+from tests.support.fakes.fake_cluster import until
 from tests.support.slow import slow_but
 
 STEP_SECONDS = 0.002
@@ -84,8 +85,7 @@ async def test_streams_that_a_whole_cluster_ends_have_its_error_and_new_requests
     async with fake_replicas(tmp_path, 1, step_delay=STEP_SECONDS) as cluster:
         router, (replica,) = cluster.router(), cluster.replicas
         reading = asyncio.create_task(answers_of(router, request_of("sampled", 4, max_tokens=200)))
-        while not replica.target.batches:  # noqa: ASYNC110 - until the stream has begun
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(replica.target.batches))
         assert not reading.done()
         router.drain()
         await replica.leave(0.0)

@@ -12,6 +12,7 @@ from cluster.ingress.router.choice import PrefixMemory, choose
 from tests.support.clusters.coordinators import coordinator
 from tests.support.clusters.fake_coordinators import FakeReplicas, fake_replicas
 from tests.support.clusters.routed_requests import KINDS, answers_of, request_of
+from tests.support.fakes.fake_cluster import until
 
 STEP_SECONDS = 0.002
 TOKENS = {kind: 8 if kind == "beams" else 200 for kind in KINDS}
@@ -75,8 +76,7 @@ async def test_a_stream_leaves_a_stalled_coordinator_once(tmp_path: Path) -> Non
         second.target.hang()
         cluster.hidden.clear()
         async with asyncio.timeout(30.0):  # the second one is not stalled as long as it has no request
-            while not cluster.resumed:  # noqa: ASYNC110 - the list has no event
-                await asyncio.sleep(0.02)
+            await until(lambda: bool(cluster.resumed))
         first.target.unhang()
         await asyncio.sleep(1.0)
         assert len(cluster.resumed) == 1
