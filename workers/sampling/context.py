@@ -30,6 +30,8 @@ class AllowedTokens:
     """bool [vocabulary], on the CPU."""
     is_complete: bool = False
     """Whether the answer matches the grammar and nothing can follow, so that only tokens that end it are allowed."""
+    by_grammar: Tensor | None = None
+    """bool [vocabulary]: what the grammar alone allows; `None` without a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,15 @@ class DecisionContext:
 
     @property
     def forced_token(self) -> int | None:
-        """The only token that can be chosen, because the model has thought for long enough; `None` if there is none."""
+        """The only token that can be chosen, because the model has thought for long enough; `None` if there is none.
+
+        Where a grammar refuses it, as within a character of several tokens, the end waits.
+        """
         thinking = self.sampling.thinking
-        return None if thinking is None else forced_end(thinking, self.tokens, self.prompt_len)
+        token = None if thinking is None else forced_end(thinking, self.tokens, self.prompt_len)
+        grammar = None if self.allowed is None else self.allowed.by_grammar
+        is_refused = token is not None and grammar is not None and not grammar[token]
+        return None if is_refused else token
 
     def excludes(self, token: int) -> bool:
         """Whether the token cannot be chosen, whatever its logit."""

@@ -181,7 +181,8 @@ class GrammarMatcher:
         flags = np.unpackbits(bits, count=None, bitorder="little")[: self._vocabulary_size]
         mask = np.zeros(self._vocabulary_size, dtype=np.bool_)
         mask[: len(flags)] = flags
-        return AllowedTokens(torch.from_numpy(mask), self._matcher.is_stopped())
+        allowed = torch.from_numpy(mask)
+        return AllowedTokens(allowed, self._matcher.is_stopped(), allowed)
 
     def _check(self) -> None:
         if self._matcher.is_error():

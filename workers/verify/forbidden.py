@@ -68,4 +68,4 @@ def _without(
     mask = texts.allowed(answer, begin)
     if isinstance(before, _AllTokens):
         return AllowedTokens(mask)
-    return AllowedTokens(mask & before.mask, before.is_complete)
+    return AllowedTokens(mask & before.mask, before.is_complete, before.by_grammar)

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.request import SamplingParameters, ThinkingBudget
 from cluster.core.tree import TokenTree
 from tests.support.engines.engine_rows import PROMPT, decode, open_engine
-from tests.support.models import tiny
+from tests.support.models import tiny, tiny_tokenizer
 
 COUNT = 32
 END = (61, 2, 44)
@@ -43,3 +45,35 @@ def test_the_end_of_thinking_is_forced_inside_a_draft_and_no_draft_changes_the_t
 
     assert decode(engine, PROMPT, COUNT, bounded, propose) == plain
     assert steps <= COUNT / 4  # drafts were accepted, over the forced tokens too
+
+
+@pytest.mark.parametrize("bad_texts", [(), ("think",)], ids=["", "bad texts"])
+def test_where_a_grammar_refuses_the_end_within_a_character_it_is_forced_after_the_character(
+    tmp_path: Path, bad_texts: tuple[str, ...]
+) -> None:
+    """The one token that the model may think is the first byte of a character of two bytes."""
+    directory = tiny.save(tiny_tokenizer.byte_level(tmp_path), tiny.llama(vocab_size=320))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    first, _ = tokenizer.encode("é").ids
+    closing = tuple(tokenizer.encode("</think>").ids)
+    grammar = 'start: thought answer\nthought[suffix="</think>"]: /(?s:.*)/\nanswer: "hello"'
+    sampling = SamplingParameters(
+        temperature=0.0,
+        grammar=Grammar(GrammarKind.GRAMMAR, grammar),
+        thinking=ThinkingBudget(1, (), closing),
+        bad_texts=bad_texts,
+        logit_bias=((first, 100.0),),
+        end_token_ids=(2,),
+    )
+    engine = open_engine(directory, directory=directory)
+    plain = decode(engine, PROMPT, 2 + len(closing), sampling)
+    assert plain[0] == first
+    assert tokenizer.decode(plain)[1:] == "</think>"
+    right, proposed = [*PROMPT, *plain], []
+
+    def propose(tokens: Sequence[int]) -> TokenTree:
+        proposed.append(TokenTree.chain(right[len(tokens) :]))
+        return proposed[-1]
+
+    assert decode(engine, PROMPT, len(plain), sampling, propose) == plain
+    assert len(proposed) < len(plain) / 2
