@@ -165,50 +165,16 @@ async def run_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
     finally:
         await http.aclose()
         await cluster.stop()
-    return report_of(
-        options,
-        time.monotonic() - begun,
-        disturber,
-        streams,
-        leaks,
+    return ChaosReport(
+        options.seed,
+        round(time.monotonic() - begun, 1),
+        by_role(disturber.counts),
+        streams.results,
         preemptions,
+        leaks,
         messages=dict(sum((link.counts for link in cluster.links), Counter[str]())),
         replaced=dict(Counter(role for role, _ in cluster.replacements.reasons)),
         replacement_seconds=percentiles(cluster.replacements.seconds),
-    )
-
-
-def report_of(
-    options: ChaosOptions,
-    seconds: float,
-    disturber: Disturber,
-    streams: Streams,
-    leaks: list[str],
-    preemptions: int,
-    messages: dict[str, int],
-    replaced: dict[str, int],
-    replacement_seconds: dict[str, float],
-) -> ChaosReport:
-    """The report of a run."""
-    results = streams.results
-    return ChaosReport(
-        seed=options.seed,
-        seconds=round(seconds, 1),
-        faults=by_role(disturber.counts),
-        messages=messages,
-        replaced=replaced,
-        replacement_seconds=replacement_seconds,
-        streams=results.complete,
-        left=results.left,
-        resumed=results.resumed,
-        tokens=results.tokens,
-        differences=results.differences,
-        near=results.near,
-        errors=dict(results.errors),
-        pause_seconds=percentiles(results.pauses),
-        preemptions=preemptions,
-        leaks=leaks,
-        shown=results.shown,
     )
 
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from tests.chaos.streams import StreamResults
+
 
 @dataclass
 class ChaosReport:
@@ -16,26 +18,16 @@ class ChaosReport:
     seconds: float
     faults: dict[str, dict[str, int]]
     """Number of faults by role and kind."""
-    messages: dict[str, int]
-    """Number of disturbed messages by kind."""
-    replaced: dict[str, int]
-    """Number of replaced processes by role."""
-    replacement_seconds: dict[str, float]
-    """Times from the notice of a loss until its replacement serves."""
-    streams: int
-    left: int
-    resumed: int
-    tokens: int
-    differences: int
-    near: int
-    errors: dict[str, int]
-    pause_seconds: dict[str, float]
-    """Longest time without a token of each stream."""
+    streams: StreamResults
     preemptions: int
-    leaks: list[str] = field(default_factory=list)
+    leaks: list[str]
     """What was not back at its start, one line each."""
-    shown: list[str] = field(default_factory=list)
-    """Descriptions of the first differences and errors."""
+    messages: dict[str, int] = field(default_factory=dict)
+    """Number of disturbed messages by kind."""
+    replaced: dict[str, int] = field(default_factory=dict)
+    """Number of replaced processes by role."""
+    replacement_seconds: dict[str, float] = field(default_factory=dict)
+    """Times from the notice of a loss until its replacement serves."""
 
     @property
     def kills(self) -> int:
@@ -45,30 +37,32 @@ class ChaosReport:
     @property
     def is_clean(self) -> bool:
         """Whether no token differed, no stream ended with an error, and nothing leaked."""
-        return not self.differences and not self.leaks and not self.errors
+        return not self.streams.differences and not self.leaks and not self.streams.errors
 
     def to_json(self) -> str:
         """The report as one line of JSON."""
-        return json.dumps(asdict(self) | {"kills": self.kills, "is_clean": self.is_clean})
+        streams = asdict(self.streams) | {"pauses": percentiles(self.streams.pauses)}
+        return json.dumps(asdict(self) | {"streams": streams, "kills": self.kills, "is_clean": self.is_clean})
 
     def to_text(self) -> str:
         """The report for a reader."""
+        streams = self.streams
         roles = [
             f"  {role}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             for role, kinds in sorted(self.faults.items())
         ]
         return "\n".join(
             [
-                *self.shown,
+                *streams.shown,
                 f"seed {self.seed}, {self.seconds:.0f} s: {self.kills} processes killed or frozen",
                 *roles,
                 *self._replacements(),
                 f"messages: {_counts(self.messages) or 'undisturbed'}",
-                f"streams: {self.streams} complete, {self.left} left by their client, {self.resumed} times resumed; "
-                f"{self.tokens} tokens, {self.preemptions} preemptions",
-                f"streams with other tokens: {self.differences} (by rounding alone: {self.near})",
-                f"streams that ended with an error: {_counts(self.errors) or '0'}",
-                f"longest pause of a stream: {_times(self.pause_seconds)}",
+                f"streams: {streams.complete} complete, {streams.left} left by their client, {streams.resumed} times "
+                f"resumed; {streams.tokens} tokens, {self.preemptions} preemptions",
+                f"streams with other tokens: {streams.differences} (by rounding alone: {streams.near})",
+                f"streams that ended with an error: {_counts(streams.errors) or '0'}",
+                f"longest pause of a stream: {_times(percentiles(streams.pauses))}",
                 f"leaks: {'; '.join(self.leaks) or '0'}",
                 "passed" if self.is_clean else "FAILED",
             ]

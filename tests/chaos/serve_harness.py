@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,10 @@ import psutil
 from cluster.core.errors import PilotfishError
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
-from tests.chaos.doors import GrpcDoor, HttpDoor
+from tests.chaos.doors import Door, GrpcDoor, HttpDoor
 from tests.chaos.faults import Disturber, Victim
-from tests.chaos.harness import ChaosOptions, configure, prepare, report_of, stream_for
-from tests.chaos.report import ChaosReport, percentiles
+from tests.chaos.harness import ChaosOptions, configure, prepare, stream_for
+from tests.chaos.report import ChaosReport, by_role
 from tests.chaos.streams import Streams
 from tests.soak.watch import read_counts
 from tests.support.clusters.faulty_link import FaultyLink
@@ -105,7 +106,7 @@ async def run_serve_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
         victims = ServeVictims(process)
         logger.info("the cluster serves after %.1f s: %s", time.monotonic() - begun, victims.by_role())
         client = GenerationClient(fixed_address(server.grpc_address))
-        doors = [[GrpcDoor(client)], [HttpDoor(http, lambda: server.http_url)]]
+        doors: list[Sequence[Door]] = [[GrpcDoor(client)], [HttpDoor(http, lambda: server.http_url)]]
         streams = Streams(doors, work.requests, work.reference, options.at_once, options.seed)
         await stream_for(streams, 2.0)
         disturber = Disturber(victims, options.seed, options.pause_seconds, options.most_lost)
@@ -117,8 +118,8 @@ async def run_serve_chaos(options: ChaosOptions, scratch: Path) -> ChaosReport:
         preemptions = int((await read_counts(client)).get("vllm:num_preemptions_total", 0.0))
         await client.close()
         await http.aclose()
-    seconds = time.monotonic() - begun
-    return report_of(options, seconds, disturber, streams, leaks, preemptions, {}, {}, percentiles(()))
+    seconds = round(time.monotonic() - begun, 1)
+    return ChaosReport(options.seed, seconds, by_role(disturber.counts), streams.results, preemptions, leaks)
 
 
 async def _settled(victims: ServeVictims, client: GenerationClient) -> list[str]:

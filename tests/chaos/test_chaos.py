@@ -20,7 +20,7 @@ def logs(tmp_path: Path) -> Path:
 async def chaos(options: ChaosOptions, logs: Path) -> ChaosReport:
     report = await run_chaos(options, logs)
     assert report.is_clean, report.to_text()
-    assert report.streams and report.tokens
+    assert report.streams.complete and report.streams.tokens
     return report
 
 
