@@ -10,7 +10,7 @@ from cluster.ingress.openai.fields.unsupported import Unsupported
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
 
 _NO_EFFECT = "No effect: "
-_OWN = frozenset({"early_stopping", "max_draft_tokens", "return_drafts", "speculation"})
+OWN = frozenset({"early_stopping", "max_draft_tokens", "return_drafts", "speculation"})
 """Parameters that neither OpenAI nor vLLM has."""
 _GRAMMARS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _OWN_NAMES = {"grammar": _GRAMMARS, "thinking": ("thinking_token_budget",), "logprobs": ("logprobs", "top_logprobs")}
@@ -54,7 +54,7 @@ def _section(path: str, model: type[Parameters]) -> Iterator[str]:
     rows |= {name: _unsupported(parameter) for name, parameter in model.unsupported.items()}
     yield from (f"## `POST {path}`", "", "| parameter | | |", "|---|---|---|")
     for name, (status, note) in sorted(rows.items()):
-        yield f"| `{name}`{' (Pilotfish)' if name in _OWN else ''} | {status} | {note} |"
+        yield f"| `{name}`{' (Pilotfish)' if name in OWN else ''} | {status} | {note} |"
     yield ""
 
 

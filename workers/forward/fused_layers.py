@@ -42,7 +42,7 @@ class _Family:
     router: str = "gate"
     """Name of the mixture's router."""
     is_gpt_oss: bool = False
-    """Norms multiply before they round, each pair of rotated numbers has one angle, and heads have learned sinks."""
+    """Norms multiply before they round, and each pair of rotated numbers has one angle."""
 
 
 _FAMILIES = {
@@ -351,7 +351,7 @@ def _is_known(layer: nn.Module, norm: nn.Module) -> bool:
         and names in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
         and all(type(one).__name__ == f"{prefix}RMSNorm" and _is_whole(one) for one in norms)
         and all(isinstance(one, FastLinear | MergedLinear) for one in linears)
-        and set(attention._parameters) == ({"sinks"} if family.is_gpt_oss else set())
+        and set(attention._parameters) <= {"sinks"}
         and _is_whole(attention)
         and not any(_has_hooks(one) for one in (layer, attention, mlp, *norms))
         and (_is_mixture(mlp, prefix, family) if hasattr(mlp, "experts") else _is_dense(mlp, prefix))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
+from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from tests.support.fakes.fake_cluster import configure
 from tests.support.fakes.fake_target import FakeTarget
 
@@ -19,8 +20,8 @@ FIRST_WORDS = (
 
 
 def test_every_metric_says_what_it_counts_and_in_which_unit() -> None:
-    families = list(Metrics().registry.collect())
-    assert len(families) > 30
+    families = [family for kind in (Metrics, IngressMetrics) for family in kind().registry.collect()]
+    assert len(families) > 40
     for family in families:
         assert family.documentation.startswith(FIRST_WORDS), family.name
         assert family.documentation.endswith("."), family.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -248,3 +249,11 @@ def test_every_key_is_known_and_described() -> None:
     assert {"target.path", "draft.model.path", "draft.ngram.max", "target.kv.pool_bytes", "log_level"} <= set(keys)
     assert len(keys) == len(set(keys))
     assert [key for key, field in all_fields().items() if not field.description] == []
+
+
+def test_every_setting_is_read() -> None:
+    root = Path(__file__).parents[3]
+    files = (file for part in ("cluster", "workers", "deploy") for file in (root / part).rglob("*.py"))
+    read = {name for file in files for name in re.findall(r"\.(\w+)", file.read_text("utf-8"))}
+    by_keyword = {"target.autoscaling.sequences_per_replica"}
+    assert {key for key in all_fields() if key.rpartition(".")[2] not in read} == by_keyword

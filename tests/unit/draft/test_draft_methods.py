@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,8 @@ from cluster.core.tree import TokenTree
 from workers.draft.common.idle_work import IdleWork
 from workers.draft.registry import METHODS, create, register
 from workers.serve.configuration import load_configuration
+
+DRAFTS = Path(__file__).parents[3] / "deploy" / "docs" / "drafts.md"
 
 
 class RepeatSettings(PluginSettings):
@@ -59,3 +63,10 @@ def test_the_settings_of_all_plugins_are_read_without_torch() -> None:
     code = "import sys; from workers.serve.configuration import load_configuration; load_configuration({})"
     check = "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
+
+
+def test_the_page_of_drafts_describes_every_method() -> None:
+    page = DRAFTS.read_text("utf-8")
+    (refused,) = re.findall(r"^For encoder-decoder targets .*?, (.*?) are refused", page, re.MULTILINE)
+    assert [name for name in METHODS.names() if f"\n| `{name}` | " not in page] == []
+    assert re.findall(r"`(\w+)`", refused) == [name for name, one in METHODS.items() if not one.for_encoder_decoder]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import grpc
@@ -60,6 +62,17 @@ def test_parameters_that_are_not_set_are_not_sent() -> None:
     thinking = common_pb2.SamplingParameters(thinking=common_pb2.ThinkingBudget(max_tokens=0))
     ranked = generation_pb2.GenerateRequest(text="hi", sampling=thinking, priority=-3)
     assert make_request("hi", Parameters(thinking_token_budget=0, priority=-3)) == ranked
+
+
+def test_every_parameter_reaches_the_message() -> None:
+    plain, unread = make_request("hi", Parameters()), {field.name for field in fields(Parameters)}
+    values: list[Any] = [1, "x", (1,), {1: 1.0}]
+    for name in tuple(unread):
+        for value in values:
+            with suppress(InvalidRequest, AttributeError):  # the value has another type
+                if make_request("hi", Parameters(**{name: value})) != plain:
+                    unread.discard(name)
+    assert unread == set()
 
 
 def test_one_stop_string_is_not_its_characters() -> None:

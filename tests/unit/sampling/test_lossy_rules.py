@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.sampling.acceptance import DecidedTree, RootPosition, create_rule, longest_path
+from workers.sampling.acceptance import RULES, DecidedTree, RootPosition, create_rule, longest_path
 from workers.sampling.rules.blockwise import Blockwise
 from workers.sampling.rules.typical import Typical
 from workers.serve.configuration import load_configuration
@@ -19,6 +22,8 @@ from workers.serve.configuration import load_configuration
 # 5 ─ 7 ─ 8
 # 6   └ 9      (9 is a child of 7; 6 is a sibling of 5)
 TREE = TokenTree(tokens=(5, 6, 7, 8, 9), parents=(-1, -1, 0, 2, 2))
+DRAFTS = Path(__file__).parents[3] / "deploy" / "docs" / "drafts.md"
+KEEPING = re.compile(r"^With the acceptance rules (.*?), answers", re.MULTILINE)
 SAMPLED, GREEDY = RootPosition(), RootPosition(is_greedy=True)
 
 
@@ -132,6 +137,16 @@ def test_a_path_ends_at_the_first_node_that_is_not_accepted() -> None:
 )
 def test_a_rule_says_whether_it_is_lossless(settings: dict[str, Any], is_lossless: bool) -> None:
     assert create_rule(load_configuration({"target": settings}).target).is_lossless is is_lossless
+
+
+@pytest.mark.parametrize("name", RULES.names())
+def test_settings_and_page_say_which_rules_are_lossy(name: str) -> None:
+    rule = RULES.get(name)
+    described = (rule.settings.__doc__ or "").startswith(("LOSSY", "NOT LOSSLESS"))
+    pages = (TargetSection.model_fields["acceptance"].description or "", *KEEPING.findall(DRAFTS.read_text("utf-8")))
+    named = [name in re.findall(r"`(\w+)`", page) for page in pages]
+    assert rule.create(rule.settings()).is_lossless or described
+    assert named == [not described, not described and name != "coupled"]
 
 
 @pytest.mark.parametrize(

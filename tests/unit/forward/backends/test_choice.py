@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cluster.core.config.model_section import ModelSection
-from cluster.core.config.target_section import KvSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.errors import ConfigurationError
 from tests.support.models import tiny
 from workers.forward.backends import flash, triton
@@ -201,6 +201,11 @@ def test_a_named_backend_is_used_whatever_its_preference(suited: AttentionSettin
 def test_a_named_backend_that_cannot_be_used_is_refused(suited: AttentionSetting, name: str, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=f"target.attention_backend: '{name}' is refused.*{problem}"):
         require_backend(name, suited)
+
+
+def test_the_setting_describes_the_backends_that_only_it_chooses() -> None:
+    described = TargetSection.model_fields["attention_backend"].description or ""
+    assert [one.name for one in all_backends() if one.preference < 0 and f"`{one.name}`" not in described] == []
 
 
 def test_a_named_backend_is_refused_where_the_kernels_compute_the_model(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from cluster.core.config.sections import LimitsSection
 from cluster.ingress.openai.requests import ChatRequest, CompletionRequest, Parameters
-from tests.pages.parameters import page
+from tests.pages.parameters import OWN, page
 from tests.support.fakes.http_app import HI, HttpApi, error_of
 
 # Parameters of vLLM that OpenAI's API lacks.
@@ -68,6 +68,7 @@ VLLM_CHAT = [
 VLLM_COMPLETIONS = [
     "prompt_embeds",
 ]
+VLLM_FORMERLY = ["best_of", "guided_choice", "guided_grammar", "guided_json", "guided_regex"]
 
 
 async def test_unknown_fields_are_ignored_and_named_in_a_header(api: HttpApi) -> None:
@@ -107,6 +108,18 @@ def test_every_parameter_of_openai_and_vllm_is_known(
     known = {*model.model_fields, *model.unsupported}
     assert {*openai_params.__annotations__, *vllm_names, *VLLM_BOTH} - known == set()
     assert not {*model.model_fields} & {*model.unsupported}
+
+
+def test_the_page_marks_parameters_that_neither_openai_nor_vllm_has() -> None:
+    openai = (chat_params.CompletionCreateParamsBase, completion_params.CompletionCreateParamsBase)
+    theirs = {
+        *VLLM_BOTH,
+        *VLLM_CHAT,
+        *VLLM_COMPLETIONS,
+        *VLLM_FORMERLY,
+        *(name for one in openai for name in one.__annotations__),
+    }
+    assert {*ChatRequest.model_fields, *CompletionRequest.model_fields} - theirs == OWN
 
 
 @pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
