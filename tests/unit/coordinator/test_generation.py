@@ -93,15 +93,6 @@ async def test_a_good_drafter_saves_steps_and_the_usage_reports_it() -> None:
     assert [commit.finish for commit in commits] == [None, None, None, FinishReason.LENGTH]
 
 
-async def test_an_answer_ends_at_its_stop_token() -> None:
-    target = FakeTarget()
-    whole = target.answer(request(max_tokens=20))
-    async with serving(target, PerfectDrafter(target)) as coordinator:
-        commits = await read(coordinator, request(max_tokens=20, stop=frozenset({whole[7]})))
-    assert [token for commit in commits for token in commit.tokens] == whole[: whole.index(whole[7]) + 1]
-    assert commits[-1].finish is FinishReason.STOP
-
-
 @pytest.mark.parametrize("overrides", [{"draft__method": "none"}, {"draft__max_nodes": 0}], ids=str)
 async def test_without_a_drafting_method_no_drafter_is_called(overrides: dict[str, object]) -> None:
     target = FakeTarget()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.core.request import BeamParameters
-from tests.support.fakes.http_app import HttpApi, chunks, error_of
+from tests.support.fakes.http_app import HttpApi, chunks
 
 
 def by_seed(api: HttpApi, *texts: str) -> None:
@@ -88,9 +88,3 @@ async def test_beams_come_as_choices(api: HttpApi) -> None:
         assert len(response.json()["choices"]) == 2
     request = api.engine.requests[0]
     assert (request.n, request.beam) == (2, BeamParameters(4, 0.0))
-
-
-async def test_selected_answers_are_not_streamed(api: HttpApi) -> None:
-    for values in ({"best_of": 2}, {"n": 2, "use_beam_search": True}):
-        response = await api.chat(stream=True, **values)
-        assert (response.status_code, error_of(response)["param"]) == (400, "stream")

@@ -151,7 +151,8 @@ async def test_events_of_several_calls_at_once_share_a_message() -> None:
     assert it.messages[0] == 5
 
 
-async def test_errors_arrive_as_they_were_raised_and_touch_no_other_call() -> None:
+async def test_errors_arrive_as_they_were_raised_after_all_responses_and_touch_no_other_call() -> None:
+    before_the_loss: list[int] = []
     async with served() as it:
         running = asyncio.create_task(read_all(it.client, request("long", 500)))
         with pytest.raises(InvalidRequest, match="temperature: 9 is refused"):
@@ -159,19 +160,12 @@ async def test_errors_arrive_as_they_were_raised_and_touch_no_other_call() -> No
         with pytest.raises(Overloaded) as full:
             await read_all(it.client, request("full"))
         with pytest.raises(TargetUnavailable, match="the target is lost"):
-            await read_all(it.client, request("lost", 3))
+            await read_all(it.client, request("lost", 7), into=before_the_loss)
         with pytest.raises(Exception, match="its log has the cause"):
             await read_all(it.client, request("bug", 1))
         assert await running == list(range(500))
     assert full.value.retry_after_seconds == 3.0
-
-
-async def test_responses_before_an_error_arrive() -> None:
-    found: list[int] = []
-    async with served() as it:
-        with pytest.raises(TargetUnavailable):
-            await read_all(it.client, request("lost", 7), into=found)
-    assert found == list(range(7))
+    assert before_the_loss == list(range(7))
 
 
 async def test_a_call_that_its_reader_leaves_is_cancelled() -> None:

@@ -54,10 +54,6 @@ async def test_the_target_client_calls_every_method(scripted: ScriptedServer, ta
     assert scripted.resolved == 1
 
 
-async def test_the_drafter_proposes(drafter: GrpcDrafter) -> None:
-    assert await drafter.propose(ROWS, TIMEOUT_SECONDS) == PROPOSALS
-
-
 async def test_successive_steps_use_one_stream(scripted: ScriptedServer, target: GrpcTarget) -> None:
     for _ in range(3):
         assert await target.step(BATCH) == RESULT
@@ -101,12 +97,6 @@ async def test_closing_ends_the_streams(scripted: ScriptedServer) -> None:
     await target.close()
     async with asyncio.timeout(30):
         await until(lambda: not scripted.target.streams)
-
-
-async def test_the_error_of_a_target_is_raised_at_the_client(scripted: ScriptedServer, target: GrpcTarget) -> None:
-    scripted.target.failure = InvalidRequest("pending[0]", 5, "less")
-    with pytest.raises(InvalidRequest, match=r"pending\[0\]"):
-        await target.step(BATCH)
 
 
 async def test_a_target_whose_answer_is_out_of_bounds_is_unavailable(

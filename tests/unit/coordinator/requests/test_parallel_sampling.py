@@ -165,6 +165,7 @@ async def test_abort_ends_every_answer_that_is_unfinished() -> None:
             written = sum(len(commit.tokens) for commit in commits if commit.index == end.index)
             assert end.usage.completion_tokens == written > 0
         await until(lambda: target.is_empty)
+        assert not coordinator.abort(RequestId("r"))
 
 
 async def test_abort_before_the_prompt_is_computed_ends_all_answers() -> None:
@@ -175,7 +176,8 @@ async def test_abort_before_the_prompt_is_computed_ends_all_answers() -> None:
         reading = asyncio.create_task(read(coordinator, request("r", n=2)))
         await asyncio.sleep(0.005)
         assert coordinator.abort(RequestId("r"))
-        assert [(commit.index, commit.tokens) for commit in await reading] == [(0, ()), (1, ())]
+        ends = [(commit.index, commit.tokens, commit.finish) for commit in await reading]
+        assert ends == [(0, (), FinishReason.ABORT), (1, (), FinishReason.ABORT)]
         coordinator.abort(RequestId("busy"))
         await busy
 

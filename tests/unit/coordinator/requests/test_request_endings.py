@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.core.errors import DeadlineExceeded
-from cluster.core.ids import RequestId
-from cluster.core.request import Commit, FinishReason, GenerationRequest
+from cluster.core.request import GenerationRequest
 from tests.support.fakes.beam_requests import beam_request
 from tests.support.fakes.fake_cluster import (
     all_tokens,
@@ -55,34 +54,6 @@ async def test_other_requests_continue_when_one_client_disconnects() -> None:
         answers, _ = await asyncio.gather(all_tokens(coordinator, wanted), leaving)
     assert answers == [target.answer(one) for one in wanted]
     assert target.accepted > 0
-
-
-async def test_abort_ends_a_running_stream_with_its_usage() -> None:
-    target = FakeTarget(step_delay=0.001)
-    async with serving(target, PerfectDrafter(target)) as coordinator:
-        commits: list[Commit] = []
-        async for commit in coordinator.generate(request("r", max_tokens=400)):
-            commits.append(commit)
-            if len(commits) == 2:
-                assert coordinator.abort(RequestId("r"))
-        assert commits[-1].finish is FinishReason.ABORT
-        assert commits[-1].usage is not None
-        assert commits[-1].usage.completion_tokens == sum(len(commit.tokens) for commit in commits)
-        await until(lambda: target.blocks_free == target.blocks)
-        assert not coordinator.abort(RequestId("r"))
-
-
-async def test_abort_ends_a_waiting_stream() -> None:
-    target = FakeTarget(step_delay=0.001)
-    async with serving(target, WrongDrafter(target), scheduler__max_sequences=1) as coordinator:
-        runner = asyncio.create_task(read(coordinator, request("runs", max_tokens=400)))
-        waiter = asyncio.create_task(read(coordinator, request("waits")))
-        await until(lambda: len(target.batches) > 2)
-        assert coordinator.abort(RequestId("waits"))
-        (last,) = await waiter
-        assert last.finish is FinishReason.ABORT and last.tokens == ()
-        coordinator.abort(RequestId("runs"))
-        await runner
 
 
 @of_every_kind
