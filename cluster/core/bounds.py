@@ -135,6 +135,13 @@ def text(field: str, value: str, most: int) -> str:
     return value
 
 
+def client(value: str) -> str:
+    """Return the name of a client, which a slash separates from its ids and salts. Raises `InvalidRequest`."""
+    if "/" in text("client", value, MAX_CLIENT_BYTES):
+        raise InvalidRequest("client", value, "without a slash")
+    return value
+
+
 def identifier(field: str, value: str) -> str:
     """Return a sequence id of 1 to `MAX_SEQUENCE_ID_BYTES` bytes; refuse any other."""
     if not 1 <= len(value.encode()) <= MAX_SEQUENCE_ID_BYTES:

@@ -92,7 +92,7 @@ def validate(
     check_model(request.model if request.HasField("model") else None, info)
     bounds.text("coordinator", request.coordinator, bounds.MAX_NAME_BYTES)
     request_id = _request_id(request)
-    client = _client(request)
+    client = bounds.client(request.client)
     salt = bounds.text("cache_salt", request.cache_salt, bounds.MAX_SALT_BYTES)
     prompt = decode_prompt(request, info, limits)
     prompt_options = decode_prompt_options(request.prompt_options, info)
@@ -212,14 +212,6 @@ def _request_id(request: generation_pb2.GenerateRequest) -> RequestId:
     if request.HasField("request_id"):
         return check_request_id(request.request_id)
     return RequestId(secrets.token_hex(16))
-
-
-def _client(request: generation_pb2.GenerateRequest) -> str:
-    """Return the name of the caller's API key. A slash separates it from a request's id and salt."""
-    client = bounds.text("client", request.client, bounds.MAX_CLIENT_BYTES)
-    if "/" in client:
-        raise InvalidRequest("client", client, "without a slash")
-    return client
 
 
 def _allows_learning(request: generation_pb2.GenerateRequest, learns_from: LearnsFrom) -> bool:

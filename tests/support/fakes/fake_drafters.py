@@ -102,7 +102,6 @@ class SlowDrafter(PerfectDrafter):
         self.delay = delay
 
     async def before_answer(self) -> None:
-        """Wait."""
         await asyncio.sleep(self.delay)
 
 
@@ -112,7 +111,6 @@ class FailingDrafter(PerfectDrafter):
     is_down = True
 
     async def before_answer(self) -> None:
-        """Fail while down."""
         await asyncio.sleep(0)
         if self.is_down:
             self.known.clear()
@@ -140,7 +138,6 @@ class BuggyDrafter(PerfectDrafter):
     """Raises an error that the port does not allow."""
 
     async def before_answer(self) -> None:
-        """Raise."""
         raise ZeroDivisionError("a bug in the drafter")
 
 
@@ -152,7 +149,6 @@ class ForgetfulDrafter(PerfectDrafter):
         self.random = random.Random(seed)
 
     async def before_answer(self) -> None:
-        """Lose some."""
         await asyncio.sleep(0)
         for sequence_id in list(self.known):
             if self.random.random() < 0.3:

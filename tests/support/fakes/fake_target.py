@@ -112,9 +112,7 @@ class FakeTarget:
     def revive(self) -> None:
         """Accept calls again, without sequences and with a new epoch."""
         self.drafted = 0
-        """Number of drafted tokens verified."""
         self.accepted = 0
-        """Number of drafted tokens accepted."""
         self.is_down = False
         self._forget()
         self._epoch += 1

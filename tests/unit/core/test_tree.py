@@ -19,12 +19,6 @@ def test_the_empty_tree_is_plain_decoding() -> None:
     assert EMPTY_TREE.child(ROOT, 5) is None
 
 
-def test_each_token_of_a_chain_is_the_child_of_the_one_before() -> None:
-    chain = TokenTree.chain([5, 6, 7])
-    assert chain.parents == (-1, 0, 1)
-    assert chain.is_chain and chain.depth() == 3
-
-
 def test_candidates_merge_into_a_trie_and_the_first_get_their_nodes() -> None:
     tree = TokenTree.from_candidates([(5, 6, 8), (5, 7), (9,)], max_nodes=10)
     assert tree == TokenTree(tokens=(5, 6, 8, 7, 9), parents=(-1, 0, 1, 0, -1))

@@ -50,16 +50,11 @@ async def test_an_answer_has_a_start_deltas_and_an_end(tmp_path: Path) -> None:
     )
     assert events[0] == Started(engine.requests[0].request_id, MODEL, 7, len(tokenizer.encode("hi")))
     assert text_of(events) == "hello the world"
+    assert tokens_of(events) == [*tokenizer.encode("hello the world"), 2]
     finished = events[-1]
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.stop_token) == (FinishReason.STOP, 2)
     assert finished.usage.completion_tokens == len(tokens_of(events))
-
-
-async def test_the_end_of_sequence_token_is_counted_and_has_no_text(tmp_path: Path) -> None:
-    generation, _, tokenizer = fake_service(tmp_path)
-    events = await events_of(generation, Request(text="hi"))
-    assert tokens_of(events) == [*tokenizer.encode("hello the world"), 2]
 
 
 async def test_the_text_of_a_stop_token_is_left_out(tmp_path: Path) -> None:

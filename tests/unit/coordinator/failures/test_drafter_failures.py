@@ -23,7 +23,6 @@ class UnreleasableDrafter(PerfectDrafter):
     refusals = 3
 
     async def release(self, sequence_ids: Many[SequenceId]) -> None:
-        """Fail, then release."""
         self.refusals -= 1
         if self.refusals >= 0:
             raise DrafterUnavailable("connection refused")
@@ -34,7 +33,6 @@ class RefusingDrafter(PerfectDrafter):
     """Cannot serve prompts that begin with 13."""
 
     def answer(self, row: DraftRow) -> Proposal:
-        """Refuse or draft."""
         if row.new_tokens[:1] == (13,):
             return Proposal(row.sequence_id, row.base_len, fault=RowFault(RowFaultCode.INVALID, "too long for me"))
         return super().answer(row)
