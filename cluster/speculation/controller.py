@@ -131,7 +131,8 @@ class SpeculationController:
         elif record.is_comparable:
             seconds = max(0.0, record.seconds - drafting)
             size = len(record.rows), record.tokens
-            expected = self._step_latency.seconds(*size) if self._step_latency.covers(record.tokens) else math.inf
+            is_known = self._step_latency.knows_speed and self._step_latency.covers(record.tokens)
+            expected = self._step_latency.seconds(*size) if is_known else math.inf
             self._step_latency.observe(*size, seconds)
             if record.is_drafted:
                 self._speedup.observe_drafted(record.deciding, seconds + drafting, record.committed)

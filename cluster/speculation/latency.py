@@ -88,6 +88,11 @@ class LatencyModel:
         """Whether anything was observed."""
         return bool(self._knots)
 
+    @property
+    def knows_speed(self) -> bool:
+        """Whether several samples were observed since the profile, which may be of a different speed."""
+        return self._slowdown_samples >= OUTLIER_MIN_SAMPLES
+
     def covers(self, size: int) -> bool:
         """Whether a size as small as `size` was observed."""
         return bool(self._knots) and self._knots[0].size <= size

@@ -7,12 +7,14 @@ from functools import cache
 
 import pytest
 
+from cluster.core.verification import TargetInfo
 from tests.support.fakes.fake_cluster import request
 from tests.support.fakes.simulated_time import (
     DrafterModel,
     DraftingTarget,
     SimulatedCluster,
     StepTime,
+    TimedDrafter,
     TimedTarget,
     cpu_step,
     equal_requests,
@@ -129,7 +131,6 @@ async def seconds_of_crowds(target: TimedTarget, **settings: object) -> float:
 def test_drafts_that_pay_for_one_answer_alone_do_not_slow_eight_down() -> None:
     """A first draft also reads the prompt: it is not asked for where few tokens are left or drafts do not pay."""
     target = DraftingTarget(cpu_step, DrafterModel(0.6, call_seconds=0.001, row_seconds=0.0008))
-    target.first_seconds = 0.003
     without = simulate(seconds_of_crowds(TimedTarget(cpu_step), draft__method="none"))
     on_target: dict[str, object] = {"draft__method": "ngram", "draft__placement": "target"}
     assert without >= NEVER_SLOWER * simulate(seconds_of_crowds(target, **on_target))
@@ -137,7 +138,7 @@ def test_drafts_that_pay_for_one_answer_alone_do_not_slow_eight_down() -> None:
 
 
 def test_eight_answers_that_begin_after_a_drafted_one_have_no_drafts_before_their_gain_is_known() -> None:
-    async def seconds(target: DraftingTarget, **settings: object) -> float:
+    async def seconds(target: TimedTarget, **settings: object) -> float:
         cluster = SimulatedCluster([], target, draft__max_nodes=7, draft__max_depth=7, **settings)
         async with cluster.coordinator:
             await cluster.serve(equal_requests(1, 64, "alone"))
@@ -148,6 +149,27 @@ def test_eight_answers_that_begin_after_a_drafted_one_have_no_drafts_before_thei
     without = simulate(seconds(TimedTarget(cpu_step), draft__method="none"))
     assert without >= NEVER_SLOWER * simulate(seconds(target, draft__method="ngram", draft__placement="target"))
     assert target.accepted
+
+
+class QuicklyProfiledTarget(TimedTarget):
+    """A target whose steps were ten times as fast while it measured them during warm-up."""
+
+    async def info(self) -> TargetInfo:
+        info = await super().info()
+        return replace(info, profile=tuple(replace(sample, seconds=sample.seconds / 10) for sample in info.profile))
+
+
+@pytest.mark.parametrize("step_time", [gpu_step, cpu_step])
+def test_a_profile_of_a_faster_machine_does_not_end_drafts_that_pay(step_time: StepTime) -> None:
+    """Warm-up measures short texts on an idle machine. A first plain round that is slower was not delayed."""
+
+    async def seconds(target: TimedTarget) -> float:
+        model = DrafterModel(0.8, call_seconds=0.001, row_seconds=0.0001)
+        cluster = SimulatedCluster([TimedDrafter(target, model)], target)
+        async with cluster.coordinator:
+            return await cluster.serve(equal_requests(2, 1000))
+
+    assert simulate(seconds(QuicklyProfiledTarget(step_time))) < 1.1 * simulate(seconds(TimedTarget(step_time)))
 
 
 ACCEPTANCES = (0.45, 0.45, 0.2, 0.2, 0.2, 0.2, 0.35, 0.35, 0.65, 0.65, 0.25, 0.25)
