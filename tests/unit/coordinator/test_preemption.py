@@ -16,6 +16,18 @@ from tests.support.fakes.fake_target import FakeTarget
 LONG = tuple(range(1, 31))
 
 
+async def test_when_blocks_run_out_the_latest_are_preempted_and_all_answers_are_right() -> None:
+    target = FakeTarget(blocks=12)
+    metrics = Metrics()
+    wanted = [request(f"r{index}", max_tokens=36, seed=index) for index in range(8)]
+    async with Coordinator(target, [RandomDrafter(target)], configure(), metrics) as coordinator:
+        assert await all_tokens(coordinator, wanted) == [target.answer(one) for one in wanted]
+        await until(lambda: target.blocks_free == target.blocks)
+    assert value_of(metrics, "vllm:num_preemptions_total") > 0
+    assert not target.faults
+    assert target.accepted > 0
+
+
 async def test_blocks_that_disappear_between_steps_cost_time_and_nothing_else() -> None:
     target = FakeTarget(blocks=20, step_delay=0.001)
     wanted = [request(f"r{index}", max_tokens=40, seed=index) for index in range(4)]
