@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cluster.core.errors import ModelLoadError
-from workers.model.draft_card import DraftDescription
-from workers.model.weight_files import weight_files
+from workers.model.draft_card import DraftDescription, is_distilled
+from workers.model.weight_files import config_values, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,6 +25,13 @@ _UNSHARED = ("Gemma",)
 """Names of families whose ends are not shared, because their embeddings are scaled."""
 _TEXT_PARTS = ("model.language_model.", "model.")
 """How checkpoints of images and texts begin the names of the parts that read and write text, and how models do."""
+_LAYER_COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
+"""How configurations name a number of layers."""
+_NESTED = ("text_config", "encoder", "decoder")
+"""The parts of a configuration that state layers of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +218,14 @@ def read_shared_ends(target: Path, card: DraftDescription) -> SharedEnds:
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """The configuration of the model in a directory. Raises `ModelLoadError`."""
+    """The configuration of the model in a directory.
+
+    Raises `ModelLoadError`, also for more layers than its weights have tensors.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    _check_layers(directory)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (
@@ -225,6 +236,32 @@ def read_config(directory: Path) -> PreTrainedConfig:
             f"model directory {str(directory)!r}: its configuration cannot be read: {error}"
         ) from error
     return config
+
+
+def _check_layers(directory: Path) -> None:
+    """Raise `ModelLoadError` for more layers than tensors: `transformers` would make them all before it misses any.
+
+    A draft may state the layers of an encoder that its target has.
+    """
+    values = config_values(directory)
+    parts = [values, *(part for key in _NESTED if isinstance(part := values.get(key), dict))]
+    found = [(key, count) for part in parts for key in _LAYER_COUNTS if isinstance(count := part.get(key), int)]
+    files = [] if is_distilled(directory) else list(directory.glob("*.safetensors"))
+    if not found or not files:
+        return
+    tensors = 0
+    try:
+        for file in files:
+            with safe_open(file, framework="pt") as stored:
+                tensors += len(stored.keys())
+    except (OSError, SafetensorError):  # reading the weights reports it
+        return
+    for key, count in found:
+        if count > tensors:
+            raise ModelLoadError(
+                f"model directory {str(directory)!r}: {key} in config.json: {count} is refused; it must be at most "
+                f"{tensors}, the number of tensors in its files"
+            )
 
 
 def read_target_config(target: Path, card: DraftDescription) -> PreTrainedConfig:

@@ -135,3 +135,28 @@ def test_a_configuration_with_values_of_no_use_is_refused_by_its_directory(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | changes))
     with pytest.raises(ModelLoadError, match=f"model directory '{tmp_path}': its configuration cannot be read"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "part"), [("num_hidden_layers", None), ("n_layer", None), ("num_layers", "text_config")]
+)
+def test_more_layers_than_the_files_have_tensors_are_refused_before_they_are_made(
+    field: str, part: str | None, tmp_path: Path
+) -> None:
+    LlamaForCausalLM(tiny.llama()).save_pretrained(tmp_path)
+    tensors = len(load_file(tmp_path / "model.safetensors"))
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+
+    def read(layers: int) -> None:
+        file.write_text(json.dumps(values | ({field: layers} if part is None else {part: {field: layers}})))
+        read_config(tmp_path)
+
+    read(tensors)
+    message = (
+        f"{field} in config.json: 3000 is refused; it must be at most {tensors}, the number of tensors in its files"
+    )
+    with pytest.raises(ModelLoadError, match=f"model directory '{tmp_path}': {message}"):
+        read(3000)
+    (tmp_path / "model.safetensors").unlink()  # `load_format: dummy` needs no weights
+    read(3000)
