@@ -35,6 +35,8 @@ class _RoundSums:
     """Total time of rounds without drafts, in seconds."""
     plain_rounds: float = 0.0
     """Number of rounds without drafts."""
+    is_plain_bounded: bool = False
+    """Whether these are few, and the time of one was counted as less than it was."""
     seconds: float = 0.0
     """Total time of rounds with drafts, in seconds."""
     tokens: float = 0.0
@@ -147,8 +149,10 @@ class SpeedupTracker:
     def observe_plain(self, rows: int, seconds: float, expected_seconds: float = math.inf) -> None:
         """Add a round without drafts and without prompts. `expected_seconds` is from earlier rounds of all sizes."""
         sums = self._of(rows)
-        if sums.plain_rounds < FEW_PLAIN_ROUNDS:
-            seconds = min(seconds, MAX_PLAIN_DELAY * expected_seconds)
+        is_few, bound = sums.plain_rounds < FEW_PLAIN_ROUNDS, MAX_PLAIN_DELAY * expected_seconds
+        sums.is_plain_bounded = is_few and (sums.is_plain_bounded or seconds > bound)
+        if is_few:
+            seconds = min(seconds, bound)
         sums.plain_seconds = sums.plain_seconds * ROUND_DECAY + seconds
         sums.plain_rounds = sums.plain_rounds * ROUND_DECAY + 1
         sums.plain_rounds_due = max(0.0, sums.plain_rounds_due - 1)
@@ -169,9 +173,12 @@ class SpeedupTracker:
         speedup = sums.speedup
         least = MIN_SPEEDUP if rows > 1 else MIN_SPEEDUP_ALONE
         if (sums.rounds >= SURE_ROUNDS and speedup < least) or (sums.rounds >= CLEAR_ROUNDS and speedup < CLEAR_LOSS):
-            due = sums.plain_rounds_due if rows > 1 else 0.0  # drafters' work on new prompts, too
-            sums.pause = max(sums.next_pause, math.ceil(max(sums.lost_rounds / LOSS_SHARE, due)))
-            sums.next_pause = min(2 * sums.next_pause, MAX_PAUSE)
+            if sums.is_plain_bounded:  # it may not be a loss: measure plain rounds first
+                sums.pause, sums.plain_rounds_due = FIRST_PAUSE, 0.0
+            else:
+                due = sums.plain_rounds_due if rows > 1 else 0.0  # drafters' work on new prompts, too
+                sums.pause = max(sums.next_pause, math.ceil(max(sums.lost_rounds / LOSS_SHARE, due)))
+                sums.next_pause = min(2 * sums.next_pause, MAX_PAUSE)
             sums.clear_drafted()
         elif sums.rounds >= SURE_ROUNDS:
             sums.next_pause = FIRST_PAUSE

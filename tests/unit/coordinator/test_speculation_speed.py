@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from cluster.core.verification import TargetInfo
+from cluster.core.verification import StepBatch, StepResult, TargetInfo
 from tests.support.fakes.fake_cluster import request
 from tests.support.fakes.simulated_time import (
     DrafterModel,
@@ -170,6 +171,32 @@ def test_a_profile_of_a_faster_machine_does_not_end_drafts_that_pay(step_time: S
             return await cluster.serve(equal_requests(2, 1000))
 
     assert simulate(seconds(QuicklyProfiledTarget(step_time))) < 1.1 * simulate(seconds(TimedTarget(step_time)))
+
+
+class SlowingTarget(TimedTarget):
+    """A target whose steps take `slowdown` times as long."""
+
+    slowdown = 1.0
+
+    async def step(self, batch: StepBatch) -> StepResult:
+        tokens = sum(row.width for row in batch.rows)
+        await asyncio.sleep((self.slowdown - 1) * self.step_time(len(batch.rows), tokens))
+        return await super().step(batch)
+
+
+def test_a_crowd_that_begins_when_steps_have_become_slow_has_drafts() -> None:
+    """Its first plain round is slow because of its long texts, and not because something else delayed it."""
+
+    async def seconds(slowdown: float) -> float:
+        target = SlowingTarget(gpu_step)
+        drafter = TimedDrafter(target, DrafterModel(0.8, call_seconds=0.001, row_seconds=0.0001))
+        cluster = SimulatedCluster([drafter], target)
+        async with cluster.coordinator:
+            await cluster.serve(equal_requests(1, 100, "alone"))
+            target.slowdown = slowdown
+            return await cluster.serve(equal_requests(4, 400))
+
+    assert simulate(seconds(6.0)) < 1.5 * 6 * simulate(seconds(1.0))
 
 
 ACCEPTANCES = (0.45, 0.45, 0.2, 0.2, 0.2, 0.2, 0.35, 0.35, 0.65, 0.65, 0.25, 0.25)
