@@ -205,8 +205,11 @@ def read_values(config: str) -> dict[str, Any]:
     values = _parse(config, text)
     if values is None:
         return {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+    if not isinstance(values, dict):
         raise ConfigurationError(f"{config}: needed sections with keys, found {type(values).__name__}")
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigurationError(f"{config}: {key} is refused; keys must be strings")
     return values
 
 

@@ -89,5 +89,8 @@ def add_tokens(app: FastAPI, client: TextClient, limits: LimitsSection) -> None:
         message = generation_pb2.DetokenizeRequest(
             model=body.model, token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
         )
-        found = await client.detokenize(message)
+        try:
+            found = await client.detokenize(message)
+        except InvalidRequest as error:
+            raise error.renamed(error.field.replace("token_ids", "tokens", 1)) from None
         return JSONResponse({"prompt": found.text}, headers=headers)

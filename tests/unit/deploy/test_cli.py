@@ -111,6 +111,15 @@ class TestSettings:
         with pytest.raises(ConfigurationError, match="needed sections with keys, found list"):
             settings.load_settings(str(file), environment={})
 
+    @pytest.mark.parametrize(("text", "key"), [("1: 2", "1"), ("target: {}\non: 2", "True"), ("~: 2", "None")])
+    def test_a_key_of_a_file_that_is_not_a_text_is_named(self, tmp_path: Path, text: str, key: str) -> None:
+        """YAML reads `on` as true."""
+        file = tmp_path / "mine.yaml"
+        file.write_text(text)
+
+        with pytest.raises(ConfigurationError, match=rf"mine\.yaml: {key} is refused; keys must be strings"):
+            settings.load_settings(str(file), environment={})
+
     def test_a_section_that_a_file_has_twice_is_refused(self, tmp_path: Path) -> None:
         """YAML itself would forget the first one."""
         file = tmp_path / "mine.yaml"

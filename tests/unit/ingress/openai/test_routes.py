@@ -51,6 +51,13 @@ async def test_special_tokens_are_added_to_a_text_and_to_a_conversation_only_if_
         assert found["tokens"] == (with_them if by_default else without)
 
 
+async def test_a_refused_token_is_named_as_the_route_names_it(api: HttpApi) -> None:
+    refused = await api.post("/detokenize", tokens=[0, 2**31])
+    assert refused.status_code == 400
+    assert error_of(refused)["param"] == "tokens[1]"
+    assert error_of(refused)["message"].startswith("tokens[1]: 2147483648 is refused")
+
+
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": HI}, {"prompt": "a", "model": "other"}])
 async def test_wrong_bodies_to_tokenize_are_refused(api: HttpApi, body: dict[str, Any]) -> None:
     assert error_of(await api.post("/tokenize", **body))["param"] in ("prompt", "model")
