@@ -31,7 +31,7 @@ from workers.forward.backends.base import (
 from workers.forward.graph_sizes import WORD, GraphSize
 from workers.forward.layout import RowShape, blocks_read, slots_of
 from workers.forward.projections import Projections
-from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, padded_width, wide_tile
+from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, narrow_tile, padded_width, wide_tile
 from workers.kv.eight_bits import STORED_TYPES
 from workers.kv.groups import AttentionWindow
 from workers.transfer import StepArray, to_device_together
@@ -39,8 +39,6 @@ from workers.transfer import StepArray, to_device_together
 if TYPE_CHECKING:
     from workers.forward.triton.eight_bits import StoredLayer
 
-_NARROW_TILE = 4
-"""Queries of a tile of rows of up to 64 tokens."""
 _MOST_SUMS = 256 << 20
 """Most bytes of the sums of splits of a launch outside of CUDA graphs, unless those of one row take more. There are as
 many splits as the row with the most has, for each query: beside one long row, short ones would take gigabytes."""
@@ -109,7 +107,8 @@ class TritonBackend(AttentionBackend[TritonStep]):
             wide_tile(one.heads_per_kv // (groups or 1), one.value_dim)
             for one, groups in zip(layers, self._groups, strict=True)
         )
-        self._narrow_tile = _NARROW_TILE if not any(self._groups) else 1
+        narrow = min(narrow_tile(one.heads_per_kv, one.value_dim) for one in layers)
+        self._narrow_tile = 1 if any(self._groups) else narrow
         self._split_bytes = _FLOAT_BYTES * max(
             one.kv_heads * one.heads_per_kv * (padded_width(one.value_dim) + 2) for one in layers
         )

@@ -28,9 +28,8 @@ _MOST_REGISTERS = 128
 in flight, though some tens of bytes of each thread move to memory."""
 _MOST_REGISTERS_WIDENING = 168
 """Most registers of a thread where keys and values have 8 bits: three programs fit beside each other."""
-_MOST_BOUNDED = 8192
-"""Most numbers of the results of a narrow tile whose registers are bounded. Of 32 heads of 128 numbers, or 16 of 256,
-more than a kilobyte of each thread would move to memory."""
+_MANY_HEADS, _KEYS_OF_MANY = 32, 32
+"""So many heads that share a KV head have at most so many keys an iteration: nothing then moves to memory."""
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
@@ -53,9 +52,9 @@ class Launch:
 
 
 def launch_of(
-    tile: int, group: int, dim: int, *, is_wide: bool, capability: int, kind: int = AS_IT_IS, has_latents: bool = False
+    group: int, dim: int, *, is_wide: bool, capability: int, kind: int = AS_IT_IS, has_latents: bool = False
 ) -> Launch:
-    """The launch for tiles of so many queries, whose heads share a KV head in groups, with heads of `dim` numbers.
+    """The launch for `group` heads of `dim` numbers that share a KV head.
 
     `kind` is how keys and values are stored (`StoredLayer`): widening 8 bits takes registers. `capability` is the
     device's, 90 for Hopper. Before it, products keep their operands in registers.
@@ -67,11 +66,12 @@ def launch_of(
     keys = max(16, min(_MOST_KEYS, _KEY_NUMBERS // width // (1 if dim == width else 2)))
     if is_wide:
         return Launch(keys if capability >= _HOPPER else min(keys, 32), 4 if dim > 64 else 8, 3, None)
-    rows = tile * triton.next_power_of_2(group)
-    is_bounded, warps = rows * width <= _MOST_BOUNDED, 8 if rows >= 64 or dim > 128 else 4
+    warps = 8 if dim > 128 else 4
     if kind != AS_IT_IS:
-        return Launch(max(16, keys // 2), warps, 3, _MOST_REGISTERS_WIDENING if is_bounded else None)
-    return Launch(keys, warps, 3, _MOST_REGISTERS if is_bounded else None)
+        return Launch(max(16, keys // 2), warps, 3, _MOST_REGISTERS_WIDENING)
+    if triton.next_power_of_2(group) >= _MANY_HEADS:
+        keys = min(keys, _KEYS_OF_MANY)
+    return Launch(keys, warps, 3, _MOST_REGISTERS)
 
 
 @lru_cache
@@ -119,7 +119,6 @@ def paged_attention(
     sums = torch.empty((1,) if plan.is_wide else (*shape, width), dtype=torch.float32, device=queries.device)
     stats = torch.empty((1,) if plan.is_wide else (2, *shape), dtype=torch.float32, device=queries.device)
     launch = launch_of(
-        plan.tile,
         group,
         dim,
         is_wide=plan.is_wide,

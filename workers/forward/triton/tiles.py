@@ -21,12 +21,21 @@ MOST_NORMALIZED = 4
 _WIDE_ROWS, _MOST_NUMBERS = 64, 8192
 """Rows of the products of wide tiles, queries times the heads that share a KV head, and most numbers of their results:
 64 rows of 128 numbers, 32 of 256. More would not fit registers."""
+_NARROW_QUERIES, _NARROW_ROWS, _NARROW_NUMBERS = 4, 32, 4096
+"""Most queries of a narrow tile, and most rows of its products and numbers of their results, unless one query has more.
+More would not leave room for other programs beside it."""
 
 
 def wide_tile(heads_per_kv: int, head_dim: int) -> int:
     """Queries of a tile of a prompt, a power of two."""
     group, width = (1 << (number - 1).bit_length() for number in (heads_per_kv, head_dim))
     return max(1, min(_WIDE_ROWS, _MOST_NUMBERS // width) // group)
+
+
+def narrow_tile(heads_per_kv: int, head_dim: int) -> int:
+    """Queries of a tile of a row of up to 64 tokens, a power of two."""
+    group, width = (1 << (number - 1).bit_length() for number in (heads_per_kv, head_dim))
+    return max(1, min(_NARROW_QUERIES, min(_NARROW_ROWS, _NARROW_NUMBERS // width) // group))
 
 
 def most_splits(blocks: int, size: int, window: AttentionWindow) -> int:
