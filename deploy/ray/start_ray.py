@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._private.node import Node
 from ray._private.services import canonicalize_bootstrap_address
@@ -81,7 +84,7 @@ def start_local_ray(resources: Resources) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(_TOKEN_BYTES)
     _enable_authentication()
     _log_messages_of_ray()
-    with _without_reports(), in_background():
+    with _without_reports(), _with_handler_of_caller(), in_background():
         ray.init(
             address="local",
             num_cpus=int(resources.cpus),
@@ -123,6 +126,21 @@ def _without_reports() -> Iterator[None]:
             setattr(Node, name, method)
 
 
+@contextmanager
+def _with_handler_of_caller() -> Iterator[None]:
+    """The caller's handler of SIGTERM, if there is one, stays: Ray's ends the process with status 15."""
+    handler, set_handler = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
+    if handler is signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ray_utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = set_handler
+        signal.signal(signal.SIGTERM, handler)  # Ray's compiled part has replaced it, too
+
+
 def join_ray(address: str, *, demands_token: bool) -> None:
     """Join the Ray cluster at `address`: `HOST:PORT`, or `auto` for that of `RAY_ADDRESS` or of this machine.
 
@@ -138,7 +156,8 @@ def join_ray(address: str, *, demands_token: bool) -> None:
             address = variable or canonicalize_bootstrap_address(address) or address
         if "://" not in address and (found := canonicalize_bootstrap_address(address)):
             _check_running(found)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with _with_handler_of_caller():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from deploy.signals import SIGNALLED
 from tests.support.clusters.ray_head import LOOPBACK
 from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.node import free_port
@@ -93,6 +94,20 @@ def running_serve(directory: Path, *settings: str) -> Iterator[RunningServe]:
             server.process.wait(60)
         finally:
             server.process.kill()
+
+
+def test_a_signal_while_ray_starts_ends_the_command_as_any_other(tmp_path: Path) -> None:
+    """Ray has a handler of SIGTERM of its own, which ends a process with another status and without a word."""
+    server = RunningServe(tmp_path)
+    until = time.monotonic() + START_SECONDS
+    while not any(one.name() == "raylet" for one in psutil.Process(server.process.pid).children()):
+        assert time.monotonic() < until and server.process.poll() is None, server.lines
+        time.sleep(0.1)
+    server.process.terminate()
+    try:
+        assert server.process.wait(60) == SIGNALLED
+    finally:
+        server.process.kill()
 
 
 def test_one_stream_of_json_lines_and_a_second_signal_that_ends_answers_and_the_process(tmp_path: Path) -> None:
