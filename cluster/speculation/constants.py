@@ -105,7 +105,8 @@ CONTROL_ROUNDS = 64
 """Length of the periods at whose end a round has no drafts, so that the time of plain decoding stays known, in rounds
 that may have drafts."""
 FIRST_CONTROL_ROUNDS = 8
-"""The same of the first period of several sequences; each period is twice as long, up to `CONTROL_ROUNDS`."""
+"""Length of the first control period of several sequences, in rounds. Each later period is twice as long, up to
+`CONTROL_ROUNDS`."""
 SURE_SPEEDUP = 1.5
 """From this expected speed-up on, rounds without drafts are `SURE_FACTOR` times less frequent."""
 SURE_FACTOR = 4

@@ -36,7 +36,7 @@ class _RoundSums:
     plain_rounds: float = 0.0
     """Number of rounds without drafts."""
     is_plain_bounded: bool = False
-    """Whether these are few, and the time of one was counted as less than it was."""
+    """Whether few rounds without drafts were measured, and one of them counted as shorter than it was."""
     seconds: float = 0.0
     """Total time of rounds with drafts, in seconds."""
     tokens: float = 0.0
@@ -147,7 +147,10 @@ class SpeedupTracker:
         return is_known and sums.speedup > 1.0
 
     def observe_plain(self, rows: int, seconds: float, expected_seconds: float = math.inf) -> None:
-        """Add a round without drafts and without prompts. `expected_seconds` is from earlier rounds of all sizes."""
+        """Add a round without drafts and without prompts, in seconds.
+
+        `expected_seconds` is its duration as earlier rounds of all sizes predict it.
+        """
         sums = self._of(rows)
         is_few, bound = sums.plain_rounds < FEW_PLAIN_ROUNDS, MAX_PLAIN_DELAY * expected_seconds
         sums.is_plain_bounded = is_few and (sums.is_plain_bounded or seconds > bound)

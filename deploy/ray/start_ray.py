@@ -130,7 +130,7 @@ def _without_reports() -> Iterator[None]:
 def _with_handler_of_caller() -> Iterator[None]:
     """The caller's handler of SIGTERM, if there is one, stays: Ray's ends the process with status 15."""
     handler, set_handler = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
-    if handler is signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+    if handler in (signal.SIG_DFL, None) or threading.current_thread() is not threading.main_thread():
         yield
         return
     ray_utils.set_sigterm_handler = lambda _: None

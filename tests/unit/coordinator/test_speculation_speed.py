@@ -185,7 +185,7 @@ class SlowingTarget(TimedTarget):
 
 
 def test_a_crowd_that_begins_when_steps_have_become_slow_has_drafts() -> None:
-    """Its first plain round is slow because of its long texts, and not because something else delayed it."""
+    """The crowd's first round without drafts is slow because texts are long: nothing else delayed it."""
 
     async def seconds(slowdown: float) -> float:
         target = SlowingTarget(gpu_step)

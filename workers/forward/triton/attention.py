@@ -29,8 +29,8 @@ in flight, though some tens of bytes of each thread move to memory."""
 _MOST_REGISTERS_WIDENING = 168
 """Most registers of a thread where keys and values have 8 bits: three programs fit beside each other."""
 _MANY_HEADS, _KEYS_OF_MANY = 32, 32
-"""So many heads that share a KV head have at most so many keys an iteration. Of heads that are not padded, nothing then
-moves to memory."""
+"""Number of query heads of one KV head from which an iteration reads at most the second number of keys. With more keys,
+registers of heads whose size is a power of two would spill."""
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
