@@ -134,6 +134,7 @@ def restore(last: EventId, choices: Sequence[Choice], requests: Sequence[generat
             finished=kind == "f",
             drafted_tokens=drafted,
             accepted_draft_tokens=accepted,
+            target_steps=max(0, tokens - accepted),  # each step adds one token of the target's own
             accepted_by_origin=origins,
         )
 

@@ -48,6 +48,8 @@ class StreamedChoices:
     heads: set[tuple[Any, ...]] = field(default_factory=set)
     """What all chunks share: there must be one."""
     usage: list[tuple[int, int]] = field(default_factory=list)
+    decided: list[int] = field(default_factory=list)
+    """Tokens of each choice by its receipt: the accepted ones, and one of the target's own for each pass."""
 
     def add(self, chunk: dict[str, Any]) -> None:
         self.heads.add(tuple(chunk[key] for key in ("id", "created", "model", "seed")))
@@ -60,6 +62,8 @@ class StreamedChoices:
             tokens += choice.get("token_ids", [])
             logprobs += _entries(choice["logprobs"])
             ends += [choice["finish_reason"], choice["stop_reason"]] if choice["finish_reason"] else []
+            if (receipt := choice.get("receipt")) is not None:
+                self.decided.append(receipt["accepted"] + receipt["target_passes"])
             self.choices[choice["index"]][0] = text + (delta.get("content") or "")
 
 
@@ -146,6 +150,8 @@ async def test_a_stream_cut_after_any_event_continues_at_another_ingress(tmp_pat
             found = read([*first, *rest])
             assert found.choices == expected.choices
             assert found.usage == expected.usage
+            # A stop string may leave out what a last pass added.
+            assert 0 <= sum(found.decided) - found.usage[-1][1] <= len(found.decided)
             assert len({event_id for event_id, _ in (*first, *rest)}) == len(first) + len(rest)
 
 
