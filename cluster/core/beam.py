@@ -162,7 +162,8 @@ def _finished(state: BeamState, ranked: Sequence[_Continuation]) -> tuple[Finish
         stops = entry.token in state.stop_token_ids
         if stops or ends_by_length:
             tokens = (*state.running[entry.parent].tokens, entry.token)
-            reason = FinishReason.STOP if stops else FinishReason.LENGTH
+            is_forced = ends_by_length and entry.token == state.forced_eos_token_id
+            reason = FinishReason.STOP if stops and not is_forced else FinishReason.LENGTH
             ended.append(FinishedBeam(tokens, entry.logprob, entry.logprob / divisor, reason))
     ended.sort(key=lambda answer: -answer.score)  # a stable sort: among equal scores the earlier one stays first
     return tuple(ended[: state.parameters.width])

@@ -100,6 +100,17 @@ class StoppingCriteria:
     forced_eos_token_id: int | None = None
     """The last token of an answer that reaches `max_tokens`, whatever the model decides there; `None` forces none."""
 
+    def finish_after(self, token: int, count: int) -> FinishReason | None:
+        """Return why an answer ends whose token number `count` is `token`, stop strings aside; `None` if it goes on.
+
+        The token that is forced at `max_tokens` ends it by its length, also where the model decides the same: the
+        tokens alone say why an answer has ended, so that a resumed one ends for the same reason.
+        """
+        is_last = count >= self.max_tokens
+        if token in self.stop_token_ids and not (is_last and token == self.forced_eos_token_id):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if is_last else None
+
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:

@@ -184,11 +184,12 @@ class Sequence:
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Cut the tokens after the first stop token or at the length bound, and say which ended the answer."""
-        stops, remaining = self.request.stopping.stop_token_ids, self.remaining
-        if not stops.isdisjoint(tokens):
+        stopping, remaining = self.request.stopping, self.remaining
+        if not stopping.stop_token_ids.isdisjoint(tokens):
+            before = len(self.tokens) - self.prompt_len
             for count, token in enumerate(tokens[:remaining], start=1):
-                if token in stops:
-                    return tokens[:count], FinishReason.STOP
+                if (finish := stopping.finish_after(token, before + count)) is not None:
+                    return tokens[:count], finish
         if len(tokens) >= remaining:
             return tokens[:remaining], FinishReason.LENGTH
         return tokens, None

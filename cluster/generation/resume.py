@@ -96,9 +96,7 @@ def ending(tokens: Sequence[int], stopping: StoppingCriteria) -> FinishReason | 
     early = next((token for token in tokens[:-1] if token in stops), None)
     if early is not None:
         raise InvalidRequest("resume", early, "without tokens after one that ends the answer")
-    if tokens and tokens[-1] in stops:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(tokens) >= stopping.max_tokens else None
+    return stopping.finish_after(tokens[-1], len(tokens)) if tokens else None
 
 
 def _part(message: generation_pb2.ResumedAnswer, field: str, info: TargetInfo, limits: LimitsSection) -> ReceivedPart:

@@ -103,6 +103,8 @@ def test_the_forced_last_token_gives_the_answers_and_scores_of_transformers(mode
     assert [answer.tokens for answer in state.finished] == [tokens for tokens, _ in expected]
     assert [answer.score for answer in state.finished] == pytest.approx([score for _, score in expected], abs=1e-4)
     assert any(len(answer.tokens) == 6 for answer in state.finished)
+    reasons = {len(answer.tokens) == 6: answer.finish for answer in state.finished}
+    assert reasons.items() <= {True: FinishReason.LENGTH, False: FinishReason.STOP}.items()
 
 
 def test_the_parametrised_searches_reach_stop_tokens(model: Any) -> None:

@@ -184,6 +184,7 @@ def test_the_start_carries_the_salt() -> None:
         (frozenset(), (5, 9), 1, FinishReason.LENGTH),
         (frozenset({9}), (5, 9), 1, FinishReason.LENGTH),
         (frozenset({6}), (5, 6), 2, FinishReason.STOP),
+        (frozenset({6, 9}), (5, 6), 2, FinishReason.STOP),
     ],
 )
 def test_the_forced_last_token_replaces_the_decision_at_the_length_bound(
@@ -196,6 +197,18 @@ def test_the_forced_last_token_replaces_the_decision_at_the_length_bound(
     assert commit is not None
     assert (commit.tokens, commit.accepted, commit.finish) == (tokens, accepted, finish)
     assert [entry.token for entry in commit.logprobs] == list(tokens)
+
+
+@pytest.mark.parametrize("decided", [9, 6])
+def test_an_answer_with_the_forced_last_token_ends_by_its_length_whatever_was_decided(decided: int) -> None:
+    stopping = StoppingCriteria(max_tokens=2, stop_token_ids=frozenset({9}), forced_eos_token_id=9)
+    request = GenerationRequest(RequestId("r"), (1, 2, 3, 4), stopping=stopping)
+    logprobs = tuple(TokenLogprobs(token, -1.0) for token in (5, decided))
+    commit = Sequence(ID, request, arrival=1).commit(Verdict(ID, 4, (5, decided), 2, logprobs))
+    assert commit is not None
+    assert (commit.tokens, commit.finish) == ((5, 9), FinishReason.LENGTH)
+    assert commit.logprobs[-1] == TokenLogprobs(9, 0.0)
+    assert [stopping.finish_after(9, count) for count in (1, 2)] == [FinishReason.STOP, FinishReason.LENGTH]
 
 
 def test_the_start_of_a_sequence_holds_its_source() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import ContextLengthExceeded, InvalidRequest
-from cluster.core.request import GeneratedPart
+from cluster.core.request import FinishReason, GeneratedPart
 from cluster.generation.events import Delta, Event, Finished, Started
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.translation.tiny_marian import ENGLISH, FRENCH
@@ -131,6 +131,20 @@ async def test_the_generation_configuration_of_the_model_holds_for_every_request
     stopping = generation_pb2.StoppingCriteria(max_tokens=3, ignore_eos=True)
     await served.events(Request(text=FRENCH[0], stopping=stopping))
     assert served.engine.requests[-1].stopping.forced_eos_token_id is None
+
+
+async def test_a_resumed_answer_that_has_its_forced_end_has_ended_by_its_length(served: Translator) -> None:
+    served.engine.forced_eos_token_id = END
+    sampling = common_pb2.SamplingParameters(seed=1)
+    stopping = generation_pb2.StoppingCriteria(max_tokens=3)
+    tokens = served.tokenizer.encode_answer(ENGLISH[0])
+    for received, reason in (((*tokens[:2], END), FinishReason.LENGTH), ((tokens[0], END), FinishReason.STOP)):
+        part = generation_pb2.ResumedAnswer(token_count=len(received), token_ids=received)
+        request = Request(text=FRENCH[0], sampling=sampling, stopping=stopping, resume=[part])
+        ends = [event for event in await served.events(request) if isinstance(event, Finished)]
+        assert [(end.reason, end.stop_token) for end in ends] == [
+            (reason, END if reason is FinishReason.STOP else None)
+        ]
 
 
 async def test_stored_tokens_with_a_forced_end_belong_to_one_length(served: Translator) -> None:
