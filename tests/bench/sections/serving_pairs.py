@@ -26,10 +26,16 @@ METHODS = ("model",)
 """Drafting methods that are compared with plain decoding, unless `--variants` names others. `suffix+recycling` means
 both in one tree. `none` compares two plain clusters, which shows what the order of their starts is worth."""
 DTYPE = "bfloat16"
-ROUNDS = 2
-"""Prompts of a measurement, for each request in flight."""
+ANSWERS, LEAST_TURNS, MOST_TURNS = 128, 2, 8
+"""Answers of a measurement, and the bounds of how many one request slot gives: few slots give more, because a second
+alone says little."""
 LEAST_RATIO = 0.97
 """Drafted serving should reach this share of plain serving's rate at every batch size."""
+
+
+def turns(batch: int) -> int:
+    """Prompts of a measurement, for each request in flight."""
+    return max(LEAST_TURNS, min(MOST_TURNS, ANSWERS // batch))
 
 
 @dataclass
@@ -58,7 +64,8 @@ def run(options: Options) -> None:
     """Measure and report, one drafting method after another."""
     base = "pilotfish serve without" if options.against is None else "that of another checkout"
     heading(f"Serving in pairs: pilotfish serve with drafts against {base}")
-    write(f"{options.repeats} pairs; {ROUNDS} prompts per request in flight, {options.tokens} tokens each; {DTYPE}")
+    prompts = f"{LEAST_TURNS} to {MOST_TURNS} prompts per request in flight, {options.tokens} tokens each"
+    write(f"{options.repeats} pairs; {prompts}; {DTYPE}")
     for method in options.variants or METHODS:
         _compare(options, method)
 
@@ -104,7 +111,7 @@ class PairPrompts:
 
     def __init__(self, options: Options, batches: tuple[int, ...]) -> None:
         self._batches = batches
-        self._per_pair = ROUNDS * sum(batches)
+        self._per_pair = sum(turns(batch) * batch for batch in batches)
         self._prompts = options.prompts(self._per_pair * (options.repeats + 1))
 
     def warm_up(self, batch: int) -> list[tuple[int, ...]]:
@@ -112,10 +119,10 @@ class PairPrompts:
         return self.of_pair(-1, batch)
 
     def of_pair(self, pair: int, batch: int) -> list[tuple[int, ...]]:
-        """`ROUNDS` prompts for each request in flight."""
-        before = ROUNDS * sum(self._batches[: self._batches.index(batch)])
+        """The prompts of one measurement."""
+        before = sum(turns(other) * other for other in self._batches[: self._batches.index(batch)])
         first = (pair + 1) * self._per_pair + before
-        return [self._prompts[index % len(self._prompts)] for index in range(first, first + ROUNDS * batch)]
+        return [self._prompts[index % len(self._prompts)] for index in range(first, first + turns(batch) * batch)]
 
 
 def _report(method: str, found: dict[int, Pairs], base: str) -> None:

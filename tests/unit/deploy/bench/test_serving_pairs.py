@@ -38,6 +38,10 @@ def test_only_the_drafted_cluster_has_a_draft_model_and_chosen_settings_come_las
     assert "draft.model.path=smollm2-135m-draft" in serving_pairs.assignments(asked, "model")
 
 
+def test_few_requests_in_flight_have_more_turns() -> None:
+    assert [serving_pairs.turns(batch) for batch in (1, 8, 32, 64, 256)] == [8, 8, 4, 2, 2]
+
+
 def test_no_two_measurements_share_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Options, "prompts", lambda self, most: [(index,) for index in range(most)])
     prompts = PairPrompts(parse("--pairs", "3"), (4, 8))
@@ -46,5 +50,5 @@ def test_no_two_measurements_share_a_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     chosen += [prompts.of_pair(pair, batch) for pair in range(3) for batch in (4, 8)]
 
     flat = [prompt for some in chosen for prompt in some]
-    assert [len(some) for some in chosen] == [8, 16] * 4
+    assert [len(some) for some in chosen] == [8 * 4, 8 * 8] * 4
     assert len(set(flat)) == len(flat)
