@@ -1,12 +1,12 @@
-/* Products of 4-bit and 8-bit integers in groups with activations that are split into int8 numbers.
+/* Products of 4-bit and 8-bit integers in groups with activations that are rounded to integers of 16 bits.
 
    The inputs of a row's group share a step, so that one large activation makes no other group coarse. Each input is an integer
-   of 16 bits: a coarse int8 number and a fine one. Sums of integers are exact, so tile registers (group_tiles.c) and vectors
-   find the same ones, whatever the number of rows. A group's sum is then a float, and scale, zero and minimum are applied to it
-   as in groups.c, group after group.
+   of 16 bits. Sums of integers are exact, so tile registers (group_tiles.c), which multiply a coarse int8 number and a fine one,
+   and vectors find the same ones, whatever the number of rows. A group's sum is then a float, and scale, zero and minimum are
+   applied to it as in groups.c, group after group.
 
-   VNNI multiplies unsigned bytes with signed ones, four of each for every sum. Values of 4 bits are unsigned; those of 8 bits
-   become so by adding 128, and what that adds to a sum, 128 times the sum of the activations, is subtracted. */
+   VNNI multiplies integers of 16 bits, two for every sum. Weights are widened to them once for as many rows as have sums that
+   fit the registers. Those rows read the weights from memory once. */
 
 #include <omp.h>
 #include <stddef.h>
@@ -23,7 +23,6 @@
 #define MOST_ROWS 256
 #define ON_TILES 28        /* rows from which on tile registers are faster than vectors; they are for LEAST_ROWS, too */
 #define AHEAD 4096         /* bytes of weights to prefetch */
-#define EXCESS 128         /* what makes values of 8 bits unsigned */
 
 int pilotfish_splits_groups(int64_t group)
 {
@@ -32,7 +31,7 @@ int pilotfish_splits_groups(int64_t group)
 
 /* --- the inputs ------------------------------------------------------------------------------- */
 
-/* Split `count` inputs, at most MOST_GROUP: each WORD of them becomes its even ones and then its odd ones. Returns their sum. */
+/* Split `count` inputs for tile registers: each WORD of them becomes its even ones and then its odd ones. Returns their sum. */
 static int32_t split_integers(const float *x, int64_t count, float factor, int8_t *coarse, int8_t *fine)
 {
     int64_t i = 0;
@@ -58,6 +57,28 @@ static int32_t split_integers(const float *x, int64_t count, float factor, int8_
     return sum;
 }
 
+#if HAS_VNNI
+/* Round `count` inputs for vectors: of each WORD, the pairs in the order in which `widened` returns their weights. Returns their
+   sum. */
+static int32_t round_integers(const float *x, int64_t count, float factor, int8_t *to)
+{
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, 2, 3, 10, 11, 6, 7, 14, 15));
+    const __m512 factors = _mm512_set1_ps(factor);
+    __m512i lanes = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += LANES) { /* WORD or 2 * WORD at a time */
+        const __mmask16 some = count - i < LANES ? (__mmask16)((1 << (count - i)) - 1) : 0xffff;
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + i), factors));
+        const __m256i ordered = _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(whole), order);
+        if (some == 0xffff) _mm256_storeu_si256((__m256i *)(to + 2 * i), ordered);
+        else _mm_storeu_si128((__m128i *)(to + 2 * i), _mm256_castsi256_si128(ordered));
+        lanes = _mm512_add_epi32(lanes, whole);
+    }
+    return _mm512_reduce_add_epi32(lanes);
+}
+#else
+#define round_integers(X, COUNT, FACTOR, TO) 0
+#endif
+
 /* The largest absolute value, or a number that is not finite. */
 static float largest_of(const float *x, int64_t count)
 {
@@ -73,14 +94,15 @@ static float largest_of(const float *x, int64_t count)
     return most;
 }
 
-static void split_rows(const Matrix *matrix, const float *x, const SplitGroups *to)
+/* Make integers of the rows: for tile registers, or for vectors. */
+static void split_rows(const Matrix *matrix, const float *x, const SplitGroups *to, int on_tiles)
 {
     const int64_t group = matrix->group, groups = groups_of(matrix);
     for (int64_t r = 0; r < to->rows; r++, x += matrix->inputs)
         for (int64_t g = 0; g < groups; g++) {
             const int64_t at = r * groups + g, first = g * group;
             const int64_t some = matrix->inputs - first < group ? matrix->inputs - first : group;
-            int8_t *coarse = to->numbers + 2 * group * (g * to->rows + r), *fine = coarse + group;
+            int8_t *numbers = to->numbers + 2 * group * (g * to->rows + r);
             const float *own = x + first;
             float values[MOST_GROUP];
             if (matrix->order || some < group) {
@@ -89,154 +111,131 @@ static void split_rows(const Matrix *matrix, const float *x, const SplitGroups *
                 own = values;
             }
             const float most = largest_of(own, group), step = most / LARGEST, factor = step > 0.0f ? 1.0f / step : 0.0f;
+            int32_t sum = 0;
             if (most < INFINITY && factor < INFINITY) {
-                to->whole[at] = split_integers(own, group, factor, coarse, fine);
+                if (on_tiles) sum = split_integers(own, group, factor, numbers, numbers + group);
+                else sum = round_integers(own, group, factor, numbers);
                 to->steps[at] = step;
             } else { /* zeros instead of numbers near the smallest one; infinity or NaN has no integers: all sums are NaN */
-                memset(coarse, 0, (size_t)group), memset(fine, 0, (size_t)group);
-                to->whole[at] = 0, to->steps[at] = most < INFINITY ? 0.0f : NAN;
+                memset(numbers, 0, 2 * (size_t)group);
+                to->steps[at] = most < INFINITY ? 0.0f : NAN;
             }
-            to->sums[at] = (float)to->whole[at] * to->steps[at];
+            to->sums[at] = (float)sum * to->steps[at];
         }
 }
 
 /* --- vectors ---------------------------------------------------------------------------------- */
 
 #if HAS_VNNI
-#define MOST_SUMS 4 /* most rows times blocks: their sums fit the registers */
-#define EACH_SIZE(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(1, 2) DO(1, 4)
+#define VECTOR_ROWS 12 /* most rows whose sums fit the registers */
+#define MOST_PARTS (WORD / 2)
+#define EACH_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
 
-/* Add the products of four inputs and weights of each output. Written as assembly because GCC 12 copies every sum of the
+/* Add the products of two inputs and weights of each output. Written as assembly because GCC 12 copies every sum of the
    intrinsic from register to register. */
-#define ADD_PRODUCTS(SUM, WEIGHTS, FOUR) __asm__("vpdpbusd %2, %1, %0" : "+v"(SUM) : "v"(WEIGHTS), "v"(FOUR))
+#define ADD_PRODUCTS(SUM, WEIGHTS, TWO) __asm__("vpdpwssd %2, %1, %0" : "+v"(SUM) : "v"(WEIGHTS), "v"(TWO))
 
-INLINE __m512i four_inputs(const int8_t *from)
+INLINE __m512i two_inputs(const int8_t *from)
 {
-    int32_t four;
-    memcpy(&four, from, sizeof four);
-    return _mm512_set1_epi32(four);
+    int32_t two;
+    memcpy(&two, from, sizeof two);
+    return _mm512_set1_epi32(two);
 }
 
-/* Add the products of four inputs of each row with a vector of outputs: `x` [rows, 2, group], `sum` [rows][2][2], coarse and fine. */
-INLINE void add_four(const int8_t *x, int64_t group, const int rows, const int half, __m512i weights, __m512i sum[][2][2])
+/* The weights of one pair of inputs, from a line of packed ones: [LANES, 2] integers of 16 bits. */
+INLINE __m512i widened(__m512i line, const int pair, const int64_t kind)
 {
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-        ADD_PRODUCTS(sum[r][half][0], weights, four_inputs(x + 2 * r * group));
-        ADD_PRODUCTS(sum[r][half][1], weights, four_inputs(x + (2 * r + 1) * group));
-    }
+    if (kind == GROUPS4_TILES)
+        return _mm512_and_si512(_mm512_srli_epi32(line, pair % 2 * 8 + pair / 2 * 4), _mm512_set1_epi32(0x000f000f));
+    return _mm512_srai_epi16(pair ? line : _mm512_slli_epi16(line, 8), 8);
 }
 
-/* Multiply `rows` rows from `first` on with `blocks` neighbouring blocks, and apply the operations after the product. */
+/* Multiply `rows` rows from `first` on with a block, and apply the operations after the product. */
 INLINE void multiply_rows(const Matrix *matrix, const SplitGroups *input, const Output *output, int64_t block, int64_t row,
-                          int64_t first, const int64_t kind, const int rows, const int blocks)
+                          int64_t first, const int64_t kind, const int rows)
 {
-    const int64_t group = matrix->group, groups = groups_of(matrix), bytes = group_bytes(matrix);
-    const int64_t of_block = groups * bytes, before = head_bytes(matrix), stride = 2 * LINE;
-    const int inputs = kind == GROUPS4_TILES ? WORD : WORD / 2; /* of a line */
+    const int64_t group = matrix->group, groups = groups_of(matrix), bytes = group_bytes(matrix), before = head_bytes(matrix);
+    const int pairs = kind == GROUPS4_TILES ? WORD / 2 : WORD / 4; /* of inputs, in a line */
+    const int parts = rows == 1 ? pairs : rows <= 4 ? 2 : 1;       /* of a sum, so that products of few rows need not wait */
     const char *at = group_at(matrix, block, 0);
-    const __m512i low = _mm512_set1_epi8(0xf), unsign = _mm512_set1_epi8((char)EXCESS);
-    Vector total[MOST_SUMS][2];
-#pragma GCC unroll 4
-    for (int s = 0; s < rows * blocks; s++) total[s][0] = total[s][1] = (Vector){0};
+    Vector total[VECTOR_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (Vector){0};
     for (int64_t g = 0; g < groups; g++, at += bytes) {
         const int8_t *x = input->numbers + 2 * group * (g * input->rows + first);
-        const char *from = at + before;
-        /* where a block ends, the next ones that are read together begin */
-        const int64_t ahead = AHEAD + (g * bytes + AHEAD >= of_block ? (blocks - 1) * of_block : 0);
-        __m512i sum[MOST_SUMS][2][2];
+        const char *lines = at + before;
+        __m512i sum[VECTOR_ROWS][2][MOST_PARTS];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int s = 0; s < rows * blocks; s++)
-            sum[s][0][0] = sum[s][0][1] = sum[s][1][0] = sum[s][1][1] = _mm512_setzero_si512();
-        for (int64_t i = 0; i < group; i += inputs, from += stride, x += inputs)
+            for (int part = 0; part < parts; part++) sum[r][0][part] = sum[r][1][part] = _mm512_setzero_si512();
+        for (int64_t i = 0; i < group; i += 2 * pairs, lines += 2 * LINE, x += 4 * pairs) {
+            __builtin_prefetch(lines + AHEAD, 0, 3);
+            __builtin_prefetch(lines + AHEAD + LINE, 0, 3);
+            const __m512i left = _mm512_loadu_si512(lines), right = _mm512_loadu_si512(lines + LINE);
 #pragma GCC unroll 4
-            for (int b = 0; b < blocks; b++)
-#pragma GCC unroll 2
-                for (int half = 0; half < 2; half++) {
-                    const char *line = from + b * of_block + half * LINE;
-                    __builtin_prefetch(line + ahead, 0, 3);
-                    const __m512i values = _mm512_loadu_si512(line);
-                    if (kind == GROUPS4_TILES) {
-                        add_four(x, group, rows, half, _mm512_and_si512(values, low), sum + b * rows);
-                        add_four(x + WORD / 2, group, rows, half, _mm512_and_si512(_mm512_srli_epi32(values, 4), low), sum + b * rows);
-                    } else {
-                        add_four(x, group, rows, half, _mm512_xor_si512(values, unsign), sum + b * rows);
-                    }
+            for (int pair = 0; pair < pairs; pair++) {
+                const __m512i to_left = widened(left, pair, kind), to_right = widened(right, pair, kind);
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) {
+                    const __m512i two = two_inputs(x + 2 * r * group + 4 * pair);
+                    ADD_PRODUCTS(sum[r][0][pair % parts], to_left, two);
+                    ADD_PRODUCTS(sum[r][1][pair % parts], to_right, two);
                 }
-#pragma GCC unroll 4
-        for (int b = 0; b < blocks; b++) {
-            const Head head = head_of(matrix, at + b * of_block);
-            for (int64_t line = 0; line < before; line += LINE) __builtin_prefetch(at + b * of_block + ahead + line, 0, 3);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                const int64_t own = (first + r) * groups + g;
-                const __m512i excess = _mm512_set1_epi32(kind == GROUPS4_TILES ? 0 : EXCESS * input->whole[own]);
-                __m512i whole[2];
-                for (int half = 0; half < 2; half++) {
-                    __m512i *parts = sum[b * rows + r][half];
-                    whole[half] = _mm512_add_epi32(_mm512_slli_epi32(parts[0], COARSE_BITS), parts[1]);
-                    if (kind != GROUPS4_TILES) whole[half] = _mm512_sub_epi32(whole[half], excess);
-                }
-                apply_integers(&head, matrix->offset, input->steps[own], input->sums[own], (Words)whole[0], (Words)whole[1],
-                               total[b * rows + r]);
             }
         }
-    }
-    Vector done[MOST_SUMS][2]; /* a copy, so that the sums themselves stay in registers */
+        for (int64_t line = 0; line < before; line += LINE) __builtin_prefetch(at + AHEAD + line, 0, 3);
+        const Head head = head_of(matrix, at);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            const int64_t own = (first + r) * groups + g;
 #pragma GCC unroll 4
-    for (int s = 0; s < rows * blocks; s++) done[s][0] = total[s][0], done[s][1] = total[s][1];
+            for (int part = 1; part < parts; part++)
+                for (int half = 0; half < 2; half++) sum[r][half][0] = _mm512_add_epi32(sum[r][half][0], sum[r][half][part]);
+            apply_integers(&head, matrix->offset, input->steps[own], input->sums[own], (Words)sum[r][0][0], (Words)sum[r][1][0],
+                           total[r]);
+        }
+    }
+    Vector done[VECTOR_ROWS][2]; /* a copy, so that the sums themselves stay in registers */
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) done[r][0] = total[r][0], done[r][1] = total[r][1];
 #pragma GCC unroll 1
-    for (int s = 0; s < rows * blocks; s++)
-        finish(matrix, output, block + s / rows, row + first + s % rows, done[s][0], done[s][1]);
+    for (int r = 0; r < rows; r++) finish(matrix, output, block, row + first + r, done[r][0], done[r][1]);
 }
 
 typedef void RowsFunction(const Matrix *matrix, const SplitGroups *input, const Output *output, int64_t block, int64_t row,
                           int64_t first);
 
-#define DEFINE(KIND, SIZE, BLOCKS)                                                                                     \
-    static void multiply_##KIND##_##SIZE##_##BLOCKS(const Matrix *matrix, const SplitGroups *input,                    \
-                                                    const Output *output, int64_t block, int64_t row, int64_t first)   \
+#define DEFINE(KIND, ROWS)                                                                                             \
+    static void multiply_##KIND##_##ROWS(const Matrix *matrix, const SplitGroups *input, const Output *output,         \
+                                         int64_t block, int64_t row, int64_t first)                                    \
     {                                                                                                                  \
-        multiply_rows(matrix, input, output, block, row, first, KIND, SIZE, BLOCKS);                                   \
+        multiply_rows(matrix, input, output, block, row, first, KIND, ROWS);                                           \
     }
-#define DEFINE_KINDS(SIZE, BLOCKS) DEFINE(GROUPS4_TILES, SIZE, BLOCKS) DEFINE(GROUPS8_TILES, SIZE, BLOCKS)
+#define DEFINE_KINDS(ROWS) DEFINE(GROUPS4_TILES, ROWS) DEFINE(GROUPS8_TILES, ROWS)
 EACH_SIZE(DEFINE_KINDS)
 
-#define FUNCTIONS(SIZE, BLOCKS) {multiply_GROUPS4_TILES_##SIZE##_##BLOCKS, multiply_GROUPS8_TILES_##SIZE##_##BLOCKS},
+#define FUNCTIONS(ROWS) {multiply_GROUPS4_TILES_##ROWS, multiply_GROUPS8_TILES_##ROWS},
 static RowsFunction *const functions[][2] = {EACH_SIZE(FUNCTIONS)};
-#define TOGETHER 5 /* the function for one row that reads BLOCKS blocks, since one block alone would wait for its sums */
-#define BLOCKS 4
 
-/* Multiply rows with a block, or one row with as many of `most` blocks as are read together. Returns their number. */
-static int64_t multiply_on_vectors(const Matrix *matrix, const SplitGroups *input, const Output *output, int64_t block,
-                                   int64_t row, int64_t rows, int64_t most)
+static void multiply_on_vectors(const Matrix *matrix, const SplitGroups *input, const Output *output, int64_t block, int64_t row,
+                                int64_t rows)
 {
-    const int64_t kind = matrix->kind - GROUPS4_TILES, parts = (rows + MOST_SUMS - 1) / MOST_SUMS;
-    if (rows == 1 && most >= BLOCKS) {
-        functions[TOGETHER][kind](matrix, input, output, block, row, 0);
-        return BLOCKS;
-    }
+    const int64_t kind = matrix->kind - GROUPS4_TILES, parts = (rows + VECTOR_ROWS - 1) / VECTOR_ROWS;
     for (int64_t part = 0; part < parts; part++) { /* parts of rows whose sizes differ by at most one */
         const int64_t first = rows * part / parts, size = rows * (part + 1) / parts - first;
         functions[size - 1][kind](matrix, input, output, block, row, first);
     }
-    return 1;
 }
+#else
+#define multiply_on_vectors(MATRIX, INPUT, OUTPUT, BLOCK, ROW, ROWS) ((void)0)
 #endif
 
 /* --- a thread's share --------------------------------------------------------------------------- */
 
-static int64_t multiply_blocks(const Matrix *matrix, const SplitGroups *input, const Output *output, int64_t block, int64_t row,
-                               int64_t rows, int64_t most)
+static int is_on_tiles(int64_t rows)
 {
-#if HAS_VNNI
-    const int on_tiles = pilotfish_has_tiles() && (rows >= ON_TILES || rows == LEAST_ROWS);
-    if (!on_tiles) return multiply_on_vectors(matrix, input, output, block, row, rows, most);
-#else
-    (void)most;
-#endif
-    pilotfish_multiply_groups_on_tiles(matrix, input, output, block, row, rows);
-    return 1;
+    return !HAS_VNNI || (pilotfish_has_tiles() && (rows >= ON_TILES || rows == LEAST_ROWS));
 }
 
 /* Each thread splits the rows of a chunk for itself. */
@@ -247,17 +246,17 @@ void pilotfish_multiply_split_groups(const Matrix *matrix, const float *input, c
     const int64_t chunks = (rows + most - 1) / most, size = (rows + chunks - 1) / chunks;
     const int64_t items = chunks * matrix->blocks, thread = omp_get_thread_num(), end = items * (thread + 1) / team;
     int8_t numbers[2 * size * width] __attribute__((aligned(LINE)));
-    int32_t whole[size * groups];
     float steps[size * groups], sums[size * groups];
-    SplitGroups split = {0, numbers, whole, steps, sums};
-    for (int64_t item = items * thread / team, known = -1, blocks = 1; item < end; item += blocks) {
+    SplitGroups split = {0, numbers, steps, sums};
+    for (int64_t item = items * thread / team, known = -1; item < end; item++) {
         const int64_t chunk = item / matrix->blocks, block = item % matrix->blocks;
         const int64_t row = rows * chunk / chunks, some = rows * (chunk + 1) / chunks - row;
-        const int64_t left = end - item < matrix->blocks - block ? end - item : matrix->blocks - block;
+        const int on_tiles = is_on_tiles(some);
         split.rows = some;
-        if (chunk != known) split_rows(matrix, input + row * matrix->inputs, &split);
+        if (chunk != known) split_rows(matrix, input + row * matrix->inputs, &split, on_tiles);
         known = chunk;
-        blocks = multiply_blocks(matrix, &split, output, block, row, some, left);
+        if (on_tiles) pilotfish_multiply_groups_on_tiles(matrix, &split, output, block, row, some);
+        else multiply_on_vectors(matrix, &split, output, block, row, some);
     }
     pilotfish_leave_tiles();
 }

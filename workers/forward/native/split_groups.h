@@ -1,4 +1,4 @@
-/* Products of weights in groups with activations that are split into int8 numbers. See split_groups.c. */
+/* Products of weights in groups with activations that are rounded to integers. See split_groups.c. */
 
 #ifndef PILOTFISH_SPLIT_GROUPS_H
 #define PILOTFISH_SPLIT_GROUPS_H
@@ -7,12 +7,11 @@
 
 #define COARSE_BITS 8 /* a coarse step is 2^COARSE_BITS fine ones */
 
-/* Rows of FLOAT32 inputs, each group as integers: x = step * (2^COARSE_BITS * coarse + fine). The order of inputs is that of
-   packed weights, see packed_groups.h. */
+/* Rows of FLOAT32 inputs, each group as integers of 16 bits times a step: x = step * integer. For tile registers an integer is
+   2^COARSE_BITS * coarse + fine, and the order of inputs is that of packed weights, see packed_groups.h. */
 typedef struct {
     int64_t rows;
-    int8_t *numbers; /* [groups, rows, 2, group] coarse, fine */
-    int32_t *whole;  /* [rows, groups] the sums of the integers */
+    int8_t *numbers; /* [groups, rows, 2, group] coarse, fine; for vectors, [groups, rows, group] integers of 16 bits */
     float *steps;    /* [rows, groups] */
     float *sums;     /* [rows, groups] the sums of the inputs */
 } SplitGroups;

@@ -19,14 +19,17 @@ from workers.forward.weights.base import KernelLayout, Kind, Offset
 from workers.forward.weights.groups import GroupStorage
 
 CPU_CODE = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 48, 200)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 48, 200)
 KINDS = [
     (bits, offset, scale)
     for bits in (4, 8)
     for offset in Offset
     for scale in (torch.float16, torch.bfloat16, torch.float32)
 ]
-SHAPES = ((99, 96, 32, False), (33, 640, 128, True), (40, 576, 16, False), (20, 64, 64, False), (37, 96, 48, False))
+SHAPES = (
+    *((99, 96, 32, False), (33, 640, 128, True), (40, 576, 16, False), (20, 64, 64, False), (37, 96, 48, False)),
+    *((35, 48, 24, True), (34, 24, 8, False)),
+)
 """Outputs, inputs, inputs of a group, and whether weights are in activation order."""
 
 
@@ -46,7 +49,7 @@ def stored(
     outputs, inputs, group, is_shuffled = shape
     draw = torch.Generator().manual_seed(outputs + bits)
     values = torch.randint(0, 16, (outputs, inputs), generator=draw, dtype=torch.uint8)
-    packed = values[:, ::2] | values[:, 1::2] << 4 if bits == 4 else values.view(torch.int8) * 8 - 60
+    packed = values[:, ::2] | values[:, 1::2] << 4 if bits == 4 else values.view(torch.int8) * 17 - 128
     sizes = (outputs, inputs // group)
     scales = (torch.rand(sizes, generator=draw) * 0.02).to(scale)
     offsets = None
@@ -191,8 +194,9 @@ def test_an_input_that_is_not_finite_spoils_its_own_row_alone(bits: int, code: P
     assert not found[[3, 5]].isfinite().any()
     kept = [0, 1, 2, 4, 7, 8]
     assert torch.equal(found[kept], expected[kept])
-    rest = x[6].double() @ storage.dequantized().double().T
-    torch.testing.assert_close(found[6].double(), rest, rtol=1e-3, atol=1e-4)
+    rest = x[6:7].double() @ storage.dequantized().double().T
+    allowed = bound(storage, x[6:7]) + split_bound(storage, x[6:7])
+    assert bool(((found[6:7] - rest).abs() <= allowed).all())
 
 
 @CPU_CODE
