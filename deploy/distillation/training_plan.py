@@ -38,14 +38,6 @@ from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsS
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape
 from workers.model.target_ends import read_config
 
-_NAMES: dict[type[TrainedShape], str] = {
-    HeadsShape: "Heads",
-    EagleShape: "An EAGLE head",
-    BlockShape: "A block drafter",
-    ExitShape: "The norm of an early exit",
-    StudentShape: "A small model",
-}
-"""What one process trains, in words."""
 RANKS = (1, 2, 4, 8)
 """Numbers of devices that are planned for."""
 _FLOPS_PER_SECOND = 989e12  # NVIDIA's data sheet, H100 SXM, bfloat16 without sparsity
@@ -142,7 +134,7 @@ def plan_roll_outs(target: TargetSize, shape: FeatureShape, batch: RollOutBatch)
 def plan_module(target: TargetSize, shape: TrainedShape, batch: ModuleBatch, text_tokens: int) -> Training:
     """A training in one process on one device, on as many tokens of texts."""
     stored = HALF * batch.taps * target.hidden_size * text_tokens
-    name, reads = _NAMES[type(shape)], "to write texts, before anything else is there."
+    name, reads = shape.title, "to write texts, before anything else is there."
     if batch.taps:
         reads = f"to compute hidden states, which take {stored / 1e9:.1f} GB of the disk, and to measure."
     return Training(

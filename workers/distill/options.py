@@ -16,7 +16,7 @@ SINGLE_PROCESS = ("eagle3", DSPARK)
 
 Their modules are of the kinds `eagle` and `block`.
 """
-PLANNED = (*SINGLE_PROCESS, LAYERS, "heads", "block", "eagle", "exit")
+PLANNED = (*SINGLE_PROCESS, LAYERS, *(kind for kind in SHAPES if kind != "table"))
 """The kinds whose memory is known before they are trained: all that a device trains."""
 
 _POSITIVE = (

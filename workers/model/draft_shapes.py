@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.core.errors import ConfigurationError, shorten
 
@@ -11,6 +11,9 @@ from cluster.core.errors import ConfigurationError, shorten
 @dataclass(frozen=True, slots=True)
 class HeadsShape:
     """Medusa heads (Cai et al. 2024) with an optional mixture of the last token and an optional selector."""
+
+    title: ClassVar[str] = "Heads"
+    meaning: ClassVar[str] = "Medusa heads (Cai et al. 2024)"
 
     depths: int = 4
     """Number of heads: tokens proposed along one path."""
@@ -54,6 +57,9 @@ class LayerShape:
 class BlockShape:
     """A drafter that predicts a block of tokens in one pass."""
 
+    title: ClassVar[str] = "A block drafter"
+    meaning: ClassVar[str] = "a block drafter: all tokens in one pass, from the target's hidden states"
+
     layer: LayerShape
     block: int = 6
     """Tokens predicted by one pass."""
@@ -69,6 +75,9 @@ class BlockShape:
 class EagleShape:
     """An EAGLE-3-like head: decoder layers on fused taps and shifted embeddings (Li et al. 2025)."""
 
+    title: ClassVar[str] = "An EAGLE head"
+    meaning: ClassVar[str] = "an EAGLE-3-like head (Li et al. 2025): decoder layers on the target's hidden states"
+
     layer: LayerShape
     layers: int = 1
 
@@ -79,6 +88,9 @@ class EagleShape:
 @dataclass(frozen=True, slots=True)
 class ExitShape:
     """Early exit: the target without some of its layers, and a norm before its head."""
+
+    title: ClassVar[str] = "The norm of an early exit"
+    meaning: ClassVar[str] = "early exit: the target drafts with some of its own layers"
 
     layers: tuple[int, ...]
     """The target's layers that draft, ascending: the first L, or all but a skip set."""
@@ -96,6 +108,9 @@ class ExitShape:
 class TableShape:
     """A table of successors (Token Recycling, Luo et al. 2024)."""
 
+    title: ClassVar[str] = "A table"
+    meaning: ClassVar[str] = "a table of successors (Token Recycling, Luo et al. 2024)"
+
     successors: int = 8
     """Tokens stored after each token."""
 
@@ -112,7 +127,10 @@ SHAPES: dict[str, type[Shape]] = {
     "exit": ExitShape,
     "table": TableShape,
 }
-"""By the kind of a draft. The kind `layers` is a model of its own, which `config.json` describes."""
+"""By the kind of a draft. The kind `layers` is a model of its own, which `config.json` describes.
+
+Plans of a training name a shape by its `title`, model cards by its `meaning`, which follows "The kind is …:".
+"""
 
 
 def shape_from(kind: str, values: Any) -> Shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from transformers import AutoConfig
 
@@ -19,7 +19,7 @@ from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
 from workers.kv.eight_bits import record_bytes
 from workers.kv.spec import LayerShape
 from workers.model.draft_card import DraftDescription
-from workers.model.draft_shapes import BlockShape, HeadsShape, TableShape
+from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, TableShape
 from workers.model.formats.registry import read_draft
 from workers.model.public_shapes import FeatureShape, HydraShape, MaskedBlockShape, MedusaShape, Sizes
 from workers.model.stored.quantized_checkpoint import stored_bytes
@@ -124,7 +124,7 @@ class DraftFlops:
 def count_draft_flops(configuration: Configuration) -> DraftFlops:
     """The operations of all selected methods. Raises `ModelLoadError`, and `ConfigurationError` for a wrong module."""
     proposed, step, committed = _without_modules(configuration), 0, 0
-    for name, section in configuration.draft.modules.items():
+    for section in configuration.draft.modules.values():
         directory = Path(section.path)
         card = read_draft(directory, section.taps if isinstance(section, DraftModuleSection) else ())
         match card.shape:
@@ -150,12 +150,14 @@ def count_draft_flops(configuration: Configuration) -> DraftFlops:
                 committed += entered
                 parents = 1 + (shape.depths - 1) * MOST_PARENTS
                 step += shape.slots * layers + shape.depths * _head(card) + parents * later
-            case TableShape():
-                pass  # it looks tokens up
-            case _ if name == _MTP:
-                proposed += _matrices(tensor_shapes(directory)) + _head(card)
-            case _ if name != _EXIT:
+            case EagleShape():
                 proposed += count_weights(directory).multiply_adds
+            case None:  # the layer of `mtp`, which its own checkpoint describes
+                proposed += _matrices(tensor_shapes(directory)) + _head(card)
+            case TableShape() | ExitShape():
+                pass  # a table looks tokens up; the layers of an exit are the target's
+            case unknown:
+                assert_never(unknown)
     return DraftFlops(2.0 * proposed, 2.0 * step, 2.0 * committed)
 
 

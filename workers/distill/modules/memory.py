@@ -8,6 +8,7 @@ model of the target's layers is trained beside a float32 copy of embedding and h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from workers.distill.memory import (
     FLOAT,
@@ -33,6 +34,7 @@ ALTERNATIVES = 16
 class StudentShape:
     """A Llama model with the target's embedding and head: a draft of kind `layers`."""
 
+    title: ClassVar[str] = "A small model"
     layer: LayerShape
     layers: int
 

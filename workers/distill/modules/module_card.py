@@ -11,14 +11,7 @@ from workers.distill.checkpoints import Progress
 from workers.distill.job import ServedTokens
 from workers.distill.modules.learner import Acceptance
 from workers.model.draft_card import CARD, DraftCard
-
-_METHODS = {
-    "heads": "Medusa heads (Cai et al. 2024)",
-    "block": "a block drafter: all tokens in one pass, from the target's hidden states",
-    "eagle": "an EAGLE-3-like head (Li et al. 2025): decoder layers on the target's hidden states",
-    "exit": "early exit: the target drafts with some of its own layers",
-    "table": "a table of successors (Token Recycling, Luo et al. 2024)",
-}
+from workers.model.draft_shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +51,8 @@ def write_card(facts: ModuleFacts) -> str:
     size = "" if card.vocabulary_size is None else f" It can propose {card.vocabulary_size:,} different tokens."
     lines = [
         f"# A draft for {card.target}\n",
-        f"The kind is `{card.kind}`: {_METHODS[card.kind]}. It proposes tokens for {card.target} and works with no "
-        f"other target. Every token that a client reads is the target's own decision. The draft has "
+        f"The kind is `{card.kind}`: {SHAPES[card.kind].meaning}. It proposes tokens for {card.target} and works with "
+        f"no other target. Every token that a client reads is the target's own decision. The draft has "
         f"{facts.parameters:,} parameters of its own; embedding, head and any final norm are the target's.{taps}{size}"
         + (f" It started as {facts.start}." if facts.start else ""),
         "\n## How it was made\n",
