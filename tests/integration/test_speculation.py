@@ -105,6 +105,7 @@ DRAFTING: list[dict[str, Any]] = [
     {"mode": "enumerate", "controller": "off", "alternate": "on", "replicas": 2},
     {"mode": "enumerate", "controller": "auto"},
     {"method": "lookahead", "placement": "drafter", "controller": "off", "max_nodes": 12},
+    *({"method": method, "placement": "drafter", "controller": "off"} for method in ("recycling", "suffix")),
     *({"method": method, "placement": "drafter", "controller": "off"} for method in MODULES),
 ]
 

@@ -15,10 +15,19 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
+from tests.integration.test_speculation import DRAFTING, ON_THE_TARGET
 from workers.draft.common.idle_work import IdleWork
 from workers.draft.registry import METHODS, create, register
 from workers.serve.configuration import load_configuration
 
+UNRESTARTED = {
+    "blockwise": "it drafts with the module of `heads`",
+    "mtp": "tests/chaos/test_killed_drafting_ranks.py kills ranks that draft with it",
+    "none": "it drafts nothing",
+    "prediction": "it drafts what a request predicts, and stores nothing else",
+    "synthetic": "its drafts are accepted whatever the target decides",
+}
+"""Methods that `tests/integration/test_speculation.py` restarts no drafter and no target of, and why."""
 DRAFTS = Path(__file__).parents[3] / "deploy" / "docs" / "drafts.md"
 
 
@@ -70,3 +79,8 @@ def test_the_page_of_drafts_describes_every_method() -> None:
     (refused,) = re.findall(r"^For encoder-decoder targets .*?, (.*?) are refused", page, re.MULTILINE)
     assert [name for name in METHODS.names() if f"\n| `{name}` | " not in page] == []
     assert re.findall(r"`(\w+)`", refused) == [name for name, one in METHODS.items() if not one.for_encoder_decoder]
+
+
+def test_every_method_is_restarted_while_it_drafts() -> None:
+    restarted = {drafting.get("method", "model") for drafting in (*DRAFTING, *ON_THE_TARGET)}
+    assert set(METHODS.names()) - restarted == UNRESTARTED.keys()

@@ -1,4 +1,4 @@
-"""`rejection` and `block` on single trees: what they accept, and which random numbers they use."""
+"""Rules that keep the distribution, on single trees: what they accept, and which random numbers they use."""
 
 from __future__ import annotations
 
@@ -7,19 +7,35 @@ import torch
 
 from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from workers.sampling.acceptance import AcceptanceRule, DecidedTree, RootPosition
+from tests.statistical.test_exact_rules import CASES
+from workers.sampling.acceptance import RULES, AcceptanceRule, DecidedTree, DrawnDrafts, RootPosition
 from workers.sampling.residual import draft_probabilities, draw, residual
 from workers.sampling.rules.block import Block
 from workers.sampling.rules.rejection import Rejection
 from workers.sampling.uniform import random_bits, uniform
 
-RULES: list[AcceptanceRule] = [Rejection(), Block()]
+NAMES = [
+    name
+    for name, plugin in RULES.items()
+    if name != "coupled" and not (plugin.settings.__doc__ or "").startswith(("LOSSY", "NOT LOSSLESS"))
+]
+"""All rules that keep the distribution, without the default."""
+DRAWN = [name for name in NAMES if RULES.get(name).drawn_drafts is not DrawnDrafts.NONE]
+"""Those of them that read the distributions of drafts."""
+every_rule = pytest.mark.parametrize("name", NAMES)
+every_drawn_rule = pytest.mark.parametrize("name", DRAWN)
 TREE = TokenTree(tokens=(5, 6, 7, 8, 9), parents=(-1, -1, 0, 2, 2))
 FLAT = torch.full((6, 10), 0.1).log()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
-def test_at_temperature_zero_the_rules_are_coupled(rule: AcceptanceRule) -> None:
+def rule_of(name: str) -> AcceptanceRule:
+    plugin = RULES.get(name)
+    return plugin.create(plugin.settings())
+
+
+@every_rule
+def test_at_temperature_zero_the_rules_are_coupled(name: str) -> None:
+    rule = rule_of(name)
     for decisions in ([5, 7, 0, 9, 0, 4], [6, 7, 2, 0, 0, 0], [1, 7, 0, 8, 0, 0]):
         assert (
             rule.accept(DecidedTree(TREE, decisions, RootPosition(is_greedy=True), FLAT))
@@ -27,32 +43,40 @@ def test_at_temperature_zero_the_rules_are_coupled(rule: AcceptanceRule) -> None
         )
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
-def test_the_same_seed_and_position_yield_the_same_tokens(rule: AcceptanceRule) -> None:
+@every_rule
+def test_the_same_seed_and_position_yield_the_same_tokens(name: str) -> None:
+    rule = rule_of(name)
     first, again = (rule.accept(DecidedTree(TREE, [0] * 6, RootPosition(3, 20), FLAT)) for _ in range(2))
     assert first == again
     others = {rule.accept(DecidedTree(TREE, [0] * 6, RootPosition(seed, 20), FLAT)).tokens for seed in range(20)}
     assert len(others) > 5
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
-def test_logits_without_a_number_yield_no_token(rule: AcceptanceRule) -> None:
+@every_rule
+def test_logits_without_a_number_yield_no_token(name: str) -> None:
+    rule = rule_of(name)
     nothing = torch.full((1, 10), -torch.inf)
     assert rule.accept(DecidedTree(EMPTY_TREE, [-1], RootPosition(), nothing)).tokens == (-1,)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
-def test_a_token_that_its_distribution_excludes_is_never_accepted(rule: AcceptanceRule) -> None:
+@every_drawn_rule
+def test_a_token_that_its_distribution_excludes_is_never_accepted(name: str) -> None:
+    rule = rule_of(name)
     stated = (DraftDistribution((1, 2), (0.5, 0.5)),)
     for seed in range(20):
         accepted = rule.accept(DecidedTree(TokenTree.chain([5]), [0, 0], RootPosition(seed), FLAT[:2], stated))
         assert accepted.nodes == ()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
-def test_draft_tokens_beyond_the_targets_vocabulary_are_harmless(rule: AcceptanceRule) -> None:
+@every_drawn_rule
+def test_draft_tokens_beyond_the_targets_vocabulary_are_harmless(name: str) -> None:
+    rule = rule_of(name)
     stated = (DraftDistribution((5, 700), (0.1, 0.9)),)
     assert rule.accept(DecidedTree(TokenTree.chain([5]), [0, 0], RootPosition(1), FLAT[:2], stated)).nodes == (0,)
+
+
+def test_the_distribution_of_every_rule_is_compared_with_the_targets() -> None:
+    assert {type(rule_of(name)) for name in NAMES} == {type(rule) for rule, _, _ in CASES.values()}
 
 
 def test_block_ignores_all_but_first_children() -> None:
@@ -62,8 +86,9 @@ def test_block_ignores_all_but_first_children() -> None:
     assert Rejection().accept(DecidedTree(TREE, [0] * 6, RootPosition(), certain.log())).tokens == (6, 6)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["rejection", "block"])
-def test_the_target_must_have_computed_its_distribution(rule: AcceptanceRule) -> None:
+@every_rule
+def test_the_target_must_have_computed_its_distribution(name: str) -> None:
+    rule = rule_of(name)
     with pytest.raises(ValueError, match="log_probabilities"):
         rule.accept(DecidedTree(EMPTY_TREE, [1], RootPosition()))
     with pytest.raises(ValueError, match="2 decisions for a tree of 0 nodes"):
