@@ -7,8 +7,10 @@ https://json-schema.org/draft/2020-12/json-schema-validation#name-vocabularies-f
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
@@ -28,6 +30,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Keywords with the values that allow everything."""
 _DESCRIPTIONS = ("title", "description", "$comment")
 """Keywords whose texts are for people. Those of many tools are longer than the rest of their schemas."""
+_INDEX = re.compile(r"\d{1,9}", re.ASCII)
+"""A place in a list, as references name it. Python converts no number of thousands of digits."""
 _VALUES = frozenset({"const", "default", "enum", "example", "examples"})
 """Keywords whose values are no schemas."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -37,10 +41,12 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema without descriptions, unknown formats and keywords that allow everything, at every level."""
     schema = copy.deepcopy(schema)
-    for part in _schemas(schema):
+    for part in schemas_in(schema):
         for name in _DESCRIPTIONS:
             if isinstance(part.get(name), str):
                 del part[name]
+        if isinstance(part.get("deprecated"), bool):
+            del part["deprecated"]
         if _has_unknown_format(part):
             del part["format"]
         for name, values in _NEUTRAL.items():
@@ -51,7 +57,7 @@ def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
 
 def unknown_format(schema: object) -> str | None:
     """Return the first format in a schema that answers might miss; `None` if there is none."""
-    found = (str(part["format"]) for part in _schemas(schema) if _has_unknown_format(part))
+    found = (str(part["format"]) for part in schemas_in(schema) if _has_unknown_format(part))
     return next((name for name in found if name not in HARMLESS_FORMATS), None)
 
 
@@ -102,10 +108,7 @@ def types_of(
         return None
     if reference not in known:
         known[reference] = None
-        target: object = root
-        for step in reference[2:].split("/"):
-            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        known[reference] = types_of(target, root, known, depth + 1)
+        known[reference] = types_of(place_of(root, reference)[0], root, known, depth + 1)
     return known[reference]
 
 
@@ -113,7 +116,21 @@ def _has_unknown_format(schema: dict[str, Any]) -> bool:
     return isinstance(schema.get("format"), str) and schema["format"] not in FORMATS
 
 
-def _schemas(schema: object) -> Iterator[dict[str, Any]]:
+def place_of(root: object, reference: str) -> tuple[object, bool]:
+    """Return what a reference to a place in a schema (`#` or `#/…`) names, and whether the place exists."""
+    found = root
+    for step in unquote(reference).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
+            return None, False
+    return found, True
+
+
+def schemas_in(schema: object) -> Iterator[dict[str, Any]]:
     """Yield a schema and all schemas inside of it, also those in places that only references name."""
     pending = [schema]
     while pending:

@@ -34,6 +34,8 @@ class Compiled:
     """Why the grammar cannot be used; empty for a good one."""
     was_too_slow: bool = False
     """Whether it took more than the allowed time."""
+    reference: str = ""
+    """The reference of a schema that `error` says the bound of, as JSON; empty where it is about the whole grammar."""
 
 
 class CompilerProcess:

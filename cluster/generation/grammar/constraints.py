@@ -18,6 +18,7 @@ from cluster.core.request import GenerationRequest
 from cluster.generation.grammar.compiler_process import Compiled, CompilerProcess
 from cluster.generation.grammar.compiler_queue import CompilerQueue
 from cluster.generation.grammar.endless import endless_rule, endless_schema
+from cluster.generation.grammar.references import reference_problem
 from cluster.generation.grammar.tool_calls import (
     ANY_TOOL,
     Specials,
@@ -169,6 +170,8 @@ class GrammarChecker:
                 result = await self._slow.compile(grammar, flow)
         else:
             self._results.move_to_end(grammar)
+        if result.reference:
+            raise InvalidRequest("grammar", result.reference, result.error)
         if result.error:
             shown = grammar.text or grammar.kind.value
             raise InvalidRequest("grammar", shown, f"a {_NAMES[grammar.kind]} that can be compiled: {result.error}")
@@ -210,6 +213,10 @@ def _compile(process: CompilerProcess, grammar: Grammar, seconds: float) -> Comp
     is_ebnf = grammar.kind is GrammarKind.GRAMMAR
     found = process.compile(source, parser_limits(), is_ebnf=is_ebnf, seconds=seconds)
     error = found.error or _endless(grammar, found.source)
+    if found.error and grammar.kind is GrammarKind.JSON_SCHEMA:
+        refused = reference_problem(json.loads(grammar.text), found.error)
+        if refused is not None:
+            return Compiled("", refused[1], found.was_too_slow, refused[0])
     return Compiled(found.source, " ".join(error.split())[:_MOST_ERROR_CHARS], found.was_too_slow)
 
 

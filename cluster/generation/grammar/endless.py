@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
+
+from cluster.core.json_schema import place_of
 
 Rules = dict[str, list[list[str]]]
 """The alternatives of each rule, and the rules that each of them requires. An unknown rule can end."""
@@ -26,8 +27,6 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _FIRST_COUNT = re.compile(r"^[{~]\s*(\d*)")
-_INDEX = re.compile(r"\d{1,9}", re.ASCII)
-"""A place in a list, as references name it. Python converts no number of thousands of digits."""
 _JSON = json.JSONDecoder()
 _LEAF, _NEVER = "a leaf", "no rule"
 """Two symbols that are no names of rules: one that always ends, and one that never does."""
@@ -213,18 +212,10 @@ def _items(schema: dict[str, Any]) -> Iterator[object]:
 
 def _referenced(root: object, reference: str) -> object:
     """Return the schema that a reference inside of the schema names; for any other, one that all values match."""
-    found = root
-    if reference != "#" and not reference.startswith("#/"):
+    if reference not in ("", "#") and not reference.startswith("#/"):
         return True
-    for part in unquote(reference).split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
-            found = found[int(key)]
-        elif isinstance(found, dict) and key in found:
-            found = found[key]
-        else:
-            return True
-    return found
+    found, is_there = place_of(root, reference)
+    return found if is_there else True
 
 
 def _list(value: object) -> list[Any]:
