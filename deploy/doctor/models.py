@@ -11,6 +11,7 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy.doctor.finding import Finding
 from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
+from workers.model.description import Fault, directory_fault, gguf_fault
 from workers.model.formats.registry import find_format
 from workers.model.packaged.catalogue import PACKAGED_MODELS
 from workers.model.stretch import parse_stretch
@@ -52,15 +53,20 @@ def model_finding(key: str, path: str, cache_directory: Path) -> Finding:
     if path in packaged_drafts():
         return _packaged_draft(key, path)
     if directory.is_dir():
-        is_whole = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-        return Finding(key, path, None if is_whole else "a model directory needs config.json and .safetensors files")
+        return _found(key, path, directory_fault(directory))
     if (cache_directory / path / "config.json").is_file():
         return Finding(key, f"{path}, in the cache {cache_directory}")
     if path in PACKAGED_MODELS:
         return _packaged(key, path)
     if directory.suffix == ".gguf":
-        return Finding(key, path, None if directory.is_file() else "there is no such file")
+        return _found(key, path, gguf_fault(directory))
     return _on_hub(key, path)
+
+
+def _found(key: str, path: str, fault: Fault | None) -> Finding:
+    if fault is None:
+        return Finding(key, path)
+    return Finding(key, f"{fault.file}: {fault.found}", f"it must be {fault.needed}")
 
 
 def _packaged_draft(key: str, name: str) -> Finding:

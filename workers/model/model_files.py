@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from cluster.core.errors import ModelLoadError
 from workers.model.complete_weights import load_complete
 from workers.model.dequantized import write_dequantized_from
+from workers.model.description import directory_fault, gguf_fault
 from workers.model.formats.hub import Report, fetch
 from workers.model.gguf_settings import completed_settings
 from workers.model.gguf_tokenizer import complete_tokenizer, end_tokens
@@ -103,13 +104,9 @@ def _stretched(request: StretchRequest, cache_directory: Path, revision: str | N
 
 
 def _checked(directory: Path) -> Path:
-    if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"model directory {str(directory)!r}: config.json is missing")
-    if not any(directory.glob("*.safetensors")):
-        raise ModelLoadError(
-            f"model directory {str(directory)!r}: no .safetensors file; other weight formats are not loaded, "
-            "convert them first"
-        )
+    fault = directory_fault(directory)
+    if fault is not None:
+        raise ModelLoadError(f"model path {str(directory)!r}: {fault}")
     return directory
 
 
@@ -201,6 +198,8 @@ def _is_of_storing(error: OSError, destination: Path) -> bool:
 
 def _convert_gguf(file: Path, destination: Path) -> None:
     directory, name = str(file.parent), file.name
+    if (fault := gguf_fault(file)) is not None:
+        raise ModelLoadError(f"GGUF file {fault}")
     try:
         reader = GGUFReader(file)
         if (parts := reader.fields.get("split.count")) is not None and parts.contents() > 1:

@@ -208,7 +208,7 @@ class TestCommands:
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         assert run_command("plan", "--set", f"target.path={tmp_path}") == 1
-        assert "a model directory needs config.json and .safetensors files" in capsys.readouterr().out
+        assert "a model directory with config.json and .safetensors files" in capsys.readouterr().out
 
     @pytest.mark.parametrize("name", ["my models/one", "models/one.", "a/b--c"])
     def test_a_plan_refuses_what_is_neither_a_directory_nor_a_name_of_the_hub(

@@ -30,6 +30,7 @@ from deploy.network.cluster_token import draw_token
 from deploy.network.listeners import Listener, listeners
 from deploy.network.probe import Demand, probe
 from tests.support.fakes.echo_workers import EchoEngine
+from tests.support.models import tiny
 from workers.serve.worker_server import host_target
 
 CPU = """processor : 0
@@ -88,6 +89,8 @@ def test_models_are_found_in_directories_packages_and_the_cache(tmp_path: Path) 
     assert model_finding("target.path", str(directory), tmp_path).is_problem
     for name in ("config.json", "model.safetensors"):
         (directory / name).touch()
+    assert model_finding("target.path", str(directory), tmp_path).is_problem
+    tiny.save(directory, tiny.llama())
     assert not model_finding("target.path", str(directory), tmp_path).is_problem
     assert not model_finding("target.path", f"{directory}@x10", tmp_path).is_problem
     assert "in the cache" in model_finding("target.path", "model", tmp_path).found
@@ -178,7 +181,7 @@ def test_the_command_prints_json_and_exits_with_1_on_a_problem(tmp_path: Path) -
     report = json.loads(done.stdout)
     assert done.returncode == 1
     assert report["problems"] >= 1
-    assert {"subject": "target.path", "found": str(tmp_path)}.items() <= next(
+    assert {"subject": "target.path", "found": f"{tmp_path}: no config.json"}.items() <= next(
         finding for finding in report["findings"] if finding["subject"] == "target.path"
     ).items()
     assert {"Python", "torch", "ray", "cores", "memory", "GPUs", "target.span_nodes", "CPU kernels", "listeners"} <= {

@@ -14,10 +14,9 @@ import torch
 from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import Storage
 from workers.forward.weights.gguf import gguf_storage, stored_nbytes
+from workers.model.gguf_header import GgufHeader
 from workers.model.stored.parts import Region
 
-_LONGEST_ARRAY = 1024
-"""Elements of an array that is read."""
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -40,27 +39,6 @@ _ARCHITECTURES = {
 }
 
 
-class _Reader(gguf.GGUFReader):
-    """Reads a file without the values of its long arrays: those of a vocabulary, read one by one, take seconds."""
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-        if raw_type != gguf.GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        order = "<" if self.endianess == gguf.GGUFEndian.LITTLE else ">"
-        kind, count = struct.unpack_from(f"{order}IQ", self.data.data, orig_offs)
-        end = orig_offs + struct.calcsize(f"{order}IQ")
-        scalar = self.gguf_scalar_to_np.get(gguf.GGUFValueType(kind))
-        if count <= _LONGEST_ARRAY or kind == gguf.GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        if scalar is not None:
-            end += count * np.dtype(scalar).itemsize
-        else:
-            length, data = struct.Struct(f"{order}Q"), self.data.data
-            for _ in range(count):
-                end += length.size + length.unpack_from(data, end)[0]
-        return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)]
-
-
 class GgufFile:
     """A GGUF file, mapped into memory. Matrices are read one by one; none is de-quantized."""
 
@@ -70,7 +48,7 @@ class GgufFile:
         Raises `ModelLoadError` for a file that cannot be read, or of an unknown architecture.
         """
         try:
-            self._reader = _Reader(path)
+            self._reader = GgufHeader(path)
             name = self._field("general.architecture")
         except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
             raise ModelLoadError(f"GGUF file {str(path)!r} cannot be read: {error}") from error
