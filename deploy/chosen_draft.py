@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cluster.core.config.draft_section import SELECTORS
+from pydantic import BaseModel
+
+from cluster.core.config.draft_section import SELECTORS, DraftSection
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from deploy.packaged_drafts import packaged_drafts
 from workers.draft.registry import METHODS
@@ -27,6 +29,8 @@ _METHODS = {
     "suffix": "suffix",
 }
 """vLLM's names of methods, and those of the methods here."""
+_COUNTS = ("max_depth", "max_nodes")
+"""Settings of the draft that `num_speculative_tokens` is both of."""
 _LOOKUPS = ("ngram", "suffix")
 _WITHOUT_MODEL = ("mtp", *_LOOKUPS)
 """Methods that need no model; the layer of `mtp` may be in the target's own checkpoint."""
@@ -81,12 +85,23 @@ def from_speculative_config(text: str) -> list[str]:
     A draft has at most `num_speculative_tokens` nodes, as in vLLM, where all of them are one path.
     """
     try:
-        given = json.loads(text)
-    except ValueError as error:
+        given = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{_OPTION}: needed a JSON object; {error}") from None
     if not isinstance(given, dict):
         raise ConfigurationError(f"{_OPTION}: {shorten(given)} is refused; it must be a JSON object")
     return [f"{key}={json.dumps(value)}" for key, value in _assignments(dict(given))]
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigurationError(
+                f"{_OPTION} {key}: {shorten(found[key])} and {shorten(value)}; it must be set once"
+            )
+        found[key] = value
+    return found
 
 
 def _assignments(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -96,31 +111,60 @@ def _assignments(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         method = "ngram"
     method = "mtp" if method in _OLDER_MTP else method
     if method is not None and (not isinstance(method, str) or method not in _METHODS):
-        raise ConfigurationError(
-            f"{_OPTION}: method {shorten(method)} is refused; it must be one of {', '.join(_METHODS)}, or unset"
-        )
+        raise _refused("method", method, f"one of {', '.join(_METHODS)}, or unset")
     if model is None and method not in _WITHOUT_MODEL:
-        raise ConfigurationError(f"{_OPTION}: model must be set, unless method is {' or '.join(_WITHOUT_MODEL)}")
+        raise ConfigurationError(f"{_OPTION} model: it must be set, unless method is {' or '.join(_WITHOUT_MODEL)}")
     if method in _LOOKUPS and model not in (None, method, f"[{method}]"):
-        raise ConfigurationError(f"{_OPTION}: model {shorten(model)} is refused; {method} drafts without a model")
+        raise _refused("model", model, f"unset; {method} drafts without a model")
     if method is not None:
         yield "draft.method", _METHODS[method]
     if method not in _LOOKUPS and model is not None:
-        yield "draft.path", model
+        yield "draft.path", _text("model", model)
         if "revision" in given:
-            yield "draft.revision", given.pop("revision")
+            yield "draft.revision", _text("revision", given.pop("revision"))
     if count is not None:
-        yield from (("draft.max_depth", count), ("draft.max_nodes", count))
+        most = min(_bounds(DraftSection, name)[1] for name in _COUNTS)
+        yield from ((f"draft.{name}", _number("num_speculative_tokens", count, 1, most)) for name in _COUNTS)
     if method == "ngram":
         yield from _lookup_lengths(given.pop("prompt_lookup_max", None), given.pop("prompt_lookup_min", None))
-    if given.pop("draft_tensor_parallel_size", 1) != 1:
-        raise ConfigurationError(f"{_OPTION}: draft_tensor_parallel_size must be 1; drafts are made on one device")
-    if given:
-        raise ConfigurationError(f"{_OPTION}: {sorted(given)[0]} is refused; no setting here means the same")
+    ranks = given.pop("draft_tensor_parallel_size", 1)
+    if type(ranks) is not int or ranks != 1:
+        raise _refused("draft_tensor_parallel_size", ranks, "1; drafts are made on one device")
+    for key, value in given.items():
+        raise _refused(key, value, "left out; no setting here means the same")
+
+
+def _refused(key: str, value: object, bound: str) -> ConfigurationError:
+    return ConfigurationError(f"{_OPTION} {key}: {shorten(value)} is refused; it must be {bound}")
+
+
+def _text(key: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise _refused(key, value, "a text that is not empty")
+    return value
+
+
+def _number(key: str, value: object, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise _refused(key, value, f"a whole number from {least} to {most}")
+    return value
+
+
+def _bounds(section: type[BaseModel], name: str) -> tuple[int, int]:
+    """The least and the largest value of a setting."""
+    limits = section.model_fields[name].metadata
+    least, most = (next(getattr(one, end) for one in limits if hasattr(one, end)) for end in ("ge", "le"))
+    return least, most
 
 
 def _lookup_lengths(most: Any, least: Any) -> Iterator[tuple[str, Any]]:
     """The lengths of suffixes that prompt lookup looks up. To vLLM, one that is unset is the other."""
-    if most is not None or least is not None:
-        yield "draft.ngram.max", least if most is None else most
-        yield "draft.ngram.min", most if least is None else least
+    lengths = {}
+    for name, value in (("max", most), ("min", least)):
+        if value is not None:
+            lengths[name] = _number(f"prompt_lookup_{name}", value, *_bounds(METHODS.get("ngram").settings, name))
+    if len(lengths) == 2 and lengths["min"] > lengths["max"]:
+        raise _refused("prompt_lookup_min", least, f"at most prompt_lookup_max, {most}")
+    for length in lengths.values():
+        yield from ((f"draft.ngram.{name}", lengths.get(name, length)) for name in ("max", "min"))
+        return

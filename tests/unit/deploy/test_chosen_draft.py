@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -168,14 +169,72 @@ class TestOptionOfVllm:
         [
             ("{", "--speculative-config: needed a JSON object"),
             ("[1]", r"--speculative-config: \[1\] is refused; it must be a JSON object"),
-            ('{"method": "mlp_speculator", "model": "a/b"}', "method 'mlp_speculator' is refused; it must be one of"),
-            ('{"method": ["eagle3"], "model": "a/b"}', r"method \['eagle3'\] is refused; it must be one of"),
-            ('{"method": "eagle3"}', "model must be set, unless method is mtp or ngram or suffix"),
-            ('{"method": "ngram", "model": "a/b"}', "model 'a/b' is refused; ngram drafts without a model"),
-            ('{"model": "a/b", "disable_padded_drafter_batch": true}', "disable_padded_drafter_batch is refused"),
-            ('{"model": "a/b", "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size must be 1"),
+            ('{"method": "mlp_speculator", "model": "a/b"}', "method: 'mlp_speculator' is refused; it must be one of"),
+            ('{"method": ["eagle3"], "model": "a/b"}', r"method: \['eagle3'\] is refused; it must be one of"),
+            ('{"method": "eagle3"}', "config model: it must be set, unless method is mtp or ngram or suffix"),
+            (
+                '{"method": "ngram", "model": "a/b"}',
+                "model: 'a/b' is refused; it must be unset; ngram drafts without a model",
+            ),
+            ('{"model": "a/b", "disable_padded_drafter_batch": true}', "disable_padded_drafter_batch: True is refused"),
+            (
+                '{"model": "a/b", "draft_tensor_parallel_size": 2}',
+                "draft_tensor_parallel_size: 2 is refused; it must be 1",
+            ),
         ],
     )
     def test_refusals(self, text: str, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             from_speculative_config(text)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "bound"),
+        [
+            *(
+                ("num_speculative_tokens", value, "a whole number from 1 to 64")
+                for value in ("0", "-1", "65", '"4"', "true", "4.0", "NaN", "[4]", "{}")
+            ),
+            *(("prompt_lookup_max", value, "a whole number from 1 to 16") for value in ("0", "17", "true", '"4"')),
+            *(("prompt_lookup_min", value, "a whole number from 1 to 16") for value in ("0", "17", "false", "2.5")),
+            *(("draft_tensor_parallel_size", value, "1; drafts are made on one device") for value in ("true", '"1"')),
+            ("method", '""', "one of eagle, eagle3"),
+            ("other", "1", "left out; no setting here means the same"),
+        ],
+    )
+    def test_a_wrong_value_is_refused_by_its_own_name(self, key: str, value: str, bound: str) -> None:
+        method = "" if key == "method" else '"method": "ngram", '
+        with pytest.raises(ConfigurationError) as caught:
+            from_speculative_config(f'{{{method}"{key}": {value}}}')
+        shown = re.escape(str(json.loads(value))) if value != "NaN" else "nan"
+        assert re.match(f"--speculative-config {key}: '?{shown}'? is refused; it must be {bound}", str(caught.value))
+
+    @pytest.mark.parametrize(("key", "value"), [("model", "5"), ("model", '""'), ("model", "[]"), ("revision", "true")])
+    def test_what_is_no_text_is_no_model(self, key: str, value: str) -> None:
+        model = "" if key == "model" else ', "model": "a/b"'
+        with pytest.raises(
+            ConfigurationError, match=f"config {key}: .* is refused; it must be a text that is not empty"
+        ):
+            from_speculative_config(f'{{"method": "eagle3", "{key}": {value}{model}}}')
+
+    def test_the_shortest_lookup_is_not_above_the_longest(self) -> None:
+        with pytest.raises(
+            ConfigurationError, match=r"prompt_lookup_min: 4 is refused; .* at most prompt_lookup_max, 3"
+        ):
+            from_speculative_config('{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}')
+
+    @pytest.mark.parametrize("key", ["num_speculative_tokens", "method", "model", "unknown"])
+    def test_a_key_is_given_once(self, key: str) -> None:
+        with pytest.raises(ConfigurationError, match=f"--speculative-config {key}: 4 and '5'; it must be set once"):
+            from_speculative_config(f'{{"{key}": 4, "{key}": "5"}}')
+
+    def test_nesting_without_an_end_is_one_line(self) -> None:
+        with pytest.raises(ConfigurationError, match="--speculative-config: needed a JSON object"):
+            from_speculative_config("[" * 100_000)
+
+    @pytest.mark.parametrize("count", [1, 64])
+    def test_the_bounds_of_a_number_of_tokens_are_those_of_the_settings(self, count: int) -> None:
+        given = from_speculative_config(f'{{"method": "ngram", "num_speculative_tokens": {count}}}')
+
+        draft = load_settings("cpu", (), {}, below=given).configuration.draft
+
+        assert (draft.max_depth, draft.max_nodes) == (count, count)
