@@ -154,6 +154,11 @@ def _settle(
         method = translator_method(values)
         values = values if method is None else merge(values, {"draft.method": method})
     configuration = load_configuration(values, implied_paths(values))
+    if configuration.target.attention_backend != "auto" and not is_client:
+        # Importing torch takes seconds, and hardly anybody names a backend.
+        from workers.forward.backends.choice import check_backend_name
+
+        check_backend_name(configuration.target.attention_backend)
     return Settings(
         configuration=configuration,
         cache_directory=cache_directory(environment),

@@ -12,10 +12,12 @@ from typing import Any
 
 import yaml
 
+from cluster.core.answer_format_rows import call_format_names, reasoning_format_names
 from cluster.core.config.load import merge
 from cluster.core.config.sections import Configuration
 from deploy.settings import presets, read_values
 from tests.support.chart.rendering import CHART
+from workers.forward.backends.choice import backend_names
 from workers.serve.configuration import PLUGINS, load_configuration
 
 SCHEMA = CHART / "values.schema.json"
@@ -25,6 +27,13 @@ _MEMORY_BYTES = {"cpu": 1 << 30, "gpu": 24 << 30}
 """Least memory of a target's pod with each preset's model: its weights pass through the host's memory."""
 _DROPPED = ("title", "default", "required")
 """A preset sets what the values leave out, so nothing is required."""
+
+_TARGET_CHOICES = {
+    "attention_backend": backend_names(),
+    "tool_parser": ("auto", *call_format_names()),
+    "reasoning_parser": ("auto", "none", *reasoning_format_names()),
+}
+"""Settings of the target whose values are names in tables of the code."""
 
 Schema = dict[str, Any]
 
@@ -54,6 +63,8 @@ def settings_schemas() -> Schema:
             sections |= settings.pop("$defs", {}) | {f"{registry.section}.{name}": settings}
             # A plug-in may be called as a key of its section is.
             section["properties"].setdefault(name, {"$ref": f"#/$defs/{registry.section}.{name}"})
+    for name, values in _TARGET_CHOICES.items():
+        _choose(sections["TargetSection"]["properties"], name, list(values))
     definitions = {_PREFIX: whole} | {f"{_PREFIX}.{name}": one for name, one in sorted(sections.items())}
     return {name: _relaxed(one) for name, one in definitions.items()}
 

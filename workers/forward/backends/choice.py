@@ -68,16 +68,26 @@ def choose_backend(
     raise BackendUnavailable(f"no attention backend computes {kind.value} for this model")
 
 
+def check_backend_name(name: str) -> None:
+    """Raise `ConfigurationError` unless `target.attention_backend` may have this value."""
+    known = backend_names()
+    if name not in known:
+        raise ConfigurationError(f"target.attention_backend: {name!r} is refused; it must be one of {', '.join(known)}")
+
+
+def backend_names() -> tuple[str, ...]:
+    """The values of the setting `target.attention_backend`."""
+    return ("auto", *(plugin.name for plugin in all_backends()))
+
+
 def require_backend(name: str, setting: AttentionSetting, ranks: int = 1) -> ChosenBackend:
     """The backend that `target.attention_backend` names, for steps of any size.
 
     With several `ranks`, all of them call this together. Raises `ConfigurationError` if there is no such backend, or if
     it cannot be used for this model on this device; the message says why, and which one `auto` takes.
     """
+    check_backend_name(name)
     plugins = {plugin.name: plugin for plugin in all_backends()}
-    if name not in plugins:
-        known = ", ".join(("auto", *plugins))
-        raise ConfigurationError(f"target.attention_backend: {name!r} is refused; it must be one of {known}")
     problem = _problem(plugins[name], setting, StepKind.RAGGED, ranks)
     if problem is not None:
         instead = choose_backend(setting, StepKind.RAGGED, ranks).name
