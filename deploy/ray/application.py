@@ -134,7 +134,7 @@ def bind(
         ray_actor_options=actor_options(placement.ingress)
         | {"resources": node_claim(settled.server.ingress_node_resource)},
         num_replicas=settled.server.ingress_replicas,
-        **_supervision(settled),
+        **_supervision(settled, worker_host),
     )(IngressReplica).bind(values, access, tuple(api_keys), *others)
 
 
@@ -170,7 +170,7 @@ def _bind_targets(
         ],
         placement_group_strategy=strategy(spans_nodes=placement.target.spans_nodes),
         ray_actor_options=actor_options(placement.coordinator),
-        **_supervision(configuration),
+        **_supervision(configuration, worker_host),
         **number_of_replicas(target.replicas, target.autoscaling),
     )(TargetReplica).bind(values, version, placement.target.threads, placement.target.environment, worker_host, access)
 
@@ -185,7 +185,7 @@ def _bind_drafters(
         name="Draft",
         ray_actor_options=actor_options(placement.draft) | {"resources": node_claim(configuration.draft.node_resource)},
         num_replicas=configuration.draft.replicas,
-        **_supervision(configuration),
+        **_supervision(configuration, worker_host),
     )(DraftReplica).bind(read, version, placement.draft.threads, worker_host, access)
 
 
@@ -215,9 +215,16 @@ def node_claim(resource: str | None) -> dict[str, float]:
     return {} if resource is None else {resource: _NODE_CLAIM}
 
 
-def _supervision(configuration: Configuration) -> dict[str, Any]:
-    """Serve's options for supervision. It notices a dead replica in two seconds and never retries a constructor."""
-    return {
+def _supervision(configuration: Configuration, worker_host: str | None) -> dict[str, Any]:
+    """Serve's options for supervision. It notices a dead replica in two seconds.
+
+    A deployment none of whose replicas has started yet fails for good after as many failed starts as the option says.
+    In a Ray cluster, a start may fail for what passes: a node ends while it loads, a hub does not answer, the memory of
+    a GPU is not free yet. Serve's own default stays there: three starts for each replica, 20 at most. A node or a GPU
+    that is not there is no failed start: Serve waits for it. Where `pilotfish serve` starts Ray, the first failure ends
+    the command with its reason, and whoever started it decides whether it starts again.
+    """
+    options: dict[str, Any] = {
         "user_config": {  # Serve passes it to `reconfigure`
             "log_level": configuration.log_level,
             "log_format": configuration.server.log_format,
@@ -226,5 +233,5 @@ def _supervision(configuration: Configuration) -> dict[str, Any]:
         "health_check_timeout_s": _HEALTH_TIMEOUT_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": configuration.server.drain_timeout_seconds + _CLOSING_SECONDS,
-        "max_constructor_retry_count": 1,
     }
+    return options if worker_host is None else options | {"max_constructor_retry_count": 1}

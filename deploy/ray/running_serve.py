@@ -27,8 +27,12 @@ from cluster.wire.tls import client_context
 from deploy.preflight import Problem, port_problems, raise_problems
 from deploy.ray.start_ray import CALLBACK, CALLBACK_VARIABLE
 
+logger = logging.getLogger(__name__)
+
 _SECONDS = 5.0
 _POLL_SECONDS = 0.25
+_RETRIED = "A replica failed to start with exception"
+"""What Serve says of a deployment whose replica it starts again."""
 _LONGEST_REASON = 2000
 """Longest text of another process that an error repeats, in characters."""
 
@@ -38,8 +42,8 @@ def run_application(
 ) -> None:
     """Start Serve, if it does not run, deploy an application, and return when all its deployments are healthy.
 
-    Passes the state to `report`. Raises `WorkerUnavailable` if a deployment fails, or after `deadline`
-    (of `time.monotonic`).
+    Passes the state to `report`, and logs the reason of each start that fails. Raises `WorkerUnavailable` if a
+    deployment fails, or after `deadline` (of `time.monotonic`).
     """
     report("starting Ray Serve")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -47,16 +51,21 @@ def run_application(
     name = server.application
     target = serve.RunTarget(application, name=name, route_prefix=server.route_prefix)
     serve.run_many([target], wait_for_applications_running=False)  # Serve itself would look once per second
+    failures = {""}
     while True:
         status = serve.status().applications.get(name)
         if status is not None and status.status == ApplicationStatus.RUNNING:
             return
         if status is not None and status.status == ApplicationStatus.DEPLOY_FAILED:
             raise WorkerUnavailable(_reason(status))
+        if status is not None and (failed := _failed_start(status)) not in failures:
+            failures.add(failed)
+            logger.warning("a replica of the %s", failed)
         report(_progress(status))
         if time.monotonic() > deadline:
+            failed = "" if status is None else _failed_start(status)
             raise WorkerUnavailable(
-                f"not ready after {server.start_timeout_seconds:g} s ({_progress(status)}); raise "
+                f"not ready after {server.start_timeout_seconds:g} s ({failed or _progress(status)}); raise "
                 "server.start_timeout_seconds if loading takes longer"
             )
         time.sleep(_POLL_SECONDS)
@@ -75,13 +84,18 @@ def _progress(application: ApplicationStatusOverview | None) -> str:
 
 def _reason(application: ApplicationStatusOverview) -> str:
     """Why a deployment failed: the last line of its traceback, or Serve's message if there is none."""
+    return _failed_start(application) or application.message[:_LONGEST_REASON]
+
+
+def _failed_start(application: ApplicationStatusOverview) -> str:
+    """The reason of the last failed start of a deployment that is not healthy; empty if no start failed."""
     for name, entry in application.deployments.items():
         lines = [line.strip() for line in entry.message.splitlines() if line.strip()]
-        if entry.status == "DEPLOY_FAILED" and lines:
+        if lines and (entry.status == "DEPLOY_FAILED" or _RETRIED in lines[0]):
             # The last line of a traceback is "package.module.Error: message".
             reason = lines[-1].partition(": ")[2] or lines[-1]
             return f"{name.lower()} did not start: {reason[:_LONGEST_REASON]}"
-    return application.message[:_LONGEST_REASON]
+    return ""
 
 
 def check_addresses(server: ServerSection) -> ServerSection:

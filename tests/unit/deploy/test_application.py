@@ -12,6 +12,7 @@ import pytest
 from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.errors import ConfigurationError
+from cluster.wire.peer_access import OPEN
 from deploy.placement import Bundle, Placement, Resources, RolePlacement, plan
 from deploy.preflight import memory_problems
 from deploy.ray import application, running_serve
@@ -134,6 +135,23 @@ def test_without_a_ray_cluster_models_are_not_looked_for_and_keep_their_names() 
     assert (values["target"]["path"], values["target"]["served_name"]) == ("owner/model", "model")
     assert values["draft"]["heads"]["path"] == "smollm2-135m-heads"
     assert values["target"]["evidence"]["taps"]  # those of the module
+
+
+@pytest.mark.parametrize(("worker_host", "starts"), [(None, None), ("127.0.0.1", 1)])
+def test_in_a_ray_cluster_a_failed_start_is_repeated_as_serve_does_by_default(
+    worker_host: str | None, starts: int | None
+) -> None:
+    """Where `serve` starts Ray, it ends with the reason of the first one instead."""
+    configuration = load_configuration({"draft": {"method": "ngram", "placement": "drafter"}})
+    placement = plan(configuration, [Resources(8, 0, 1 << 40)])
+    ingress: Any = application.bind(configuration, placement, worker_host, OPEN)._bound_deployment
+    deployments = [ingress, *(one._bound_deployment for one in ingress.init_args[3:])]
+    assert [one.name for one in deployments] == ["Ingress", "Target", "Draft"]
+    for one in deployments:
+        config = one._deployment_config
+        default = type(config)().max_constructor_retry_count
+        assert config.max_constructor_retry_count == (default if starts is None else starts)
+        assert default >= 3
 
 
 def test_names_and_route_prefixes_of_other_applications_are_refused() -> None:
