@@ -32,6 +32,11 @@ _NAMES = {
     r"reasoning_effort\b": "reasoning.effort",
 }
 """Names of this API for fields that chats name otherwise; see `own_names`."""
+_STATUSES = {
+    generation_pb2.FINISH_REASON_STOP: "completed",
+    generation_pb2.FINISH_REASON_LENGTH: "incomplete",
+    generation_pb2.FINISH_REASON_ABORT: "cancelled",
+}
 
 
 def add_responses(app: FastAPI, client: GenerateClient, limits: LimitsSection) -> None:
@@ -220,10 +225,11 @@ class _ResponseObject:
             **reduced_tokens([usage]),
         }
         self._receipt = {"receipt": receipt}
-        self._status = "incomplete" if is_cut else "completed"
-        self._incomplete = {"reason": "max_output_tokens"} if is_cut else None
+        self._status = _STATUSES[finished.reason]
+        self._incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         self.on_end(self._turn())
-        yield self._event(f"response.{self._status}", response=self.whole())
+        # The API has no event for the end of an aborted answer.
+        yield self._event(f"response.{'incomplete' if is_cut else 'completed'}", response=self.whole())
 
     def whole(self) -> Json:
         body = self._body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -67,6 +68,20 @@ async def test_a_response_is_whole_or_streamed_and_the_same(tmp_path: Path) -> N
         "response.output_item.done",
         "response.completed",
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_response_is_cancelled_and_has_not_reached_its_length(tmp_path: Path, stream: bool) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    api.engine.hold_after = 1
+    waiting = asyncio.create_task(api.post("/v1/responses", input="hi", stream=stream))
+    assert api.engine.abort(await api.engine.arrived.get())
+    response = await waiting
+    last = json.loads(response.text.rstrip().rpartition("data: ")[2])
+    assert not stream or last["type"] == "response.incomplete"
+    found = last["response"] if stream else last
+    assert (found["status"], found["incomplete_details"]) == ("cancelled", None)
+    assert found["output"][-1]["status"] == "incomplete"
 
 
 async def test_a_response_continues_an_earlier_one_while_it_is_kept(tmp_path: Path) -> None:
