@@ -231,8 +231,7 @@ class CompletionFormat:
 
     def prompt_logprobs(self, choice: Choice, started: generation_pb2.GenerationStarted) -> list[Json]:
         """Return one entry per token of the prompt. The first token has no log-probability."""
-        scores = [None, *started.prompt_logprobs]
-        tokens = zip(started.prompt_token_ids, started.prompt_token_bytes, scores, strict=True)
+        tokens = zip(started.prompt_token_ids, started.prompt_token_bytes, prompt_scores(started), strict=True)
         return [self._entry(choice, token, own, score) for token, own, score in tokens]
 
     def _entry(self, choice: Choice, token: int, own: bytes, score: common_pb2.TokenLogprobs | None) -> Json:
@@ -286,6 +285,16 @@ def _parameters(function: Json) -> Json:
     """Return the schema of a tool's arguments; an empty one if there is none."""
     found = function.get("parameters")
     return found if isinstance(found, dict) else {}
+
+
+def prompt_scores(started: generation_pb2.GenerationStarted) -> list[common_pb2.TokenLogprobs | None]:
+    """Return what was requested of each token of the prompt: nothing of the first one.
+
+    Nothing of any token of a request that was aborted before its prompt was computed.
+    """
+    if not started.prompt_logprobs:
+        return [None] * len(started.prompt_token_ids)
+    return [None, *started.prompt_logprobs]
 
 
 def token_text(text: bytes) -> str:

@@ -157,10 +157,18 @@ def delta_choice(
 
 
 def last_choice(endpoint: EndpointFormat, choice: Choice, options: ResponseOptions) -> Json:
-    """Return the choice of the last chunk of an answer."""
-    content, _ = endpoint.chunk(choice, None)
-    choice.is_started = True
-    return {"index": choice.index, **content, "logprobs": None, **_ending(choice, options)}
+    """Return the choice of the last chunk of an answer, with its prompt if the answer has no token."""
+    entries = choice.echo_logprobs
+    content, _ = endpoint.chunk(choice, choice.echo or None)
+    choice.echo, choice.echo_logprobs = "", []
+    first, choice.is_started = not choice.is_started, True
+    return {
+        "index": choice.index,
+        **content,
+        "logprobs": endpoint.join(entries) if entries else None,
+        **_ending(choice, options),
+        **(streamed_prompt(choice) if first and endpoint.reports_prompt_per_choice else {}),
+    }
 
 
 def usage(choices: Iterable[Choice]) -> Json:

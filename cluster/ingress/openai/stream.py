@@ -9,7 +9,15 @@ from pydantic_core import to_json
 
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.event_ids import EventId, EventIds, Stage
-from cluster.ingress.openai.formats import Choice, EndpointFormat, finite, reported_prompt, streamed_prompt, token_text
+from cluster.ingress.openai.formats import (
+    Choice,
+    EndpointFormat,
+    finite,
+    prompt_scores,
+    reported_prompt,
+    streamed_prompt,
+    token_text,
+)
 from cluster.ingress.openai.parsing.parts import Json
 from cluster.ingress.openai.responses import (
     ResponseMetadata,
@@ -226,8 +234,11 @@ def note_prompt(
 
 def _prompt_logprobs(started: generation_pb2.GenerationStarted) -> list[Mapping[str, Any] | None]:
     """Return vLLM's form: nothing for the first token, then each token's own log-probability and the best ones."""
-    found: list[Mapping[str, Any] | None] = [None]
-    for entry, own in zip(started.prompt_logprobs, started.prompt_token_bytes[1:], strict=True):
+    found: list[Mapping[str, Any] | None] = []
+    for entry, own in zip(prompt_scores(started), started.prompt_token_bytes, strict=True):
+        if entry is None:
+            found.append(None)
+            continue
         values = {
             str(top.token_id): {
                 "logprob": finite(top.logprob),

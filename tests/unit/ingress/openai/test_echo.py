@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -65,6 +66,27 @@ async def test_no_answer_is_sent_with_a_length_of_zero(api: HttpApi, stream: boo
     tokens = [token for choice in sent if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
     assert len(tokens) == len(api.tokenizer.encode(PROMPT))
     assert parts[-1]["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_of_an_answer_that_is_aborted_before_it_is_computed_has_no_logprobs(
+    api: HttpApi, stream: bool
+) -> None:
+    async def aborted(**values: Any) -> Any:
+        waiting = asyncio.create_task(api.complete(prompt=PROMPT, stream=stream, **values))
+        assert api.engine.abort(await api.engine.arrived.get())
+        response = await waiting
+        assert response.status_code == 200, response.text
+        return (chunks(response) if stream else [response.json()])[0]["choices"][0]
+
+    api.engine.hold_after = 0
+    length = len(api.tokenizer.encode(PROMPT))
+    echoed = await aborted(echo=True, logprobs=1, return_token_ids=True)
+    assert (echoed["finish_reason"], len(echoed["prompt_token_ids"])) == ("abort", length)
+    assert echoed["text"] == "".join(echoed["logprobs"]["tokens"]) == PROMPT
+    assert echoed["logprobs"]["token_logprobs"] == echoed["logprobs"]["top_logprobs"] == [None] * length
+    if not stream:
+        assert (await aborted(prompt_logprobs=1))["prompt_logprobs"] == [None] * length
 
 
 async def test_prompt_logprobs_have_vllms_form(api: HttpApi) -> None:
