@@ -41,7 +41,8 @@ class Connection:
         self, resolve: Resolve, unavailable: type[PilotfishError], access: PeerAccess | PublicAccess = OPEN
     ) -> None:
         self._resolve = resolve
-        self._unavailable = unavailable
+        self.unavailable = unavailable
+        """What is raised where the server cannot be reached."""
         self._access = access
         self.metadata = access.metadata()
         """The metadata that every call must have."""
@@ -55,7 +56,7 @@ class Connection:
                 async with asyncio.timeout(_RESOLVE_SECONDS):
                     address = await self._resolve()
             except (OSError, TimeoutError) as error:
-                raise self._unavailable(f"the address of the server is not known: {error!r}") from error
+                raise self.unavailable(f"the address of the server is not known: {error!r}") from error
             if self._channel is None:
                 self._channel = open_channel(
                     address,
@@ -94,13 +95,13 @@ class Connection:
             closing.add_done_callback(self._closing.discard)
         _drop_frames(error)
         if is_cut:
-            return self._unavailable("the connection was lost while a message was sent")
-        return from_rpc_error(error, self._unavailable)
+            return self.unavailable("the connection was lost while a message was sent")
+        return from_rpc_error(error, self.unavailable)
 
     def checked(self, answer: Any) -> Any:
         """Return the answer, or raise `unavailable` for `None`: gRPC's value for bytes that are not a valid message."""
         if answer is None:
-            raise self._unavailable("the answer is not a message of the schema")
+            raise self.unavailable("the answer is not a message of the schema")
         return answer
 
     async def close(self) -> None:

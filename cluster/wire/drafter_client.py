@@ -9,7 +9,7 @@ import grpc
 
 from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.drafting import DraftRow, Proposal
-from cluster.core.errors import DrafterUnavailable, InvalidRequest
+from cluster.core.errors import DrafterUnavailable, InvalidRequest, PilotfishError
 from cluster.core.ids import SequenceId
 from cluster.wire.codec.draft import decode_proposals, encode_draft_rows
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
@@ -48,14 +48,8 @@ class GrpcDrafter:
         await self._connection.close()
 
     async def _call(self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout_seconds: float) -> Any:
-        channel = await self._connection.channel()
-        self._lease.use()
+        """Call a method. The coordinator treats all faults of a drafter alike: it continues without drafts."""
         try:
-            answer = await method(channel)(request, timeout=timeout_seconds, metadata=self._connection.metadata)
-            return self._connection.checked(answer)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DrafterUnavailable(f"no answer within {timeout_seconds} s") from error
-            # The coordinator treats all faults of a drafter alike: it continues without drafts.
-            had_call = isinstance(error, AnswerLost)
-            raise DrafterUnavailable(str(self._connection.failed(error, channel)), had_call=had_call) from error
+            return await self._lease.call(method, request, timeout_seconds)
+        except PilotfishError as error:
+            raise DrafterUnavailable(str(error), had_call=isinstance(error.__cause__, AnswerLost)) from error

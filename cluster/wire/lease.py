@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
 import grpc
 
-from cluster.core.errors import PilotfishError
+from cluster.core.errors import DeadlineExceeded, PilotfishError
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection
 from pilotfish.v1 import lease_pb2, lease_pb2_grpc
 
@@ -33,11 +34,19 @@ class Lease:
         self.client = uuid4().hex
         """The name of the client, which no other client has."""
 
-    def use(self) -> None:
-        """Record a call of the client: it renews the lease. From the first call on, the lease is kept until `close`."""
+    async def call(self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout_seconds: float) -> Any:
+        """Make a call of the client as `Connection.call` does. It renews the lease, which is kept until `close`.
+
+        Where there is no answer in time, it raises what the connection raises for a server that is not available.
+        """
+        await self._connection.channel()
         self._is_used = True
         if self._task is None:
             self._task = asyncio.create_task(self._keep(), name="lease")
+        try:
+            return await self._connection.call(method, request, timeout_seconds)
+        except DeadlineExceeded as error:
+            raise self._connection.unavailable(f"no answer within {timeout_seconds} s") from error
 
     def close(self) -> None:
         """Renew the lease no longer."""

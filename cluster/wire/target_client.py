@@ -41,27 +41,27 @@ class GrpcTarget:
         self._step_timeout_seconds = step_timeout_seconds
 
     async def open(self, rows: Sequence[OpenRow]) -> OpenResult:
-        answer = await self._call(
+        answer = await self._lease.call(
             lambda channel: _stub(channel).Open, encode_open_rows(rows, self._lease.client), self._step_timeout_seconds
         )
         return _decoded(decode_open_result, answer)
 
     async def step(self, batch: StepBatch) -> StepResult:
-        answer = await self._call(
+        answer = await self._lease.call(
             self._step.on, encode_step_batch(batch, self._lease.client), self._step_timeout_seconds
         )
         return _decoded(decode_step_result, answer)
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         request = target_pb2.TargetServiceReleaseRequest(sequence_ids=sequence_ids, client=self._lease.client)
-        await self._call(lambda channel: _stub(channel).Release, request, self._step_timeout_seconds)
+        await self._lease.call(lambda channel: _stub(channel).Release, request, self._step_timeout_seconds)
 
     async def release_all(self) -> None:
         request = target_pb2.TargetServiceReleaseRequest(all=True, client=self._lease.client)
-        await self._call(lambda channel: _stub(channel).Release, request, self._step_timeout_seconds)
+        await self._lease.call(lambda channel: _stub(channel).Release, request, self._step_timeout_seconds)
 
     async def info(self) -> TargetInfo:
-        answer = await self._call(
+        answer = await self._lease.call(
             lambda channel: _stub(channel).GetInfo, target_pb2.TargetServiceGetInfoRequest(), SHORT_CALL_SECONDS
         )
         return _decoded(decode_target_info, answer)
@@ -71,17 +71,6 @@ class GrpcTarget:
         self._lease.close()
         self._step.close()
         await self._connection.close()
-
-    async def _call(self, method: Callable[[grpc.aio.Channel], Any], request: Any, timeout_seconds: float) -> Any:
-        channel = await self._connection.channel()
-        self._lease.use()
-        try:
-            answer = await method(channel)(request, timeout=timeout_seconds, metadata=self._connection.metadata)
-            return self._connection.checked(answer)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise TargetUnavailable(f"no answer within {timeout_seconds} s") from error
-            raise self._connection.failed(error, channel) from error
 
 
 def _stub(channel: grpc.aio.Channel) -> Any:
