@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.coordinator.clients.drafter import Proposals
+from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core import sequence as core
 from cluster.core.drafting import DraftBudget
 from cluster.core.ids import SequenceId
@@ -71,6 +72,17 @@ class DraftSource(Protocol):
 
     async def close(self, timeout_seconds: float) -> None:
         """Cancel the calls under way and send the queued releases."""
+
+
+def draft_requests(
+    rows: Iterable[PlannedRow], running: Mapping[SequenceId, LiveSequence]
+) -> dict[SequenceId, DraftRequest]:
+    """The requests of the planned rows that want a draft and whose sequences still run."""
+    return {
+        row.sequence_id: DraftRequest(live.sequence, row.draft)
+        for row in rows
+        if row.wants_draft and (live := running.get(row.sequence_id)) is not None
+    }
 
 
 def deepest(requests: Mapping[SequenceId, DraftRequest]) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from cluster.coordinator.clients.drafter import Proposals
 from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
-from cluster.coordinator.drafting.draft_source import Proposed, deepest
+from cluster.coordinator.drafting.draft_source import Proposed, deepest, draft_requests
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core import sequence as core
@@ -139,9 +139,5 @@ class DraftsElsewhere:
         await self._pool.close(timeout_seconds)
 
     def _call(self, rows: Iterable[PlannedRow]) -> ProposeCalls | None:
-        requests = {
-            row.sequence_id: DraftRequest(live.sequence, row.draft)
-            for row in rows
-            if row.wants_draft and (live := self._running.get(row.sequence_id)) is not None
-        }
+        requests = draft_requests(rows, self._running)
         return self._pool.propose(requests) if requests else None

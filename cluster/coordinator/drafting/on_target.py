@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.coordinator.clients.drafter import Proposals, checked
 from cluster.coordinator.clients.drafter_pool import PREFILL_TOKENS
-from cluster.coordinator.drafting.draft_source import Proposed, deepest, within
+from cluster.coordinator.drafting.draft_source import Proposed, deepest, draft_requests, within
 from cluster.coordinator.metrics import Metrics
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core import sequence as core
@@ -66,11 +66,7 @@ class DraftsOnTarget:
 
     async def propose(self, rows: Iterable[PlannedRow], patience: Callable[[int, int], float]) -> Proposed:  # noqa: ARG002
         """The drafts that the last step brought, as far as they fit the rows. The step spends time on the next ones."""
-        requests = {
-            row.sequence_id: DraftRequest(live.sequence, row.draft)
-            for row in rows
-            if row.wants_draft and (live := self._running.get(row.sequence_id)) is not None
-        }
+        requests = draft_requests(rows, self._running)
         if not requests:
             return Proposed()
         found: Proposals = {}
