@@ -3,22 +3,73 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
 
 from cluster.core.errors import InvalidRequest, WorkerUnavailable
 from cluster.ingress.access.http_access import named
-from cluster.ingress.client import GenerateClient
+from cluster.ingress.asgi import EventStream, while_connected
+from cluster.ingress.client import ServiceClient
 from cluster.ingress.observability.request_record import RequestRecord, current
 from cluster.ingress.openai.stream import Events
 from pilotfish.v1 import generation_pb2
 
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
+_First = TypeVar("_First")
 _Arrived = tuple[int, generation_pb2.GenerateResponse]
 
 
+SILENT_SECONDS = 10.0
+"""Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
+
+
+@asynccontextmanager
+async def beginning(
+    request: Request,
+    responses: Events,
+    first: Coroutine[Any, Any, _First],
+    names: Mapping[str, str],
+    *,
+    streams: bool,
+) -> AsyncIterator[asyncio.Task[_First]]:
+    """Wait for what the first of the responses brings, which `first` reads, and yield its task.
+
+    A refused request fails here, before the status line of a stream is sent, unless it waits for long. An error ends
+    the responses. One of a field has the name that `names` gives to the field.
+    """
+    begun = asyncio.create_task(first)
+    try:
+        await while_connected(request, asyncio.wait({begun}, timeout=SILENT_SECONDS if streams else None))
+        if begun.done():
+            begun.result()
+        yield begun
+    except InvalidRequest as error:
+        await responses.aclose()
+        raise error.renamed(names.get(error.field, error.field)) from None
+    except BaseException:
+        await _end(begun, responses)
+        raise
+
+
+def streamed(
+    parts: AsyncGenerator[bytes, None], headers: Mapping[str, str], begun: asyncio.Task[Any], responses: Events
+) -> EventStream:
+    """Return the parts of an answer that has begun as a stream of events."""
+    return EventStream(parts, headers, silent_seconds=SILENT_SECONDS, end=partial(_end, begun, responses))
+
+
+async def _end(begun: asyncio.Task[Any], responses: Events) -> None:
+    begun.cancel()
+    await asyncio.gather(begun, return_exceptions=True)
+    await responses.aclose()
+
+
 def answers(
-    client: GenerateClient, requests: Sequence[generation_pb2.GenerateRequest], timeout_seconds: float
+    client: ServiceClient, requests: Sequence[generation_pb2.GenerateRequest], timeout_seconds: float
 ) -> Events:
     """Yield `(choice index, event)` in order of arrival. The choices of a prompt are `n` consecutive ones.
 

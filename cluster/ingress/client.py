@@ -1,4 +1,4 @@
-"""The ports through which both APIs call the public service. Each names what one side calls.
+"""The ports through which both APIs call the public service.
 
 Their implementations raise the same `PilotfishError` as the service: `cluster.wire.generation_client.GenerationClient`
 for one server, and `cluster.ingress.router.router.Router` for several.
@@ -12,24 +12,13 @@ from typing import Protocol
 from pilotfish.v1 import generation_pb2
 
 
-class GenerateClient(Protocol):
-    """A client that generates answers."""
+class ServiceClient(Protocol):
+    """What the HTTP API calls."""
 
     def generate(
         self, request: generation_pb2.GenerateRequest, timeout_seconds: float, /
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of one request. Closing the iterator cancels the call."""
-
-
-class AbortClient(Protocol):
-    """A client that ends requests of others."""
-
-    async def abort(self, request_id: str, client: str = "", /) -> bool:
-        """Abort a request of the client with that name. Returns whether it was running."""
-
-
-class ModelClient(Protocol):
-    """A client that knows the served models."""
 
     async def list_models(self) -> Sequence[generation_pb2.Model]:
         """Return the served models."""
@@ -37,19 +26,11 @@ class ModelClient(Protocol):
     async def get_model(self, name: str, /) -> generation_pb2.Model:
         """Return one served model. Raises `UnknownModel`."""
 
-
-class TextClient(Protocol):
-    """A client of the model's tokenizer."""
-
     async def tokenize(self, request: generation_pb2.TokenizeRequest, /) -> generation_pb2.TokenizeResponse:
         """Convert text or a conversation to token ids."""
 
     async def detokenize(self, request: generation_pb2.DetokenizeRequest, /) -> generation_pb2.DetokenizeResponse:
         """Convert token ids to text."""
-
-
-class StatusClient(Protocol):
-    """A client that knows the state of the service."""
 
     async def metrics(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus text format and its content type."""
@@ -61,12 +42,11 @@ class StatusClient(Protocol):
         """Whether the service answers, ready or not."""
 
 
-class ServiceClient(GenerateClient, ModelClient, TextClient, StatusClient, Protocol):
-    """What the HTTP API calls."""
-
-
-class FullClient(ServiceClient, AbortClient, Protocol):
+class FullClient(ServiceClient, Protocol):
     """What both APIs of an ingress call, and what its router calls of each coordinator."""
+
+    async def abort(self, request_id: str, client: str = "", /) -> bool:
+        """Abort a request of the client with that name. Returns whether it was running."""
 
     async def close(self) -> None:
         """Close the connections."""

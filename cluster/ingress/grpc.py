@@ -8,12 +8,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
 from cluster.core.ids import check_request_id, is_request_id
-from cluster.ingress.client import AbortClient, GenerateClient, ModelClient, TextClient
+from cluster.ingress.client import FullClient
 from cluster.ingress.observability.request_record import Fields, RequestRecord, log_request
 from cluster.wire.request_values import traceparent_of
 from pilotfish.v1 import generation_pb2, generation_pb2_grpc
@@ -21,14 +21,10 @@ from pilotfish.v1 import generation_pb2, generation_pb2_grpc
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class GrpcClient(GenerateClient, AbortClient, ModelClient, TextClient, Protocol):
-    """What the gRPC API calls."""
-
-
 class RoutedGenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The public service of an ingress. It passes every call on, and raises the errors of `client`."""
 
-    def __init__(self, client: GrpcClient, max_timeout_seconds: float, *, traces: bool = False) -> None:
+    def __init__(self, client: FullClient, max_timeout_seconds: float, *, traces: bool = False) -> None:
         """`max_timeout_seconds` is the timeout of a `Generate` call without a deadline, and the longest one.
 
         `traces` says whether the `traceparent` in the metadata of calls is read, as the parent of a request's span.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from cluster.core.errors import InvalidRequest, PilotfishError
 from cluster.ingress.access.browsers import OWN_PAGES, BrowserMiddleware, BrowserRules
 from cluster.ingress.access.http_access import AccessMiddleware
 from cluster.ingress.access.key_ring import KeyRing
-from cluster.ingress.answers import answers
+from cluster.ingress.answers import answers, beginning, streamed
 from cluster.ingress.asgi import (
     CountMiddleware,
     EventStream,
@@ -58,8 +57,6 @@ from cluster.ingress.openai.translate import (
 from pilotfish.v1 import generation_pb2
 
 _VERSION = version("pilotfish")
-_SILENT_SECONDS = 10.0
-"""Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +78,6 @@ class _Translated:
     def n(self) -> int:
         """Number of answers to each prompt."""
         return self.requests[0].n or 1
-
-    def named(self, error: Exception) -> Exception:
-        """Return an error with the name of the parameter that the client sent."""
-        if not isinstance(error, InvalidRequest):
-            return error
-        return error.renamed(self.parameter_names.get(error.field, error.field))
 
 
 def create_app(
@@ -196,36 +187,20 @@ async def _generate(
         note_prompt(choices[index], first.started, translated.endpoint, translated.options)
         return _metadata(first, translated), replace(translated.event_id, coordinator=first.started.coordinator)
 
-    beginning = asyncio.ensure_future(begin())
+    names, streams = translated.parameter_names, translated.stream
+    async with beginning(request, events, begin(), names, streams=streams) as begun:
+        if not streams:
+            metadata, _ = begun.result()
+            whole = whole_response(events, choices, metadata, translated.options)
+            return JSONResponse(await while_connected(request, whole), headers=translated.headers)
 
-    async def end() -> None:
-        beginning.cancel()
-        await asyncio.gather(beginning, return_exceptions=True)
-        await events.aclose()
+    def on_error(error: Exception) -> ErrorResponse:
+        if isinstance(error, InvalidRequest):
+            error = error.renamed(names.get(error.field, error.field))
+        return failed(request, error)
 
-    try:
-        # A refused request fails here, before the status line is sent, unless it waits for long.
-        await while_connected(
-            request, asyncio.wait({beginning}, timeout=_SILENT_SECONDS if translated.stream else None)
-        )
-        if not translated.stream:
-            metadata, _ = beginning.result()
-            return JSONResponse(
-                await while_connected(request, whole_response(events, choices, metadata, translated.options)),
-                headers=translated.headers,
-            )
-        if beginning.done():
-            beginning.result()
-    except InvalidRequest as error:
-        await events.aclose()
-        raise translated.named(error) from None
-    except BaseException:
-        await end()
-        raise
-    parts = chunks(
-        beginning, events, choices, translated.options, lambda error: failed(request, translated.named(error))
-    )
-    return EventStream(parts, translated.headers, silent_seconds=_SILENT_SECONDS, end=end)
+    parts = chunks(begun, events, choices, translated.options, on_error)
+    return streamed(parts, translated.headers, begun, events)
 
 
 def _prompt_text(request: generation_pb2.GenerateRequest) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +14,9 @@ from fastapi.responses import JSONResponse
 from cluster.core.answer_format import TEXT_ONLY
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
-from cluster.ingress.answers import answers
-from cluster.ingress.asgi import EventStream, timeout_of, while_connected
-from cluster.ingress.client import GenerateClient
+from cluster.ingress.answers import answers, beginning, streamed
+from cluster.ingress.asgi import timeout_of, while_connected
+from cluster.ingress.client import ServiceClient
 from cluster.ingress.observability.http_middleware import failed
 from cluster.ingress.openai.errors import ErrorResponse
 from cluster.ingress.openai.formats import ChatFormat, Choice
@@ -29,8 +28,6 @@ from cluster.ingress.openai.stream import Events
 from cluster.ingress.openai.translate import chat_request, parameter_names, seed_of
 from pilotfish.v1 import generation_pb2
 
-SILENT_SECONDS = 10.0
-"""Longest time for which a stream sends nothing, in seconds. Then it begins, or sends a comment."""
 Event = tuple[str, Json]
 """Name and data of a server-sent event."""
 Names = Mapping[str, str | InvalidRequest]
@@ -101,7 +98,7 @@ def with_one_system(turns: Sequence[Json]) -> list[Json]:
 
 async def respond(
     request: Request,
-    client: GenerateClient,
+    client: ServiceClient,
     limits: LimitsSection,
     chat: ChatRequest,
     adapter: ChatAdapter,
@@ -111,35 +108,17 @@ async def respond(
     message, names = chat_request(chat, request.state.request_id, seed_of(chat)), parameter_names(chat)
     responses = answers(client, [message], timeout_of(request, limits.max_timeout_seconds))
     answer = _Answer(ChatFormat.of(chat), adapter)
-    first = asyncio.ensure_future(answer.first(responses))
-
-    async def end() -> None:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await responses.aclose()
-
-    try:
-        # A refused request fails here, before the status line is sent, unless it waits for long.
-        await while_connected(request, asyncio.wait({first}, timeout=SILENT_SECONDS if chat.stream else None))
-        if first.done():
-            first.result()
+    async with beginning(request, responses, answer.first(responses), names, streams=chat.stream) as first:
         if not chat.stream:
             await while_connected(request, answer.read(responses))
             return JSONResponse(adapter.whole(), headers=dict(headers))
-    except InvalidRequest as error:
-        await responses.aclose()
-        raise error.renamed(names.get(error.field, error.field)) from None
-    except BaseException:
-        await end()
-        raise
 
     def on_error(error: Exception) -> ErrorResponse:
         if isinstance(error, InvalidRequest):
             error = _named(error.renamed(names.get(error.field, error.field)), adapter.names)
         return failed(request, error)
 
-    events = _sent(first, responses, answer, on_error)
-    return EventStream(events, headers, silent_seconds=SILENT_SECONDS, end=end)
+    return streamed(_sent(first, responses, answer, on_error), headers, first, responses)
 
 
 class _Answer:

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.ingress.client import StatusClient
+from cluster.ingress.client import ServiceClient
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from cluster.ingress.router.metrics_text import LABEL
 
@@ -49,7 +49,7 @@ _DRAFTER_FIELDS: Mapping[str, str] = {
 """Names of the series of each drafter, and what they are called in its entry of `drafting`."""
 
 
-def add_cluster_status(app: FastAPI, client: StatusClient) -> None:
+def add_cluster_status(app: FastAPI, client: ServiceClient) -> None:
     """Add `GET /cluster`."""
 
     @app.get("/cluster")
@@ -91,7 +91,9 @@ def _drafter(replica: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def add_operations(app: FastAPI, client: StatusClient, own_metrics: IngressMetrics, running: Callable[[], int]) -> None:
+def add_operations(
+    app: FastAPI, client: ServiceClient, own_metrics: IngressMetrics, running: Callable[[], int]
+) -> None:
     """Add the other routes. `running` returns the number of requests that the application is answering."""
 
     @app.api_route("/health", methods=["GET", "HEAD"])

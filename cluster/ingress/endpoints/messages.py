@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -14,7 +14,7 @@ from cluster.core.bounds import MAX_JSON_DEPTH
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.core.json_text import find_half, find_infinite, is_deeper_than
-from cluster.ingress.client import GenerateClient, ModelClient, TextClient
+from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.chat_adapter import Event, Names, own_names, respond, with_one_system
 from cluster.ingress.openai.chat_input import chat_input
@@ -105,11 +105,7 @@ class MessagesBody(ConversationBody):
     """No effect."""
 
 
-class MessagesClient(GenerateClient, ModelClient, TextClient, Protocol):
-    """What the routes call."""
-
-
-def add_messages(app: FastAPI, client: MessagesClient, limits: LimitsSection) -> None:
+def add_messages(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
     """Add the routes."""
 
     @app.post("/v1/messages")
@@ -145,7 +141,7 @@ def _names(body: ConversationBody) -> Names:
     return {**_NAMES, "continue_final_message": last}
 
 
-async def _chat(body: ConversationBody, client: ModelClient) -> Json:
+async def _chat(body: ConversationBody, client: ServiceClient) -> Json:
     """Return the conversation of a chat in OpenAI's API. Raises `InvalidRequest`."""
     turns = _all_turns(body)
     is_continued = _is_begun(turns) and not await _reads_sources(client)
@@ -180,7 +176,7 @@ def _is_begun(turns: list[Json]) -> bool:
     return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
-async def _reads_sources(client: ModelClient) -> bool:
+async def _reads_sources(client: ServiceClient) -> bool:
     """Whether the model is an encoder-decoder: its answers do not continue what it reads."""
     kinds = [model.kind for model in await client.list_models()]
     return generation_pb2.MODEL_KIND_ENCODER_DECODER in kinds

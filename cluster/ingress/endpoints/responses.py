@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest, UnsupportedParameter
 from cluster.ingress.access.http_access import named
-from cluster.ingress.client import GenerateClient
+from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.endpoints.chat_adapter import Event, own_names, respond, with_one_system
 from cluster.ingress.endpoints.responses_body import ResponsesBody
@@ -39,7 +39,7 @@ _STATUSES = {
 }
 
 
-def add_responses(app: FastAPI, client: GenerateClient, limits: LimitsSection) -> None:
+def add_responses(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
     """Add the route."""
     conversations = Conversations()
 

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from cluster.ingress.openai.fields.types import Seed, StrictModel, Text, Texts, UInt32, Untyped, Untypeds
-from cluster.ingress.openai.fields.unsupported import Unsupported, UnsupportedParameters
+from cluster.ingress.openai.fields.unsupported import HOSTED, Unsupported, UnsupportedParameters
 
-_HOSTED = "it belongs to OpenAI's hosted service"
 _LOGPROBS = "message.output_text.logprobs"
 _ANSWERED_ITEMS = frozenset({"message", "function_call", "function_call_output"})
 """The items of an input that the model reads."""
@@ -23,7 +22,7 @@ class ResponsesBody(StrictModel):
     unsupported: ClassVar[UnsupportedParameters] = {
         "background": Unsupported("answers are generated while the client waits", (False,)),
         "conversation": Unsupported("previous_response_id continues a conversation"),
-        "prompt": Unsupported(_HOSTED),
+        "prompt": Unsupported(HOSTED),
         "truncation": Unsupported("a conversation that is too long is refused", ("disabled",)),
         "max_tool_calls": Unsupported("there are no built-in tools"),
     }

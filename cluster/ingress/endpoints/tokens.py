@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
-from cluster.ingress.client import TextClient
+from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.openai.chat_input import chat_input
 from cluster.ingress.openai.fields.tools import ChatExtensions
@@ -64,7 +64,7 @@ def _answer(found: generation_pb2.TokenizeResponse, *, with_texts: bool) -> str:
     return f'{head}{", ".join(parts)}], "token_strs": {json.dumps(texts)}}}'
 
 
-def add_tokens(app: FastAPI, client: TextClient, limits: LimitsSection) -> None:
+def add_tokens(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
     """Add the routes."""
 
     @app.post("/tokenize")

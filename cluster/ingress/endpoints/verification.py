@@ -18,7 +18,7 @@ from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
 from cluster.ingress.answers import answers
 from cluster.ingress.asgi import timeout_of, while_connected
-from cluster.ingress.client import GenerateClient
+from cluster.ingress.client import ServiceClient
 from cluster.ingress.endpoints.bodies import read_parsed
 from cluster.ingress.openai.fields.types import Seed, StrictModel, Text, UInt32s
 from cluster.ingress.openai.parse import parse
@@ -84,7 +84,7 @@ class _Repeated:
     fingerprint: str = ""
 
 
-def add_verification(app: FastAPI, client: GenerateClient, limits: LimitsSection) -> None:
+def add_verification(app: FastAPI, client: ServiceClient, limits: LimitsSection) -> None:
     """Add the route."""
 
     @app.post("/v1/verify")

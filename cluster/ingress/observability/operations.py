@@ -11,7 +11,7 @@ import grpc
 
 from cluster.core import bounds
 from cluster.core.ids import check_request_id
-from cluster.ingress.client import AbortClient, StatusClient
+from cluster.ingress.client import FullClient
 from cluster.ingress.observability.ingress_metrics import IngressMetrics
 from pilotfish.v1 import operations_pb2, operations_pb2_grpc
 
@@ -49,14 +49,10 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
         return operations_pb2.AbortRequestResponse(aborted=self._abort(*_aborted(request)))
 
 
-class OperationsClient(StatusClient, AbortClient, Protocol):
-    """What the API for operators calls."""
-
-
 class RoutedOperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
     """The service for operators, at an ingress."""
 
-    def __init__(self, client: OperationsClient, own_metrics: IngressMetrics | None = None) -> None:
+    def __init__(self, client: FullClient, own_metrics: IngressMetrics | None = None) -> None:
         self._client = client
         self._own_metrics = own_metrics or IngressMetrics()
 

@@ -31,11 +31,7 @@ class OtelCallSpan:
         self._span = span
         carrier: dict[str, str] = {}
         propagator.inject(carrier, set_span_in_context(span))
-        self._traceparent = carrier.get(TRACEPARENT, "")
-
-    @property
-    def traceparent(self) -> str:
-        return self._traceparent
+        self.traceparent = carrier.get(TRACEPARENT, "")
 
     def end(self, name: str, status: int, error: str | None) -> None:
         self._span.update_name(name)

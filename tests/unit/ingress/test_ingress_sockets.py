@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from cluster.core.config.sections import LimitsSection
-from cluster.ingress import http as http_module
-from cluster.ingress.endpoints import chat_adapter
+from cluster.ingress import answers
 from cluster.ingress.http import create_app
 from tests.support.deadline import deadline
 from tests.support.fakes.fake_engine import MODEL, ScriptedEngine, listening
@@ -111,8 +110,7 @@ async def test_a_client_that_disconnects_frees_its_answer(
 async def test_a_client_that_leaves_a_stream_of_comments_frees_its_answer(
     served: tuple[str, ScriptedEngine], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "_SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(answers, "SILENT_SECONDS", 0.01)
     address, engine = served
     engine.hold_after = 0
     host, port = address.removeprefix("http://").split(":")

@@ -22,12 +22,12 @@ UnsupportedParameters = Mapping[str, Unsupported]
 
 _TEXT_ONLY = "models here read and write text only"
 _TRANSFER = "prompts and answers are computed by the same workers"
-_HOSTED = "it belongs to OpenAI's hosted service"
+HOSTED = "it belongs to OpenAI's hosted service"
 _ROUTED = "expert routing is not reported"
 _RENDER = "there is no endpoint that only renders prompts"
 
 _BOTH_ENDPOINTS: dict[str, Unsupported] = {
-    "service_tier": Unsupported(_HOSTED, ("auto", "default")),
+    "service_tier": Unsupported(HOSTED, ("auto", "default")),
     # vLLM's parameters
     "ec_transfer_params": Unsupported(_TRANSFER),
     "kv_transfer_params": Unsupported(_TRANSFER),
@@ -61,12 +61,12 @@ CHAT: UnsupportedParameters = MappingProxyType(
         "media_io_kwargs": Unsupported(_TEXT_ONLY, ({},)),
         "mm_processor_kwargs": Unsupported(_TEXT_ONLY, ({},)),
         "modalities": Unsupported(_TEXT_ONLY, (["text"],)),
-        "moderation": Unsupported(_HOSTED),
-        "prompt_cache_options": Unsupported(_HOSTED),
-        "prompt_cache_retention": Unsupported(_HOSTED),
+        "moderation": Unsupported(HOSTED),
+        "prompt_cache_options": Unsupported(HOSTED),
+        "prompt_cache_retention": Unsupported(HOSTED),
         "return_prompt_text": Unsupported("return_token_ids reports the prompt's tokens", (False,)),
-        "verbosity": Unsupported(_HOSTED, ("medium",)),
-        "web_search_options": Unsupported(_HOSTED),
+        "verbosity": Unsupported(HOSTED, ("medium",)),
+        "web_search_options": Unsupported(HOSTED),
     }
 )
 """`/v1/chat/completions`."""

@@ -17,9 +17,8 @@ from cluster.core.errors import InvalidRequest, Overloaded
 from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
 from cluster.generation.text.tokenizer import Tokenizer
-from cluster.ingress import http
+from cluster.ingress import answers
 from cluster.ingress.asgi import EventStream
-from cluster.ingress.endpoints import chat_adapter
 from cluster.ingress.http import create_app
 from tests.support.fakes.fake_engine import CONTEXT, MODEL, InProcessClient
 from tests.support.fakes.http_app import HI, LIMITS, HttpApi, chunks, error_of
@@ -122,8 +121,7 @@ async def test_usage_has_the_cached_tokens_of_the_prompt(api: HttpApi) -> None:
 async def test_a_stream_that_waits_for_long_begins_with_comments(
     api: HttpApi, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], end: str
 ) -> None:
-    monkeypatch.setattr(http, "_SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(answers, "SILENT_SECONDS", 0.01)
     generate = api.client.generate
 
     async def late(*arguments: Any) -> AsyncGenerator[Any, None]:
@@ -140,8 +138,7 @@ async def test_a_stream_that_waits_for_long_begins_with_comments(
     refused = await api.post(path, **body, stream=True)
     assert refused.status_code == 200
     assert "rate_limit" in refused.text and end in refused.text
-    monkeypatch.setattr(http, "_SILENT_SECONDS", 10.0)
-    monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 10.0)
+    monkeypatch.setattr(answers, "SILENT_SECONDS", 10.0)
     api.engine.refusal = InvalidRequest("max_tokens", 9, "less")
     for stream in (False, True):  # what is refused at once has its status
         assert (await api.post(path, **body, stream=stream)).status_code == 400
@@ -158,8 +155,7 @@ async def test_a_stream_that_waits_for_long_begins_with_comments(
 async def test_a_client_that_leaves_before_the_first_step_of_a_stream_that_waits_frees_its_answer(
     api: HttpApi, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(http, "_SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(chat_adapter, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(answers, "SILENT_SECONDS", 0.01)
     freed, calls = [], 0
 
     async def waiting(*_: Any) -> AsyncGenerator[Any, None]:
