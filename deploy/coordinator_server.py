@@ -62,7 +62,7 @@ class CoordinatorServer:
         endpoint = configuration.server.otlp_endpoint
         self._traces = None if endpoint is None else tracer_provider(endpoint, "pilotfish-coordinator")
         tracer = None if self._traces is None else make_tracer(self._traces)
-        self._coordinator = Coordinator(target, drafters, configuration, self._metrics, tracer=tracer)
+        self.coordinator = Coordinator(target, drafters, configuration, self._metrics, tracer=tracer)
         self._is_internal = internal_host is not None
         server = configuration.server
         self._server = WireServer(
@@ -79,18 +79,12 @@ class CoordinatorServer:
     @property
     def ready(self) -> bool:
         """Whether requests are accepted."""
-        return self._coordinator.ready
+        return self.coordinator.ready
 
     @property
     def load(self) -> Load:
         """How busy the coordinator and its target are."""
-        return self._coordinator.load
-
-    def add_drafter(self, name: str, drafter: Drafter) -> None:
-        self._coordinator.add_drafter(name, drafter)
-
-    async def remove_drafter(self, name: str) -> None:
-        await self._coordinator.remove_drafter(name)
+        return self.coordinator.load
 
     async def start(self) -> int:
         """Start listening and return the bound port. Raises `ConfigurationError` if the model has no tokenizer."""
@@ -98,7 +92,7 @@ class CoordinatorServer:
         parsers = Parsers(configuration.target.tool_parser, configuration.target.reasoning_parser)
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(configuration.target.path), parsers)
         generation = GenerationService(
-            self._coordinator,
+            self.coordinator,
             tokenizer,
             configuration.limits,
             draft_method=configuration.draft.name,
@@ -127,7 +121,7 @@ class CoordinatorServer:
         """Raise the error that prevents the coordinator from becoming ready or from making progress."""
         if self._opening is not None and self._opening.done() and not self._opening.cancelled():
             self._opening.result()
-        self._coordinator.check_health()
+        self.coordinator.check_health()
 
     async def wait_until_ready(self) -> None:
         """Return once requests are accepted. Raises the error that prevents it."""
@@ -141,15 +135,15 @@ class CoordinatorServer:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
         await self._set_health(False)
-        await self._coordinator.stop(drain_seconds)
+        await self.coordinator.stop(drain_seconds)
         await self._server.stop(_CLOSING_SECONDS)
         if self._traces is not None:
             await asyncio.to_thread(self._traces.shutdown)
 
     async def _open(self) -> None:
         """Connect to the target, then keep `grpc.health.v1` up to date."""
-        await self._coordinator.start()
-        info = self._coordinator.info
+        await self.coordinator.start()
+        info = self.coordinator.info
         logger.info(
             "ready: %s in %s, context of %d tokens, %d KV blocks",
             info.model,
@@ -161,7 +155,7 @@ class CoordinatorServer:
             logger.warning(NOT_LOSSLESS)
         serving = False
         while True:
-            if self._coordinator.ready != serving:
+            if self.coordinator.ready != serving:
                 serving = not serving
                 await self._set_health(serving)
             await asyncio.sleep(_HEALTH_SECONDS)

@@ -160,11 +160,14 @@ class Coordinator:
             self._emitter.disconnect(live)
 
     def check_room(self, client: str, request_id: RequestId, answers: int, priority: int = 0) -> None:
-        """Raise `Overloaded` if a request of the client would be refused now."""
+        """Raise `Overloaded` if a request of the client would be refused now, before work is spent on its texts."""
         self._admission.check_room(client, request_id, answers, priority)
 
     def longest_sequence(self, source_len: int) -> int:
-        """Return the most tokens of a prompt and its answer together that context and KV memory can hold."""
+        """Return the most tokens of a prompt and its answer together that context and KV memory can hold.
+
+        `source_len` is the number of tokens that an encoder reads, which take memory of their own.
+        """
         return self._admission.longest_sequence(source_len, self.info)
 
     def abort(self, request_id: RequestId) -> bool:

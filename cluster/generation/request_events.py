@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cluster.coordinator.coordinator import Coordinator
 from cluster.core.errors import InvalidRequest, TargetUnavailable
 from cluster.core.request import Commit, GenerationRequest, TokenLogprobs
-from cluster.generation.engine import Engine
 from cluster.generation.events import Delta, Event, Finished, Started
 from cluster.generation.recent_answers import RecentAnswers, request_key
 from cluster.generation.resume import ReceivedPart, ending
@@ -30,7 +30,7 @@ class RequestEvents:
         request: GenerationRequest,
         started: Started,
         tokenizer: Tokenizer,
-        engine: Engine,
+        engine: Coordinator,
         recent: RecentAnswers,
     ) -> None:
         """`started` is the first event; the first commits complete it. `recent` stores the tokens of the answers.

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+from cluster.coordinator.coordinator import Coordinator
 from cluster.core import bounds
 from cluster.core.config.draft_section import LearnsFrom
 from cluster.core.config.sections import LimitsSection
@@ -16,7 +17,6 @@ from cluster.core.ids import RequestId, check_request_id, scoped_request_id
 from cluster.core.request import Commit, FinishReason, GenerationRequest, Usage
 from cluster.core.verification import TargetInfo
 from cluster.generation import validate
-from cluster.generation.engine import Engine
 from cluster.generation.events import Event, ServedModel, Started
 from cluster.generation.grammar.constraints import Constraints
 from cluster.generation.recent_answers import RecentAnswers
@@ -67,7 +67,7 @@ class GenerationService:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Coordinator,
         tokenizer: Tokenizer,
         limits: LimitsSection,
         *,

@@ -5,29 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
+from cluster.coordinator.coordinator import Coordinator
 from cluster.core.membership import MemberRole, View
-from cluster.core.ports import Drafter
+from cluster.wire.drafter_client import GrpcDrafter
 
 logger = logging.getLogger(__name__)
-
-
-class ClosableDrafter(Drafter, Protocol):
-    """A drafter with a connection to close."""
-
-    async def close(self) -> None:
-        """Close the connection."""
-
-
-class DrafterUser(Protocol):
-    """A coordinator, as the follower uses it."""
-
-    def add_drafter(self, name: str, drafter: Drafter) -> None:
-        """Use one more drafter."""
-
-    async def remove_drafter(self, name: str) -> None:
-        """Use a drafter no more."""
 
 
 class DrafterFollower:
@@ -36,11 +19,11 @@ class DrafterFollower:
     It uses drafters of its own `version` only: others draft for another model.
     """
 
-    def __init__(self, user: DrafterUser, version: str, connect: Callable[[str], ClosableDrafter]) -> None:
-        self._user = user
+    def __init__(self, coordinator: Coordinator, version: str, connect: Callable[[str], GrpcDrafter]) -> None:
+        self._coordinator = coordinator
         self._version = version
         self._connect = connect
-        self._drafters: dict[str, ClosableDrafter] = {}
+        self._drafters: dict[str, GrpcDrafter] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
     def follow(self, view: View) -> None:
@@ -58,15 +41,15 @@ class DrafterFollower:
         for name in present.keys() - self._drafters.keys():
             logger.info("drafter %s has joined at %s", name, present[name])
             self._drafters[name] = self._connect(present[name])
-            self._user.add_drafter(name, self._drafters[name])
+            self._coordinator.add_drafter(name, self._drafters[name])
 
     async def close(self) -> None:
         """Disconnect all drafters."""
         self.follow(View())
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
-    async def _disconnect(self, name: str, drafter: ClosableDrafter) -> None:
+    async def _disconnect(self, name: str, drafter: GrpcDrafter) -> None:
         try:
-            await self._user.remove_drafter(name)
+            await self._coordinator.remove_drafter(name)
         finally:
             await drafter.close()

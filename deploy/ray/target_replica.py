@@ -77,7 +77,9 @@ class TargetReplica:
         self._target = GrpcTarget(self._ranks.address, access, step_timeout, lease_seconds)
         self._server = CoordinatorServer(configuration, self._target, internal_host=self._host, access=access)
         self._drafters = DrafterFollower(
-            self._server, version, lambda address: GrpcDrafter(fixed_address(address), access, lease_seconds)
+            self._server.coordinator,
+            version,
+            lambda address: GrpcDrafter(fixed_address(address), access, lease_seconds),
         )
         name = f"{answer_version(load_configuration(values).target)}:{member_id(context)}"
         self._member = Member(MemberRole.TARGET, name, "", version)

@@ -193,7 +193,7 @@ async def _start_coordinator(role: RoleSpec, configuration: Configuration, stack
     server = CoordinatorServer(configuration, target, drafters, internal_host=LOOPBACK)
     stack.push_async_callback(server.stop, 0.0)
     port = await server.start()
-    table = server._coordinator._table
+    table = server.coordinator._table
     return RunningRole(
         f"{LOOPBACK}:{port}",
         server.check_health,
