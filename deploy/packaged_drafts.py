@@ -85,11 +85,12 @@ def implied_paths(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def needs_path(method: str) -> bool:
-    """Whether a drafting method drafts nothing without a path."""
+    """Whether a drafting method cannot be selected without the path of its draft."""
+    settings = METHODS.get(method).settings
     try:
-        METHODS.get(method).settings().check_selected()
+        settings().check_selected()
     except ValueError:
-        return True
+        return "path" in settings.model_fields
     return False
 
 

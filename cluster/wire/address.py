@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from cluster.core.config.server import ServerSection
+
 
 def join_host_port(host: str, port: int) -> str:
     """`host:port` for gRPC and URLs. An IPv6 address is put in brackets, as in `[::1]:50051`."""
@@ -14,6 +16,17 @@ def join_host_port(host: str, port: int) -> str:
 def http_url(host: str, port: int, *, has_tls: bool = False) -> str:
     """The URL at which this machine reaches an HTTP server that listens on `host`."""
     return f"{'https' if has_tls else 'http'}://{join_host_port(reachable_host(host), port)}"
+
+
+def http_api_url(server: ServerSection) -> str:
+    """The URL of the HTTP API, with the application's route prefix, at which this machine reaches it."""
+    url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None)
+    return url + server.route_prefix.rstrip("/")
+
+
+def grpc_api_address(server: ServerSection) -> str:
+    """The address of the gRPC API at which this machine reaches it."""
+    return join_host_port(reachable_host(server.grpc_host), server.grpc_port)
 
 
 def reachable_host(host: str) -> str:

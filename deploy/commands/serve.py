@@ -15,7 +15,7 @@ import typer
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
-from cluster.wire.address import http_url, join_host_port, reachable_host
+from cluster.wire.address import grpc_api_address, http_api_url
 from deploy.chosen_draft import from_speculative_config
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.implied_settings import NOT_LOSSLESS
@@ -81,7 +81,13 @@ class Log:
 
     def ready(self, configuration: Configuration, *, demands_keys: bool) -> None:  # noqa: ARG002 - as for people
         """Log the addresses."""
-        logger.info("%s is ready at %s (HTTP) and %s (gRPC)", served_name(configuration), *_addresses(configuration))
+        server = configuration.server
+        logger.info(
+            "%s is ready at %s (HTTP) and %s (gRPC)",
+            served_name(configuration),
+            http_api_url(server),
+            grpc_api_address(server),
+        )
 
     def say(self, text: str) -> None:
         """Log a line."""
@@ -165,7 +171,7 @@ def usage_examples(configuration: Configuration, *, demands_keys: bool = False) 
     Where the APIs demand keys, the requests present that of the variable `PILOTFISH_API_KEY`.
     """
     server, name = configuration.server, served_name(configuration)
-    url, address = _addresses(configuration)
+    url, address = http_api_url(server), grpc_api_address(server)
     messages = [{"role": "user", "content": "Name three prime numbers."}]
     curl, grpcurl, environment = _tls_options(server.tls)
     over_http = json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0})
@@ -194,13 +200,6 @@ for chunk in answer:
 
 grpcurl{grpcurl}{header} -d '{over_grpc}' {address} pilotfish.v1.GenerationService/Generate
 """
-
-
-def _addresses(configuration: Configuration) -> tuple[str, str]:
-    """The URL of the HTTP API and the address of the gRPC API, at which this machine reaches them."""
-    server = configuration.server
-    url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None) + server.route_prefix.rstrip("/")
-    return url, join_host_port(reachable_host(server.grpc_host), server.grpc_port)
 
 
 def _tls_options(tls: PublicTlsSection | None) -> tuple[str, str, str]:

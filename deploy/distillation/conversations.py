@@ -20,7 +20,7 @@ from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from workers.distill.answers import Answer
 from workers.distill.eagle3.texts import Tokens, WritingPlan
-from workers.distill.prompts import DOCUMENT, QUESTION, Task
+from workers.distill.prompts import DOCUMENT, QUESTION, Prompt, Task
 
 _USER = "(what the user says)"
 """A placeholder for the user's message, to find where the chat template puts it."""
@@ -143,8 +143,8 @@ class BatchedTarget:
         silent = [task for task in tasks if not task.prompt.turns]
         if not silent:
             return tasks
-        opened = [self._opened(task) for task in silent]
-        written = self._write(opened, [1.0] * len(silent), _QUESTION_FLOOR, silent[0])
+        begun = [opened(self._tokenizer, system_messages(task.prompt)) for task in silent]
+        written = self._write(begun, [1.0] * len(silent), _QUESTION_FLOOR, silent[0])
         texts = [self._tokenizer.decode(tokens).strip() for tokens in written]
         # A system message only says what is asked about in every second pass, where it is not read with the question.
         asked = [
@@ -167,19 +167,20 @@ class BatchedTarget:
 
     def _encoded(self, task: Task) -> Tokens:
         try:
-            return self._tokenizer.encode_chat([*_system(task), Message("user", task.prompt.turns[0])])
+            return self._tokenizer.encode_chat([*system_messages(task.prompt), Message("user", task.prompt.turns[0])])
         except InvalidRequest:
             return ()
 
-    def _opened(self, task: Task) -> Tokens:
-        """The conversation up to where the user's message begins. Raises `ConfigurationError`."""
-        opened, found, _ = self._tokenizer.render_chat([*_system(task), Message("user", _USER)]).partition(_USER)
-        if not found:
-            raise ConfigurationError(
-                "prompts: the chat template changes the user's message, so the target cannot write questions; "
-                "needed prompts with questions"
-            )
-        return self._tokenizer.encode(opened, add_special_tokens=False)
+
+def opened(tokenizer: Tokenizer, before: Sequence[Message]) -> Tokens:
+    """The conversation up to where the user's next message begins. Raises `ConfigurationError`."""
+    text, found, _ = tokenizer.render_chat([*before, Message("user", _USER)]).partition(_USER)
+    if not found:
+        raise ConfigurationError(
+            "prompts: the chat template changes the user's message, so the target cannot write questions; "
+            "needed prompts with questions"
+        )
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def cached_tokens(target: Any) -> int:
@@ -193,5 +194,6 @@ def cached_tokens(target: Any) -> int:
     return max(1, int(_CACHE_SHARE * torch.cuda.mem_get_info(device)[0] / each))
 
 
-def _system(task: Task) -> list[Message]:
-    return [] if task.prompt.system is None else [Message("system", task.prompt.system)]
+def system_messages(prompt: Prompt) -> list[Message]:
+    """The message of the system, if the prompt has one."""
+    return [] if prompt.system is None else [Message("system", prompt.system)]

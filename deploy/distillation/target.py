@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError, InvalidRequest, PilotfishError
+from cluster.core.errors import InvalidRequest, PilotfishError
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
+from deploy.distillation.conversations import opened, system_messages
 from deploy.local.local_cluster import LocalCluster
 from deploy.translation.sources import read_sources
 from pilotfish.v1 import common_pb2, generation_pb2
@@ -31,8 +32,6 @@ from workers.distill.prompts import Task
 from workers.draft.registry import METHODS
 from workers.serve.configuration import load_configuration
 
-_USER = "(what the user says)"
-"""A placeholder for the user's message, to find where the chat template puts it."""
 _QUESTION_TOP_P = 0.95
 """top-p for the questions that the target writes. It leaves out improbable tokens, which are mostly noise."""
 
@@ -211,7 +210,7 @@ class _ConversationRunner:
     async def answers(self, task: Task) -> AsyncIterator[Answer]:
         """Yield the answers to a task's turns. Ends early where the conversation is longer than the context."""
         prompt = task.prompt
-        messages = [Message("system", prompt.system)] if prompt.system is not None else []
+        messages = system_messages(prompt)
         try:
             turns = prompt.turns or await self._write_question(messages, task)
         except InvalidRequest:
@@ -230,14 +229,8 @@ class _ConversationRunner:
 
     async def _write_question(self, before: Sequence[Message], task: Task) -> tuple[str, ...]:
         """Let the target write the user's message. Returns one turn, or none if the text is empty."""
-        opened, found, _ = self.tokenizer.render_chat([*before, Message("user", _USER)]).partition(_USER)
-        if not found:
-            raise ConfigurationError(
-                "prompts: the chat template changes the user's message, so the target cannot write questions; "
-                "needed prompts with questions"
-            )
         request = generation_pb2.GenerateRequest(
-            token_ids=common_pb2.TokenIds(ids=self.tokenizer.encode(opened, add_special_tokens=False)),
+            token_ids=common_pb2.TokenIds(ids=opened(self.tokenizer, before)),
             sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=_QUESTION_TOP_P, seed=_seed_of(task)),
             stopping=generation_pb2.StoppingCriteria(max_tokens=self.quota.max_tokens),
         )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
-_RAY_PROGRAMS = ("gcs_server", "raylet")
+RAY_PROGRAMS = ("gcs_server", "raylet")
+"""Names of the processes of Ray without which no other one of it works."""
 _COMMANDS = ("/ray/_private/", "/ray/dashboard/", "/ray/autoscaler/", "deploy.cli", "deploy/cli.py", "bin/pilotfish ")
 """Parts of the command lines of Ray's helpers and of Pilotfish's command line."""
 
@@ -47,7 +48,7 @@ def _is_ours(process: psutil.Process) -> bool:
         name, line = process.name(), " ".join(process.cmdline())
     except psutil.Error:  # it has ended, or belongs to another user
         return False
-    return name.startswith("ray::") or name in _RAY_PROGRAMS or any(part in f"{line} " for part in _COMMANDS)
+    return name.startswith("ray::") or name in RAY_PROGRAMS or any(part in f"{line} " for part in _COMMANDS)
 
 
 def _listeners(process: psutil.Process) -> Iterator[Listener]:

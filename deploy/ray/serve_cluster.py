@@ -19,9 +19,10 @@ from ray.exceptions import RayError
 from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.errors import WorkerUnavailable
-from cluster.wire.address import http_url, join_host_port, reachable_host
+from cluster.wire.address import grpc_api_address, http_api_url
 from cluster.wire.tls import client_context
 from deploy.models import ReportProgress, resolve_models, served_name, with_served_name
+from deploy.network.listeners import RAY_PROGRAMS
 from deploy.placement import Placement, Resources, plan
 from deploy.preflight import capacity_problems, model_problems, port_problems, raise_problems
 from deploy.ray.directory import drain
@@ -46,7 +47,6 @@ _LAST_ERRORS_SECONDS = 1.2
 _DELIVERY_SECONDS = 0.2
 """How long ingresses may take to send these errors to their clients."""
 _LONGEST_REASON = 2000
-_RAY_PROGRAMS = ("gcs_server", "raylet")
 
 
 class ServeCluster:
@@ -95,9 +95,7 @@ class ServeCluster:
     @property
     def http_url(self) -> str:
         """The URL of the HTTP API, with the application's route prefix."""
-        server = self._configuration.server
-        url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None)
-        return f"{url}{server.route_prefix.rstrip('/')}"
+        return http_api_url(self._configuration.server)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -113,8 +111,7 @@ class ServeCluster:
     @property
     def grpc_address(self) -> str:
         """The address at which this machine reaches the gRPC API."""
-        server = self._configuration.server
-        return join_host_port(reachable_host(server.grpc_host), server.grpc_port)
+        return grpc_api_address(self._configuration.server)
 
     def start(self) -> None:
         """Return once requests are accepted. Raises `ConfigurationError`, `ModelLoadError`, `WorkerUnavailable`."""
@@ -329,7 +326,7 @@ def _ray_processes() -> tuple[psutil.Process, ...]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):
-            if child.name() in _RAY_PROGRAMS:
+            if child.name() in RAY_PROGRAMS:
                 found.append(child)
     return tuple(found)
 

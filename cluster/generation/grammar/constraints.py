@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.core import bounds
 from cluster.core.answer_format import AnswerFormat, CallFormat
 from cluster.core.errors import InvalidRequest
 from cluster.core.fair_queue import flow_of
@@ -30,6 +29,7 @@ from cluster.generation.grammar.tool_calls import (
 from cluster.generation.text.prompts import ChatPrompt
 from cluster.generation.text.tokenizer import Tokenizer
 from cluster.generation.validate import ValidatedRequest
+from cluster.wire.codec.grammar import check_grammar_size
 
 _LINE_ENDS = r"/\n{0,2}/"
 
@@ -162,7 +162,9 @@ class GrammarChecker:
 
         Clients share the compiler by `flow`. Raises `InvalidRequest` (`grammar`), `Overloaded` and `NotReady`.
         """
-        _check_size(grammar)  # that of required calls, or of what follows reasoning, may be too long
+        check_grammar_size(
+            "grammar", grammar.text
+        )  # that of required calls, or of what follows reasoning, may be too long
         result = self._results.get(grammar)
         if result is None:
             result = await self._quick.compile(grammar, flow)
@@ -178,7 +180,7 @@ class GrammarChecker:
         if grammar.kind is not GrammarKind.GRAMMAR:
             return grammar
         translated = Grammar(GrammarKind.GRAMMAR, result.source)
-        _check_size(translated)  # EBNF may be longer in Lark's syntax
+        check_grammar_size("grammar", translated.text)  # EBNF may be longer in Lark's syntax
         return translated
 
     def close(self) -> None:
@@ -196,12 +198,6 @@ class GrammarChecker:
         self._results[grammar] = result
         if len(self._results) > _MOST_RESULTS:
             self._results.popitem(last=False)
-
-
-def _check_size(grammar: Grammar) -> None:
-    size = len(grammar.text.encode())
-    if size > bounds.MAX_GRAMMAR_BYTES:
-        raise InvalidRequest("grammar", f"{size} bytes", f"at most {bounds.MAX_GRAMMAR_BYTES} bytes")
 
 
 def _compile(process: CompilerProcess, grammar: Grammar, seconds: float) -> Compiled:

@@ -38,7 +38,7 @@ def decode_grammar(message: pb.Grammar, field: str) -> Grammar:
     if kind == "choice":
         return _decode_choices(message.choice, f"{field}.choice")
     text: str = getattr(message, kind)
-    _check_size(f"{field}.{kind}", text)
+    check_grammar_size(f"{field}.{kind}", text)
     if not text:
         raise InvalidRequest(f"{field}.{kind}", text, "of at least one character")
     if kind == "json_schema":
@@ -51,11 +51,12 @@ def _decode_choices(message: pb.Choices, field: str) -> Grammar:
     if "" in message.texts:
         raise InvalidRequest(field, "", "without empty texts")
     grammar = Grammar.of_choices(message.texts)
-    _check_size(field, grammar.text)
+    check_grammar_size(field, grammar.text)
     return grammar
 
 
-def _check_size(field: str, text: str) -> None:
+def check_grammar_size(field: str, text: str) -> None:
+    """Raise `InvalidRequest` for the text of a grammar that is too long."""
     size = len(text.encode())
     if size > bounds.MAX_GRAMMAR_BYTES:
         raise InvalidRequest(field, f"{size} bytes", f"at most {bounds.MAX_GRAMMAR_BYTES} bytes")

@@ -18,6 +18,7 @@ from cluster.core.errors import ConfigurationError, ModelLoadError, PilotfishErr
 from deploy.bench.contestants.answers import RequestOptions
 from deploy.bench.options import ContestOptions
 from deploy.models import resolve_models
+from deploy.packaged_drafts import needs_path
 from deploy.settings import Settings, load_settings, parse_assignments, read_list
 from workers.draft.registry import METHODS, MethodPlugin
 
@@ -82,7 +83,7 @@ class BenchSettings:
 
     def check(self, own: Sequence[str]) -> None:
         """Raise `ConfigurationError` for settings of one competitor that are refused whatever drafts the target has."""
-        drafts = [f"draft.{name}.path=unknown" for name, plugin in METHODS.items() if _needs_path(plugin)]
+        drafts = [f"draft.{name}.path=unknown" for name, _ in METHODS.items() if needs_path(name)]
         with suppress(ModelLoadError):
             load_settings(self.config, own, below=[*drafts, *self.assignments, *self._chosen_draft(own)])
 
@@ -219,15 +220,6 @@ def _selecting(method: str) -> tuple[str, ...]:
 def _is_default(method: str, plugin: MethodPlugin) -> bool:
     """Whether a method takes part if the user names none. Methods that change the target's answers do not."""
     return method != NO_DRAFTS and plugin.target_settings is None
-
-
-def _needs_path(plugin: MethodPlugin) -> bool:
-    """Whether a method cannot be selected without the path of its draft."""
-    try:
-        plugin.settings().check_selected()
-    except ValueError:
-        return "path" in plugin.settings.model_fields
-    return False
 
 
 def _own_dtype(method: str, plugin: MethodPlugin, settings_source: BenchSettings) -> tuple[str, ...]:

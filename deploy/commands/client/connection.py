@@ -22,7 +22,7 @@ from cluster.core.errors import (
     UnknownModel,
     WorkerUnavailable,
 )
-from cluster.wire.address import http_url, reachable_host
+from cluster.wire.address import http_api_url, reachable_host
 from deploy.network.https_client import (
     JSON_HEADERS,
     NO_API,
@@ -128,15 +128,8 @@ def server_client(
     configuration = settings.configuration
     verify = verification(configuration.server.tls, cacert, is_own=url is None and cacert is None)
     longest = configuration.limits.max_timeout_seconds if timeout_seconds is None else timeout_seconds
-    address = configured_url(configuration) if url is None else url
+    address = http_api_url(configuration.server) if url is None else url
     return open_client(address, settings.api_key, verify, longest, option, is_own=url is None)
-
-
-def configured_url(configuration: Configuration) -> str:
-    """The URL of the HTTP API that the configuration names."""
-    server = configuration.server
-    url = http_url(server.http_host, server.http_port, has_tls=server.tls is not None)
-    return url + server.route_prefix.rstrip("/")
 
 
 def listening_url(configuration: Configuration) -> str | None:
@@ -145,7 +138,7 @@ def listening_url(configuration: Configuration) -> str | None:
     try:
         address = (reachable_host(server.http_host), server.http_port)
         with socket.create_connection(address, timeout=_CONNECT_SECONDS):
-            return configured_url(configuration)
+            return http_api_url(server)
     except (OSError, UnicodeError):  # the latter for what is no name of a host
         return None
 
