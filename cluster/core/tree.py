@@ -152,9 +152,5 @@ class TokenTree:
             tuple(self.tokens[node] for node in nodes), tuple(renamed[self.parents[node]] for node in nodes)
         )
 
-    def truncated(self, max_nodes: int, max_depth: int) -> TokenTree:
-        """Return the tree of the first `max_nodes` nodes of depth at most `max_depth`."""
-        return self.subset(self.within(max_nodes, max_depth))
-
 
 EMPTY_TREE = TokenTree()

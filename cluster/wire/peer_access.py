@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import grpc
 
 from cluster.core.config.cluster_section import TlsSection
-from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.errors import ConfigurationError
-from cluster.wire.tls import CertificateFiles, channel_credentials, read_file, renewed_credentials
+from cluster.wire.tls import CertificateFiles, read_file, renewed_credentials
 
 TOKEN_KEY = "x-pilotfish-cluster-token"  # noqa: S105 - the name of the metadata, not a secret
 """Key of the call metadata that holds the cluster token."""
@@ -92,25 +92,19 @@ class PeerAccess:
 
 @dataclass(frozen=True, slots=True)
 class PublicAccess:
-    """What a client presents to public services."""
+    """What a client of this machine presents to public services, which it calls without TLS."""
 
     api_key: str | None = field(default=None, repr=False)
     """Sent with every call. It appears in no `repr`."""
-    tls: PublicTlsSection | None = None
-    """How the server is checked, and the certificate that the client presents; `None`: no TLS."""
+    server_name: ClassVar[None] = None
 
     def metadata(self) -> Metadata:
         """The metadata of every call."""
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials of a channel; `None` without TLS. Raises `ConfigurationError` for an unreadable file."""
-        return None if self.tls is None else channel_credentials(self.tls)
-
-    @property
-    def server_name(self) -> str | None:
-        """The name that servers' certificates must have instead of their address."""
-        return None if self.tls is None else self.tls.server_name
+        """None: there is no TLS."""
+        return None
 
 
 OPEN = PeerAccess()

@@ -160,17 +160,6 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=certificates.client_ca)
 
 
-def channel_credentials(tls: PublicTlsSection) -> grpc.ChannelCredentials:
-    """Return credentials of a gRPC client. Raises `ConfigurationError` for an unreadable file."""
-    trusted = None if tls.trusted is None else read_file(f"server.tls.{'ca' if tls.ca else 'certificate'}", tls.trusted)
-    if tls.client_pair is None:
-        return grpc.ssl_channel_credentials(trusted)
-    certificate, key = tls.client_pair
-    return grpc.ssl_channel_credentials(
-        trusted, read_file("server.tls.client_key", key), read_file("server.tls.client_certificate", certificate)
-    )
-
-
 def client_context(
     tls: PublicTlsSection, *, presents_certificate: bool = True, checks_name: bool = False
 ) -> ssl.SSLContext:

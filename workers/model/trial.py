@@ -87,8 +87,7 @@ class _Texts:
     @property
     def branches(self) -> list[tuple[int, ...]]:
         """The text before the tree with each path to a leaf."""
-        leaves = set(range(len(self.tree))) - set(self.tree.parents)
-        return [(*self.text[: _STORED + 1], *self.tree.path_tokens(leaf)) for leaf in sorted(leaves)]
+        return [(*self.text[: _STORED + 1], *path) for path in self.tree.candidates()]
 
 
 def _texts(vocabulary: int) -> _Texts:

@@ -18,28 +18,6 @@ from cluster.generation.text.tokenizer import Detokenizer
 class OutputProcessor:
     """Converts the commits of one answer to deltas. `finished` is set once the answer has ended."""
 
-    __slots__ = (
-        "_accepted",
-        "_accepted_by_origin",
-        "_cached",
-        "_drafted",
-        "_hidden",
-        "_includes_stop",
-        "_index",
-        "_matcher",
-        "_min_tokens",
-        "_prediction",
-        "_prompt_len",
-        "_reasoning",
-        "_seed",
-        "_returns_drafts",
-        "_resumed",
-        "_steps",
-        "_detokenizer",
-        "_tokens",
-        "finished",
-    )
-
     def __init__(self, request: GenerationRequest, detokenizer: Detokenizer, index: int = 0) -> None:
         self.finished: Finished | None = None
         self._index = index

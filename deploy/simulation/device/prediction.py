@@ -70,8 +70,6 @@ class Prediction:
 
     seconds: float
     """Predicted time of the step: with the model's pass in a CUDA graph, if it can be one."""
-    eager_seconds: float
-    """Predicted time of the step with each kernel launched by the host."""
     floor_seconds: float
     """The weights, keys, values and recurrent states once, or the operations at the peak, whichever takes longer."""
     all_reduce_seconds: float
@@ -96,9 +94,8 @@ def predict(step: StepCount, device: Device = H100, *, symmetric_memory: bool = 
     sampling = sum(_work(one, device) + device.launch_seconds for one in step.kernels if one.name in _SAMPLING)
     moved = step.weight_bytes + step.kv_bytes + step.state_bytes
     floor = max(moved / device.bytes_per_second, step.flops * step.share / device.flops_per_second)
-    eager = _seconds(step, times, device, in_graph=False)
-    seconds = _seconds(step, times, device, in_graph=True) if step.is_captured else eager
-    return Prediction(seconds, eager, floor, sum(times), sampling)
+    seconds = _seconds(step, times, device)
+    return Prediction(seconds, floor, sum(times), sampling)
 
 
 def _work(kernel: Kernel, device: Device) -> float:
@@ -121,7 +118,7 @@ def _reduce_seconds(count: int, ranks: int, device: Device, *, symmetric_memory:
     return min(ring.seconds + hops * ring.hop_seconds + sent / ring.bytes_per_second for ring in device.rings)
 
 
-def _seconds(step: StepCount, all_reduces: Sequence[float], device: Device, *, in_graph: bool) -> float:
+def _seconds(step: StepCount, all_reduces: Sequence[float], device: Device) -> float:
     """The time until the last kernel of a step has ended. Those that sample are outside of the graph.
 
     `all_reduces` are the times of the all-reduces.
@@ -140,7 +137,7 @@ def _seconds(step: StepCount, all_reduces: Sequence[float], device: Device, *, i
             if kernel.name in _SAMPLING:
                 seconds = work + device.launch_seconds
             else:
-                seconds = work + device.graph_launch_seconds if in_graph else max(work, device.launch_seconds)
+                seconds = work + device.graph_launch_seconds if step.is_captured else max(work, device.launch_seconds)
             now += seconds
     return now
 

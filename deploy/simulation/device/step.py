@@ -60,8 +60,6 @@ class StepCount:
 
     sequence: tuple[Kernel, ...]
     """Launched with the layers compiled, in order, with the beginnings and ends of all-reduces."""
-    eager_launches: int
-    """Launched without a compiler."""
     layer_kernels: int
     """Launched by one layer, compiled."""
     copies: int
@@ -276,7 +274,6 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         is_compiled = not loaded.states
         return StepCount(
             sequence=tuple(counter.fused() if is_compiled else counter.eager()),
-            eager_launches=len(counter.operations),
             layer_kernels=_usual_layer(counter, pass_.begins, is_compiled),
             copies=counter.copies + beside.copies,
             weight_bytes=weight_bytes + sum(one.read for one in pass_.experts),

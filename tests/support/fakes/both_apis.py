@@ -27,6 +27,7 @@ from cluster.wire.server import PublicOptions, WireServer
 from cluster.wire.tls import client_context
 from pilotfish.v1 import common_pb2, generation_pb2, generation_pb2_grpc, operations_pb2_grpc
 from tests.support.fakes.fake_engine import OneMetric, ScriptedEngine, fake_service, listening
+from tests.support.tls_access import TlsAccess
 
 LIMITS = LimitsSection(max_body_bytes=65536, max_output_tokens=32)
 TIMEOUT_SECONDS = 10.0
@@ -107,7 +108,7 @@ async def serving(
         async def resolve() -> str:
             return grpc_address
 
-        client = GenerationClient(resolve, PublicAccess(OWN_KEY, tls))
+        client = GenerationClient(resolve, PublicAccess(OWN_KEY) if tls is None else TlsAccess(tls, OWN_KEY))
         app = create_app(client, LIMITS, keys=keys)
         verify = True if tls is None else client_context(tls)
         async with listening(app, tls) as address, httpx.AsyncClient(base_url=address, verify=verify) as http:

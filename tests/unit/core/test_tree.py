@@ -41,10 +41,10 @@ def test_depths_paths_and_children() -> None:
 
 
 def test_truncation_keeps_the_first_and_shallow_nodes() -> None:
-    assert BRANCHED.truncated(10, 10) is BRANCHED
-    assert BRANCHED.truncated(10, 1) == TokenTree((5, 9), (-1, -1))
-    assert BRANCHED.truncated(3, 10) == TokenTree((5, 9, 6), (-1, -1, 0))
-    assert BRANCHED.truncated(0, 10) == EMPTY_TREE
+    assert BRANCHED.subset(BRANCHED.within(10, 10)) is BRANCHED
+    assert BRANCHED.subset(BRANCHED.within(10, 1)) == TokenTree((5, 9), (-1, -1))
+    assert BRANCHED.subset(BRANCHED.within(3, 10)) == TokenTree((5, 9, 6), (-1, -1, 0))
+    assert BRANCHED.subset(BRANCHED.within(0, 10)) == EMPTY_TREE
 
 
 @pytest.mark.parametrize(

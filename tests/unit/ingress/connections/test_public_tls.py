@@ -17,9 +17,10 @@ from cluster.wire import tls as wire_tls
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.peer_access import PublicAccess
-from cluster.wire.tls import CertificateFiles, channel_credentials, client_context, server_files
+from cluster.wire.tls import CertificateFiles, client_context, server_files
 from tests.support.certificates import Authority
 from tests.support.fakes.both_apis import HI, BothApis, Request, serving
+from tests.support.tls_access import TlsAccess
 
 BODY = {"messages": HI}
 TEXT = "hello the world"
@@ -50,7 +51,8 @@ def chat() -> Request:
 
 
 async def grpc_text(both: BothApis, tls: PublicTlsSection | None) -> str:
-    async with GenerationClient(fixed_address(both.grpc_address), PublicAccess(tls=tls)) as client:
+    access = PublicAccess() if tls is None else TlsAccess(tls)
+    async with GenerationClient(fixed_address(both.grpc_address), access) as client:
         return "".join([response.delta.text async for response in client.generate(chat(), 5.0)])
 
 
@@ -176,7 +178,6 @@ def test_unusable_files_are_refused_by_name(tmp_path: Path, authority: Authority
     for unknown in (
         lambda: CertificateFiles("~no.body/server.crt", key),
         lambda: client_context(PublicTlsSection(certificate="~no.body/server.crt", key=key)),
-        lambda: channel_credentials(PublicTlsSection(certificate="~no.body/server.crt", key=key)),
     ):
         with pytest.raises(ConfigurationError, match=r"server\.tls\.certificate: needed a known user, found ~no\.body"):
             unknown()
