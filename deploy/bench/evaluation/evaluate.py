@@ -35,7 +35,7 @@ from deploy.bench.measuring.results import BenchResults, write_json
 from deploy.bench.measuring.roofs import measure_roofs
 from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
 from deploy.bench.measuring.session import BenchSession, Report, Schedule, run_to_the_end
-from deploy.bench.measuring.setup import context_len, empty_results, render_prompt
+from deploy.bench.measuring.setup import chosen_tasks, context_len, empty_results, endpoint_results, render_prompt
 from deploy.bench.options import EvaluationOptions
 from deploy.bench.report.charts import speedup_by_task
 from deploy.models import served_name
@@ -116,8 +116,7 @@ def find_peers(competitors: tuple[Competitor, ...]) -> tuple[Peer, ...]:
 def _run_endpoints(options: EvaluationOptions, settings: Settings) -> Evaluation:
     tasks, left_out = read_suite(options)
     tasks, prompts = with_prompts(tasks, None, None, source_alone=options.form == "source")
-    described = f"{sum(map(len, prompts.values()))} prompts ({', '.join(prompts)})"
-    results = empty_results(f"{options.model} at {options.url}; {described}")
+    results = endpoint_results(options, prompts)
     results.skipped.extend(left_out)
     evaluation = Evaluation(results, tasks, _scoreboard(tasks, None))
     with ProgressReporter(notices, "tasks") as report:
@@ -172,11 +171,7 @@ def read_suite(options: EvaluationOptions) -> tuple[tuple[Task, ...], tuple[Skip
     skipped = []
     if options.code and not options.execute_code:
         skipped.append(Skipped("code", "it runs what the model writes, which needs --execute-code"))
-    unknown = [name for name in options.task_names if name not in tasks]
-    if unknown or not tasks:
-        known = ", ".join(tasks) or "none"
-        raise ConfigurationError(f"--tasks: {', '.join(unknown) or 'nothing'} is not in the files; there are {known}")
-    chosen = [tasks[name] for name in options.task_names or tasks]
+    chosen = chosen_tasks(tasks, options.task_names, "files").values()
     bound = options.max_tokens
     return tuple(replace(task, max_tokens=bound or task.max_tokens) for task in chosen), tuple(skipped)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass
 from deploy.bench.evaluation.tasks.metrics import chrf
 from deploy.bench.evaluation.tasks.task import Scores, Task
-from deploy.bench.measuring.results import BenchResults, Cell, CellResult, Cost, Entry, over_tasks
+from deploy.bench.measuring.results import PLAIN, BenchResults, Cell, CellResult, Cost, Entry, over_tasks
 from deploy.bench.measuring.roofs import Roofs
 
 
@@ -72,7 +72,6 @@ class Evaluation:
         return json.dumps(whole, ensure_ascii=False)
 
 
-PLAIN = "plain"
 NO_DRAFTS = "draft.method=none"
 
 Decode = Callable[[Sequence[int]], str]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass
 from deploy.bench.measuring import measures
-from deploy.bench.measuring.results import Cost
+from deploy.bench.measuring.results import Cost, sum_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +127,5 @@ def _counted(passes: Sequence[BenchPass], name: str) -> float:
 
 
 def _per_thousand(values: Sequence[float | None], tokens: int) -> float | None:
-    known = [value for value in values if value is not None]
-    return 1000.0 * sum(known) / tokens if known and len(known) == len(values) else None
+    total = sum_of(values)
+    return None if total is None else 1000.0 * total / tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,6 +13,8 @@ from deploy.bench.measuring.results import Cost
 from deploy.draft_origins import summed
 
 QUANTILES = (0.5, 0.9, 0.99)
+_MOST_POSITIONS = 8
+"""Positions of a draft whose acceptance is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def committed_per_step(passes: Sequence[BenchPass]) -> float | None:
     return sum(answer.completion_tokens for answer in answers) / steps if steps else None
 
 
-def acceptance_by_position(passes: Sequence[BenchPass], most: int = 16) -> list[float]:
+def acceptance_by_position(passes: Sequence[BenchPass]) -> list[float]:
     """The share of target steps in which at least 1, 2, … drafted tokens were accepted, up to the last non-zero one.
 
     Steps without a draft count as steps in which nothing was accepted.
@@ -77,20 +79,21 @@ def acceptance_by_position(passes: Sequence[BenchPass], most: int = 16) -> list[
     steps = sum(answer.steps for found in passes for answer in found.answers)
     if not steps:
         return []
-    deepest = min(most, max(accepted, default=0))
+    deepest = min(_MOST_POSITIONS, max(accepted, default=0))
     return [sum(count >= depth for count in accepted) / steps for depth in range(1, deepest + 1)]
 
 
 def first_token_percentiles(passes: Sequence[BenchPass]) -> list[float | None]:
     """TTFT of all answers at each of `QUANTILES`, in seconds."""
-    seconds = [answer.first_token_seconds for found in passes for answer in found.answers]
-    known = [value for value in seconds if value is not None]
-    return [percentile(known, share) for share in QUANTILES]
+    return _percentiles(answer.first_token_seconds for found in passes for answer in found.answers)
 
 
 def per_token_percentiles(passes: Sequence[BenchPass]) -> list[float | None]:
     """TPOT of all answers at each of `QUANTILES`, in seconds."""
-    seconds = [answer.seconds_per_token for found in passes for answer in found.answers]
+    return _percentiles(answer.seconds_per_token for found in passes for answer in found.answers)
+
+
+def _percentiles(seconds: Iterable[float | None]) -> list[float | None]:
     known = [value for value in seconds if value is not None]
     return [percentile(known, share) for share in QUANTILES]
 

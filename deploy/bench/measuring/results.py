@@ -12,6 +12,8 @@ from deploy.bench.contestants.answers import BenchPass, ResourceUse
 from deploy.bench.measuring.competitors import Skipped
 
 FORMAT_VERSION = 1
+PLAIN = "plain"
+"""The name of plain decoding in tables and plots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +198,11 @@ def joined_use(uses: Sequence[ResourceUse]) -> ResourceUse:
     for use in uses:
         for name, most in use.peak_bytes.items():
             peaks[name] = max(most, peaks.get(name, 0))
-    return ResourceUse(_sum([use.cpu_seconds for use in uses]), peaks, _sum([use.joules for use in uses]))
+    return ResourceUse(sum_of([use.cpu_seconds for use in uses]), peaks, sum_of([use.joules for use in uses]))
 
 
-def _sum(values: Sequence[float | None]) -> float | None:
+def sum_of(values: Sequence[float | None]) -> float | None:
+    """The sum; `None` without values, or if one is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 

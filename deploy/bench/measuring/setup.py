@@ -7,13 +7,13 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -23,12 +23,33 @@ from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPrompt, BenchTasks
 from deploy.bench.measuring.results import BenchResults
+from deploy.bench.options import ContestOptions
 from workers.distill.prompts import by_task, read_prompts
+
+_Task = TypeVar("_Task")
 
 
 def empty_results(title: str) -> BenchResults:
     """Results without measurements, with the machine and the command line of this process."""
     return BenchResults(title, describe_machine(), shlex.join(["pilotfish", *sys.argv[1:]]))
+
+
+def endpoint_results(options: ContestOptions, tasks: BenchTasks) -> BenchResults:
+    """Results without measurements of the server at `options.url`."""
+    return empty_results(
+        f"{options.model} at {options.url}; {sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})"
+    )
+
+
+def chosen_tasks(tasks: Mapping[str, _Task], names: Sequence[str], source: str) -> dict[str, _Task]:
+    """The tasks with these names, all without names. Raises `ConfigurationError` for one that is not in the source."""
+    unknown = [name for name in names if name not in tasks]
+    if unknown or not tasks:
+        known = ", ".join(tasks) or "none"
+        raise ConfigurationError(
+            f"--tasks: {', '.join(unknown) or 'nothing'} is not in the {source}; there are {known}"
+        )
+    return {name: tasks[name] for name in names or tasks}
 
 
 def describe_tasks(tasks: BenchTasks, max_tokens: int) -> str:
@@ -125,12 +146,7 @@ def read_tasks(
         for task, prompts in by_task(turns).items():
             name = TASK_NAMES.get(task, task) or file.stem
             texts.setdefault(name, []).extend(prompt.turns[0] for prompt in prompts)
-    unknown = [name for name in names if name not in texts]
-    if unknown or not texts:
-        known = ", ".join(texts) or "none"
-        raise ConfigurationError(f"--tasks: {', '.join(unknown) or 'nothing'} is not in the prompts; there are {known}")
-    chosen = {name: texts[name] for name in names or texts}
     return {
         name: tuple(islice(filter(None, (render_prompt(text, tokenizer, longest) for text in found)), per_task))
-        for name, found in chosen.items()
+        for name, found in chosen_tasks(texts, names, "prompts").items()
     }

@@ -15,7 +15,7 @@ from deploy.bench.measuring.competitors import BenchSettings, draft_model_direct
 from deploy.bench.measuring.results import BenchResults, write_json
 from deploy.bench.measuring.runner import PeerMethods, bench_clusters, bench_endpoints
 from deploy.bench.measuring.session import BenchSession, Report, Schedule, run_to_the_end
-from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results, read_tasks
+from deploy.bench.measuring.setup import context_len, describe_tasks, empty_results, endpoint_results, read_tasks
 from deploy.bench.options import RaceOptions
 from deploy.bench.race.report import markdown
 from deploy.bench.report.charts import speedup_by_task, throughput_by_batch
@@ -56,8 +56,7 @@ def _run_clusters(options: RaceOptions, settings_source: BenchSettings) -> Bench
 
 def _run_endpoints(options: RaceOptions, settings: Settings) -> BenchResults:
     tasks = read_tasks(options.prompts, options.task_names, options.prompts_per_task, None, None)
-    described = f"{sum(map(len, tasks.values()))} prompts ({', '.join(tasks)})"
-    results = empty_results(f"{options.model} at {options.url}; {described}")
+    results = endpoint_results(options, tasks)
     with ProgressReporter(notices, "race") as report:
         session = _session(options, tasks, results, report, 1)
         run_to_the_end(bench_endpoints(session, options, settings), partial(write, results), options.out)

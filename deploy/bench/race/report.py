@@ -6,12 +6,19 @@ from collections.abc import Sequence
 
 from deploy.bench.contestants.answers import BenchPass
 from deploy.bench.measuring import measures
-from deploy.bench.measuring.results import BenchResults, CellResult, Entry, Exactness, over_tasks, plain_passes
+from deploy.bench.measuring.results import (
+    PLAIN,
+    BenchResults,
+    CellResult,
+    Entry,
+    Exactness,
+    over_tasks,
+    plain_passes,
+)
 from deploy.bench.report.tables import UNKNOWN, machine_line, markdown_table, not_run, number, or_unknown
 from deploy.draft_origins import origin_shares
 
 _MIB = 2**20
-PLAIN = "plain"
 
 
 def markdown(results: BenchResults) -> str:
@@ -66,7 +73,7 @@ def _speed_figures(entry: Entry, found: Sequence[CellResult]) -> list[str]:
     ratio = measures.spread(measures.speed_ratios(plain, passes))
     per_device = measures.spread([value / entry.cost.devices for value in measures.speed_ratios(plain, passes)])
     drafted, accepted = measures.drafted_tokens(passes)
-    positions = " ".join(f"{share:.2f}" for share in measures.acceptance_by_position(passes, 8))
+    positions = " ".join(f"{share:.2f}" for share in measures.acceptance_by_position(passes))
     costs = measures.per_committed_token(passes)
     return [
         or_unknown(measures.spread([found.rate for found in passes])),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deploy.bench.measuring import measures
-from deploy.bench.measuring.results import BenchResults, over_tasks, plain_passes
+from deploy.bench.measuring.results import PLAIN, BenchResults, over_tasks, plain_passes
 
 _DISTINCT = ("tab10", "Dark2")
 """Palettes of matplotlib, used one after the other: together 18 colours, none of which is a shade of its neighbour."""
@@ -54,7 +54,6 @@ def png(figure: Any, axes: Any) -> bytes:
     return picture.getvalue()
 
 
-PLAIN = "plain"
 _WIDTH = 0.8
 """Width of all bars of a task together, in units of the distance between two tasks."""
 
