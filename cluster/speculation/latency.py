@@ -79,11 +79,6 @@ class LatencyModel:
         return model
 
     @property
-    def row_seconds(self) -> float:
-        """Time that one row adds for any size, in seconds."""
-        return self._row_seconds
-
-    @property
     def has_samples(self) -> bool:
         """Whether anything was observed."""
         return bool(self._knots)

@@ -161,8 +161,7 @@ class CoordinatorNode:
             self.coordinator, simulated_tokenizer(), configuration.limits, clock=now, created=0
         )
         self._servicer = GenerationServicer(self._service)
-        calls = {"Check": self._check, "Abort": self._abort}
-        network.serve(addresses.own, Endpoint(self.process, calls, {"Generate": self._generate}))
+        network.serve(addresses.own, Endpoint(self.process, {"Abort": self._abort}, {"Generate": self._generate}))
         self._starting = self.process.spawn(self.coordinator.start())
 
     async def stop(self, drain_seconds: float) -> None:
@@ -181,9 +180,6 @@ class CoordinatorNode:
     async def _abort(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - there is nothing to compute
         message = generation_pb2.AbortRequest.FromString(request)
         return b"1" if self._service.abort(message.request_id, message.client) else b""
-
-    async def _check(self, request: bytes, call: Call) -> bytes:  # noqa: ARG002 - the request is empty
-        return b"1" if self.coordinator.ready else b""
 
     async def _generate(self, request: bytes, seconds_left: float) -> AsyncGenerator[bytes, None]:
         message = generation_pb2.GenerateRequest.FromString(request)

@@ -134,18 +134,3 @@ class RemoteGeneration:
 
     async def close(self) -> None:
         """Do nothing: the simulated network keeps no connection."""
-
-    async def is_ready(self) -> bool:
-        """Whether the service accepts requests."""
-        try:
-            return bool(await self._network.call(self.address, "Check", b"", SHORT_CALL_SECONDS))
-        except grpc.aio.AioRpcError:
-            return False
-
-    async def is_reachable(self) -> bool:
-        """Whether the server answers, ready or not."""
-        try:
-            await self._network.call(self.address, "Check", b"", SHORT_CALL_SECONDS)
-        except grpc.aio.AioRpcError:
-            return False
-        return True
