@@ -136,13 +136,18 @@ class RequestEvents:
 def best_answers(events: Sequence[Delta | Finished], count: int, *, logprobs: bool) -> list[Delta | Finished]:
     """Return the events of the `count` best answers, best first, numbered anew from 0.
 
-    An answer's score is the mean log-probability of its tokens; of equal scores, the lower index comes first.
+    An answer's score is the mean log-probability of its tokens; of equal scores, the lower index comes first. Answers
+    with the same tokens have one score, although each was computed in other batches, which round otherwise.
     Without `logprobs` the log-probabilities are removed from the events.
     """
     answers: dict[int, list[Delta | Finished]] = {}
     for event in events:
         answers.setdefault(event.index, []).append(event)
-    ranked = sorted(answers, key=lambda index: (-_mean_logprob(answers[index]), index))
+    known: dict[tuple[int, ...], float] = {}
+    scores = {
+        index: known.setdefault(_tokens(answers[index]), _mean_logprob(answers[index])) for index in sorted(answers)
+    }
+    ranked = sorted(scores, key=lambda index: (-scores[index], index))
     return [
         replace(event, index=rank, logprobs=event.logprobs if logprobs else ())
         if isinstance(event, Delta)
@@ -150,6 +155,10 @@ def best_answers(events: Sequence[Delta | Finished], count: int, *, logprobs: bo
         for rank, index in enumerate(ranked[:count])
         for event in answers[index]
     ]
+
+
+def _tokens(answer: Sequence[Delta | Finished]) -> tuple[int, ...]:
+    return tuple(token for event in answer if isinstance(event, Delta) for token in event.tokens)
 
 
 def _mean_logprob(answer: Sequence[Delta | Finished]) -> float:

@@ -168,6 +168,16 @@ async def test_the_best_samples_are_returned_once_all_are_complete(tmp_path: Pat
     assert all(not event.logprobs for event in events if isinstance(event, Delta))
 
 
+async def test_best_samples_with_the_same_tokens_come_in_the_order_of_their_seeds(tmp_path: Path) -> None:
+    generation, engine, tokenizer = fake_service(tmp_path)
+    engine.script = lambda _: (*tokenizer.encode("hello"), 2)
+    request = Request(text="hi", n=2, best_of=3, sampling=common_pb2.SamplingParameters(seed=0))
+    for rounding in (0.0, 1e-7, -1e-7):
+        engine.certainty = lambda request, rounding=rounding: request.sampling.seed * rounding - 1.0
+        ends = [event for event in await events_of(generation, request) if isinstance(event, Finished)]
+        assert [(end.index, end.seed) for end in ends] == [(0, 0), (1, 1)]
+
+
 async def test_an_engine_that_ends_before_its_answers_is_an_error(tmp_path: Path) -> None:
     _, engine, tokenizer = fake_service(tmp_path)
 
