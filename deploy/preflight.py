@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.config.draft_section import DraftModelSection
+from cluster.core.config.model_section import DTYPE_BYTES
 from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.config.target_section import TargetSection
@@ -27,7 +28,6 @@ from workers.model.formats.checkpoint import safetensors_header
 from workers.model.head_counts import ranks_that_divide
 from workers.model.weight_files import weight_files
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_NODES = 8
 """Nodes that a problem names."""
@@ -330,7 +330,7 @@ def weight_bytes(directory: Path, dtype: str) -> int:
     if is_distilled(directory):
         card = read_card(directory)
         rows = card.target_vocabulary_size + (card.vocabulary_size or card.target_vocabulary_size)
-        total += rows * card.hidden_size * _DTYPE_BYTES[dtype]
+        total += rows * card.hidden_size * DTYPE_BYTES[dtype]
     for file in weight_files(directory):
         try:
             header = safetensors_header(file)
@@ -338,7 +338,7 @@ def weight_bytes(directory: Path, dtype: str) -> int:
             raise ConfigurationError(f"weights {str(file)!r} are not safetensors; {error}") from None
         for entry in header.values():
             first, last = entry["data_offsets"]
-            total += (last - first) // _STORED_BYTES.get(entry["dtype"], 1) * _DTYPE_BYTES[dtype]
+            total += (last - first) // _STORED_BYTES.get(entry["dtype"], 1) * DTYPE_BYTES[dtype]
     return total
 
 

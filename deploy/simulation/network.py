@@ -46,7 +46,6 @@ class Call:
     client: Process | None
     endpoint: Endpoint
     future: asyncio.Future[bytes]
-    has_begun: bool = False
 
     @property
     def is_abandoned(self) -> bool:

@@ -85,7 +85,7 @@ _QUANTIZATION_PACKAGES = {
 """Arguments of `pip install` for the library of each format of quantized weights that `transformers` reads."""
 ReadModule = Callable[[], tuple[PreTrainedModel, torch.Tensor | None]]
 """Returns a module, and the vocabulary of a reduced head, if any."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
@@ -227,7 +227,7 @@ class _Request:
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights."""
-        return _DTYPES[self.section.dtype]
+        return DTYPES[self.section.dtype]
 
     def read(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
         """The module, and the vocabulary of a reduced head, if any. Raises `ModelLoadError`, `ConfigurationError`."""

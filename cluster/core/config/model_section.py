@@ -8,6 +8,9 @@ from pydantic import Field
 
 from cluster.core.config.base import MIB, Choice, Section
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number in each format of `dtype`."""
+
 
 class ModelSection(Section):
     """A model: its weights and how they are loaded."""

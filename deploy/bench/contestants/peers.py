@@ -24,11 +24,11 @@ from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, Pa
 from workers.forward.attention import register
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
+from workers.model.loading import DTYPES
 
 GENERATE, PROMPT_LOOKUP, ASSISTED = "generate", "prompt lookup", "assisted generation"
 LOOKUP_TOKENS = 10
 """Most tokens that prompt lookup drafts at once, as the documentation of `transformers` recommends."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_CHANGE = RequestOptions()
 _SECONDS_PER_TOKEN, _LEAST_SECONDS = 2.0, 600.0
 """Bound of the time of a pass without a bound of its own: for each token that the prompts ask for, and at least."""
@@ -200,7 +200,7 @@ def load_target(configuration: Configuration) -> Any:
     try:
         is_encoder_decoder = AutoConfig.from_pretrained(section.path).is_encoder_decoder
         family: Any = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-        model: Any = family.from_pretrained(section.path, dtype=_DTYPES[section.dtype], use_safetensors=True)
+        model: Any = family.from_pretrained(section.path, dtype=DTYPES[section.dtype], use_safetensors=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"transformers cannot load {section.path!r}: {error}") from error
     if torch.cuda.is_available() and section.device != "cpu":

@@ -10,7 +10,7 @@ from typing import Any, assert_never
 from transformers import AutoConfig
 
 from cluster.core.config.draft_section import DraftModuleSection
-from cluster.core.config.model_section import ModelSection
+from cluster.core.config.model_section import DTYPE_BYTES, ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.results import Cost, KvLayer
@@ -32,7 +32,6 @@ from workers.model.weight_counts import (
     tensor_shapes,
 )
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WITHOUT_KV = {"conv", "linear_attention", "mamba", "mlp", "moe"}
 """Names that configurations give to layers that store no keys and values."""
 
@@ -45,7 +44,7 @@ def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Co
     target = count_weights(Path(configuration.target.path))
     weights = configuration.draft.weights
     modules = [count_weights(Path(section.path)) for section in configuration.draft.modules.values()]
-    draft_bytes = sum(_BYTES[configuration.target.dtype] * module.parameters for module in modules)
+    draft_bytes = sum(DTYPE_BYTES[configuration.target.dtype] * module.parameters for module in modules)
     flops = count_draft_flops(configuration)
     if weights is not None:
         draft = count_weights(Path(weights.path))
@@ -76,7 +75,7 @@ def kv_layers(directory: Path, section: TargetSection) -> tuple[KvLayer, ...]:
     shape = LayerShape(kv_heads, head_dim)
     if (latent := getattr(config, "kv_lora_rank", None)) is not None:
         shape = LayerShape(1, latent + config.qk_rope_head_dim, latent_dim=latent)
-    token_bytes = shape.records * shape.kv_heads * shape.head_dim * _BYTES[section.dtype]
+    token_bytes = shape.records * shape.kv_heads * shape.head_dim * DTYPE_BYTES[section.dtype]
     if section.kv.dtype != "auto":
         token_bytes = shape.records * record_bytes(shape)
     sliding = getattr(config, "sliding_window", None)
@@ -97,9 +96,9 @@ def _first(config: Any, *names: str) -> int:
 def _weight_bytes(section: ModelSection, parameters: int) -> int:
     """Bytes of that many weights. Those that stay as they are stored are all counted: a decoder has no others."""
     stored = stored_bytes(Path(section.path), section.dtype) if section.quantization == "stored" else None
-    return (
-        stored if stored is not None else parameters * (1 if section.quantization == "int8" else _BYTES[section.dtype])
-    )
+    if stored is not None:
+        return stored
+    return parameters * (1 if section.quantization == "int8" else DTYPE_BYTES[section.dtype])
 
 
 _EXIT, _MTP = "early_exit", "mtp"

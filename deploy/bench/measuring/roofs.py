@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from workers.model.loading import DTYPES
+
 MIB = 2**20
 _CACHES = Path("/sys/devices/system/cpu")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PASSES = 5
 _WIDTH, _GPU_WIDTH = 1024, 8192
 """Rows and columns of the matrices whose product is timed, on CPU and on a GPU."""
@@ -32,7 +33,7 @@ def measure_roofs(dtype: str, device: str) -> Roofs:
     """Measure both limits, in about a second. The fastest of a few passes counts: other load only slows passes down."""
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     width = _GPU_WIDTH if place.type == "cuda" else _WIDTH
-    one = torch.ones(width, width, dtype=_DTYPES[dtype], device=place)
+    one = torch.ones(width, width, dtype=DTYPES[dtype], device=place)
     multiplying = _fastest(lambda: one @ one, place)
     return Roofs(ReadBandwidth(place.type).measure(), 2.0 * width**3 / multiplying)
 
