@@ -1,4 +1,4 @@
-"""The operations of fused decoder layers between attention and products, as kernels and in plain PyTorch."""
+"""The operations of fused decoder layers between attention and products, as kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from workers.forward.expert_choice import ExpertChoice
-from workers.forward.projections import Gated, rms_norm
+from workers.forward.projections import Gated
 from workers.forward.residual_product import NoResidualProduct, residual_product
 from workers.ranks import begin_sum_over_ranks
 
@@ -63,49 +62,6 @@ class LayerKernels(Protocol):
 
     def begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
         """Begin to replace a tensor by the sum of all ranks' tensors. The result waits until it is there."""
-
-
-class ReferenceKernels:
-    """The operations in plain PyTorch, which the kernels are compared with."""
-
-    def normalize(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """RMSNorm of each row."""
-        return rms_norm(rows, weight, epsilon)
-
-    def add_and_normalize(
-        self,
-        rows: torch.Tensor,
-        added: torch.Tensor,
-        weight: torch.Tensor,
-        epsilon: float,
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rows + added`, and the RMSNorm of that, in `out` if it is given."""
-        total = rows + added
-        normalized = rms_norm(total, weight, epsilon)
-        return (total, normalized) if out is None else (out[0].copy_(total), out[1].copy_(normalized))
-
-    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`silu(gates) * values`."""
-        return functional.silu(gates) * values
-
-    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers of each row's experts."""
-        return choice.of(logits)
-
-    def product(
-        self,
-        weight: torch.Tensor,  # noqa: ARG002 - part of the interface
-        bias: torch.Tensor | None,  # noqa: ARG002
-        *,
-        follows_gate: bool,  # noqa: ARG002
-    ) -> StreamProduct | None:
-        """None: the layers multiply."""
-        return None
-
-    def begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
-        """Begin to replace a tensor by the sum of all ranks' tensors."""
-        return begin_sum_over_ranks(part)
 
 
 class TritonKernels:

@@ -105,8 +105,6 @@ class FeatureShape:
     has_entry_bias: bool = False
     has_entry_norms: bool = True
     """Whether embedding and feature are normalised before they enter the layers."""
-    is_hidden_first: bool = False
-    """Whether the feature is before the embedding in the input of the entry."""
     has_first_norm: bool = True
     """Whether the first layer of a joined entry normalises its input."""
     has_output_norm: bool = True
@@ -115,8 +113,6 @@ class FeatureShape:
     """Whether the residual stream of a wide entry begins with the normalised feature."""
     feeds_normed: bool = False
     """Whether the output after the norm takes the place of the feature, instead of the one before it."""
-    hides_first_token: bool = False
-    """Whether the embedding beside the feature of position 0 is zero."""
     mask_token: int | None = None
     """The token that stands for tokens that are not drafted yet (P-EAGLE)."""
     depths: int = 0

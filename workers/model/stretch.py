@@ -3,7 +3,7 @@
 `wider` adds units to the MLP of every layer. Their input weights are copies of existing units, their output weights are
 zero, so they compute and contribute nothing. Hidden size, layers, attention and KV cache stay the same: drafts, heads
 and taps of the original apply as they are. `deeper` adds layers whose two output projections are zero, so each adds
-exactly zero to the residual stream. It also multiplies the KV cache, and taps are renumbered (see `Stretch.tap`).
+exactly zero to the residual stream. It also multiplies the KV cache, and taps are renumbered (`Stretch.layers`).
 
 The rounding of `deeper` is that of the original. In `wider`, kernels may add the terms of a sum in another order.
 """
@@ -64,10 +64,6 @@ class Stretch:
     """For each layer of the original, its number in the stretched model."""
     total_layers: int
     intermediate_size: int
-
-    def tap(self, tap: int) -> int:
-        """The tap of the stretched model that has the values of the original's `tap` (0 to its number of layers)."""
-        return (*self.layers, self.total_layers)[tap]
 
     def __str__(self) -> str:
         """For tables."""

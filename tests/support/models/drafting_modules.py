@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, LayerShape, Shape, TableShape
+from workers.model.drafting.eagle import EagleHead
+from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, load_ends, make_module, save_drafter
+from workers.model.drafting.selector import Selector
 
 CPU = torch.device("cpu")
 
@@ -67,3 +70,28 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     save_drafter(directory, card, module, tokens, target_directory=target, int8=int8)
     return module
+
+
+def selected(
+    selector: Selector, ends: TargetEnds, hidden: Tensor, previous: Tensor, rows: Tensor, log_probabilities: Tensor
+) -> Tensor:
+    """Log-probabilities [..., candidates] of candidates, given the token before.
+
+    `hidden` and `previous` (its embedding) are [..., hidden size], `rows` [..., candidates] are the candidates' rows of
+    the head and `log_probabilities` [..., candidates] theirs without the selector. The mass of all candidates together
+    is kept: the selector distributes it anew among them.
+    """
+    corrected = selector(hidden, previous)
+    scores = ends.logits_of(rows, corrected).float()
+    mass = log_probabilities.logsumexp(dim=-1, keepdim=True)
+    kept: Tensor = scores.log_softmax(dim=-1) + mass
+    return kept
+
+
+def causal_mask(head: EagleHead, positions: Tensor, context: Tensor) -> Tensor:
+    """The mask [rows, tokens, context] of a chain: earlier positions and itself, within the window.
+
+    `positions` [rows, tokens], `context` [rows, context]: positions of all keys, -1 for padding.
+    """
+    own, key = positions.unsqueeze(2), context.unsqueeze(1)
+    return (key >= 0) & (key <= own) & (key > own - head.shape.layer.window)

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
+from tests.support.fakes.layer_kernels import ReferenceKernels
 from tests.support.models import tiny
 from workers.forward.fused_layers import fuse_layers, undo_fuse
 from workers.forward.fused_trial import fuse_if_equal, fuse_on_gpu
-from workers.forward.layer_kernels import ReferenceKernels
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.loaded_model import WHOLE_PASS, LoadedModel, PassOptions
 from workers.forward.partial_pass import WHOLE, PartialPass

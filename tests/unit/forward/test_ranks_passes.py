@@ -17,10 +17,10 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.tree import TokenTree
 from tests.support.engines.rank_processes import start_ranks
+from tests.support.fakes.layer_kernels import ReferenceKernels
 from tests.support.models import tiny
 from workers.forward import fused_layers
 from workers.forward.fused_trial import fuse_if_equal
-from workers.forward.layer_kernels import ReferenceKernels
 from workers.forward.loaded_model import PassOptions
 from workers.forward.partial_pass import PartialPass
 from workers.forward.projections import Gated

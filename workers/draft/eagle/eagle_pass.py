@@ -49,6 +49,20 @@ def committed_piece(window: ContextWindow, first: int, following: Sequence[int],
     return EaglePiece(window_piece, following, range(first, first + count), (count - 1,))
 
 
+def tokens_and_positions(pieces: Sequence[EaglePiece]) -> tuple[list[int], list[int]]:
+    """The following token and the position of each token of all pieces, one piece after another."""
+    following = [token for piece in pieces for token in piece.following]
+    return following, [position for piece in pieces for position in piece.positions]
+
+
+def wanted_rows(outputs: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
+    """The wanted ones [wanted, hidden size] of the outputs [tokens, hidden size] of all pieces."""
+    starts = accumulate((piece.window.count for piece in pieces), initial=0)
+    return rows_of(
+        outputs, [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
+    )
+
+
 class EaglePass:
     """The weights of an EAGLE head, packed."""
 
@@ -61,7 +75,6 @@ class EaglePass:
         """
         shape, layer = module.shape, module.shape.layer
         self.vocabulary_size = len(ends.embedding)
-        self.vocabulary = ends.vocabulary
         self.device = ends.embedding.device
         self._embedding = ends.embedding
         self._stored: tuple[Weights, str | None] = weights, directory
@@ -91,18 +104,11 @@ class EaglePass:
         return self._fuse(onto(self.device, taps).float().flatten(1))
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
-
-        `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
-        """
-        following = [token for piece in pieces for token in piece.following]
+        """Write the keys and values of all pieces; see `HeadPass.run`."""
+        following, positions = tokens_and_positions(pieces)
         tokens = self._embedding[row_indices(following, self._embedding)].float()
         residual = self._entry(torch.cat([tokens, features], dim=-1))
-        positions = [position for piece in pieces for position in piece.positions]
-        outputs = self._layers.run(residual, positions, [piece.window for piece in pieces])
-        starts = accumulate((piece.window.count for piece in pieces), initial=0)
-        wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
-        return rows_of(outputs, wanted)
+        return wanted_rows(self._layers.run(residual, positions, [piece.window for piece in pieces]), pieces)
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,12 +11,12 @@ from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextShape
 from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import make_product
-from workers.draft.eagle.eagle_pass import EaglePiece
+from workers.draft.eagle.eagle_pass import EaglePiece, tokens_and_positions, wanted_rows
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.fusion import public_fusion
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MASK_HIDDEN, FeatureShape
-from workers.transfer import onto, row_indices, rows_of
+from workers.transfer import row_indices
 
 
 class FeaturePass:
@@ -36,7 +35,6 @@ class FeaturePass:
         body = shape.body
         self._shape, self._epsilon = shape, body.norm_epsilon
         self.vocabulary_size = len(ends.embedding)
-        self.vocabulary = ends.vocabulary
         self.device = ends.embedding.device
         self._ends = ends
         self._entry = BiasedProduct(module, ["fc"], weights, directory)
@@ -71,32 +69,20 @@ class FeaturePass:
         """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
         if self._fuse is not None:
             return self._fuse(taps)
-        last, norm = onto(self.device, taps[:, -1]).float(), self._ends.norm
-        return last if norm is None else rms_norm(last, norm.float(), self._ends.epsilon)
+        return self._ends.final_states(taps[:, -1])
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
-
-        `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
-        """
-        following = [token for piece in pieces for token in piece.following]
-        positions = [position for piece in pieces for position in piece.positions]
-        residual, inputs = self._entered(features, self._embedded(following, positions))
+        """Write the keys and values of all pieces; see `HeadPass.run`."""
+        following, positions = tokens_and_positions(pieces)
+        tokens = self._ends.embedding[row_indices(following, self._ends.embedding)].float()
+        residual, inputs = self._entered(features, tokens)
         outputs = self._layers.run(residual, positions, [piece.window for piece in pieces], inputs)
-        starts = accumulate((piece.window.count for piece in pieces), initial=0)
-        wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
-        outputs = rows_of(outputs, wanted)
+        outputs = wanted_rows(outputs, pieces)
         return self._normalised(outputs) if self._shape.feeds_normed else outputs
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
         return self._head(outputs if self._shape.feeds_normed else self._normalised(outputs))
-
-    def _embedded(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        found = self._ends.embedding[row_indices(tokens, self._ends.embedding)].float()
-        if self._shape.hides_first_token and 0 in positions:
-            found[row_indices([index for index, position in enumerate(positions) if position == 0], found)] = 0.0
-        return found
 
     def _entered(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream before the layers, and what the first attention reads where it is not that stream."""
@@ -104,7 +90,7 @@ class FeaturePass:
         if self._embedding_norm is not None and self._feature_norm is not None:
             tokens = rms_norm(tokens, self._embedding_norm, self._epsilon)
             normed = rms_norm(features, self._feature_norm, self._epsilon)
-        joined = torch.cat([normed, tokens] if self._shape.is_hidden_first else [tokens, normed], dim=-1)
+        joined = torch.cat([tokens, normed], dim=-1)
         if self._shape.entry == "wide":
             return (normed if self._shape.keeps_normed_residual else features), joined
         return self._entry(joined), None

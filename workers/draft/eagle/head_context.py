@@ -33,7 +33,10 @@ class HeadPass(Protocol):
         """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size]."""
+        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
+
+        `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
+        """
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""

@@ -28,13 +28,12 @@ from workers.draft.common.modules.text_collector import CollectedStates, TextCol
 from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.hydra_heads import HydraHeads
 from workers.draft.heads.own_heads import OwnHeads
-from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
 from workers.model.drafting.selector import Selector
 from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
-from workers.transfer import onto, row_indices
+from workers.transfer import row_indices
 
 
 class Heads(Protocol):
@@ -165,9 +164,7 @@ class ParallelHeads:
         self.depths = module.shape.depths
         self.hidden_size = ends.hidden_size
         self.vocabulary_size = len(ends.embedding)
-        self._embedding, self._epsilon = ends.embedding, ends.epsilon
-        self._norm = None if ends.norm is None else ends.norm.float()
-        self._make = make
+        self._ends, self._make = ends, make
         self._mix = None if module.mix is None else _mix_of(module.mix, make)
         self._heads = make(module.weights)
         self._ranker = PathRanker(ends, module.selector, make, loaded.shortlist)
@@ -188,12 +185,10 @@ class ParallelHeads:
         `taps` are the rows' residual streams after the last layer, [hidden size] each, at the position before the last
         token; `contexts` [rows x depths] are those of the decisions at each depth, at most `self.depths`.
         """
-        hidden = onto(self._embedding.device, torch.stack(tuple(taps))).float()
-        if self._norm is not None:
-            hidden = rms_norm(hidden, self._norm, self._epsilon)
+        hidden = self._ends.final_states(torch.stack(tuple(taps)))
         if self._mix is not None:
             inner, outer = self._mix
-            embedded = self._embedding[row_indices(last, self._embedding)].float()
+            embedded = self._ends.embedding[row_indices(last, self._ends.embedding)].float()
             hidden = hidden + outer(silu(inner(torch.cat([hidden, embedded], dim=1))))
         rows, size = hidden.shape
         deep = silu(self._heads(hidden)).view(rows, self.depths, size)[:, : len(contexts) // rows]

@@ -13,11 +13,10 @@ from workers.draft.common.modules.product import Product
 from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import ServedModule
 from workers.draft.common.modules.slot_ranking import rank_slots
-from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
-from workers.transfer import onto, tensor_on
+from workers.transfer import tensor_on
 
 _Affine = tuple[Product, Tensor]
 """A product with a matrix, and the bias that is added to it."""
@@ -32,7 +31,6 @@ class HydraHeads:
             raise TypeError(f"{type(shape).__name__} is no shape of Hydra heads")
         self.depths, self.hidden_size, self.vocabulary_size = shape.depths, shape.hidden_size, len(ends.embedding)
         self._ends, self._shortlist = ends, loaded.shortlist
-        self._norm = None if ends.norm is None else ends.norm.float()
 
         def affine(name: str) -> _Affine:
             return loaded.make(module.tensors[f"{name}.weight"]), module.tensors[f"{name}.bias"].float()
@@ -47,11 +45,8 @@ class HydraHeads:
         self, taps: Sequence[Tensor], last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
     ) -> list[RankedPaths]:
         """Rank the candidates after each row's last token; see `ParallelHeads.rank`."""
-        device = self._ends.embedding.device
-        states = onto(device, torch.stack(tuple(taps))).float()
-        if self._norm is not None:
-            states = rms_norm(states, self._norm, self._ends.epsilon)
-        tokens = tensor_on(device, list(last), torch.int64)
+        states = self._ends.final_states(torch.stack(tuple(taps)))
+        tokens = tensor_on(states.device, list(last), torch.int64)
         return rank_slots(_Slots(self, states), self._shortlist, tokens, contexts, siblings)
 
     def embedded(self, tokens: Tensor) -> Tensor:

@@ -12,11 +12,9 @@ from torch.nn.functional import silu
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import ServedModule
-from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MedusaShape
 from workers.sampling.context import DecisionContext
-from workers.transfer import onto
 
 
 class OwnHeads:
@@ -29,7 +27,6 @@ class OwnHeads:
         ends = loaded.ends
         self.depths, self.hidden_size, self.vocabulary_size = shape.depths, shape.hidden_size, len(ends.embedding)
         self._ends = ends
-        self._norm = None if ends.norm is None else ends.norm.float()
         self._blocks = [
             [
                 (loaded.make(module.tensors[f"{depth}.{block}.weight"]), module.get(f"{depth}.{block}.bias"))
@@ -57,9 +54,7 @@ class OwnHeads:
 
     def hidden(self, taps: Sequence[Tensor], depths: int) -> Tensor:
         """Vectors for the output heads [rows, depths, hidden size] of residual streams, [hidden size] each."""
-        states = onto(self._ends.embedding.device, torch.stack(tuple(taps))).float()
-        if self._norm is not None:
-            states = rms_norm(states, self._norm, self._ends.epsilon)
+        states = self._ends.final_states(torch.stack(tuple(taps)))
         found = []
         for blocks in self._blocks[:depths]:
             rows = states

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,16 @@ from workers.draft.common.modules.served_module import computed_type, make_short
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.eagle.eagle_drafter import LEAST_SCRATCH, EagleTreeDrafter
 from workers.draft.eagle.eagle_growth import GrowthLimits
-from workers.draft.eagle.eagle_pass import EaglePiece
+from workers.draft.eagle.eagle_pass import EaglePiece, tokens_and_positions, wanted_rows
 from workers.draft.mtp import MtpSettings
 from workers.forward.native.window_layers import WindowPiece
 from workers.model.devices import choose_device
 from workers.model.draft_card import LAST_TAP, DraftDescription
-from workers.model.drafting.ends import TargetEnds, rms_norm
+from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import load_ends
 from workers.model.formats.registry import read_draft
 from workers.model.mtp_layers import MtpLayer, load_mtp_layer
-from workers.transfer import onto, row_indices, rows_of, tensor_on
+from workers.transfer import row_indices, tensor_on
 
 _ATTENTION = "pilotfish_windows"
 """The name of `_attend` in `transformers`."""
@@ -109,24 +108,17 @@ class MtpPass:
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, 1, hidden size]: the target's final norm of them."""
-        found, norm = onto(self.device, taps[:, -1]).float(), self.ends.norm
-        return found if norm is None else rms_norm(found, norm.float(), self.ends.epsilon)
+        return self.ends.final_states(taps[:, -1])
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
-
-        `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
-        """
-        following = [token for piece in pieces for token in piece.following]
+        """Write the keys and values of all pieces; see `HeadPass.run`."""
+        following, positions = tokens_and_positions(pieces)
         embedded = self.ends.embedding[row_indices(following, self.ends.embedding)]
         tokens: Tensor = self._layer.embedding_norm(embedded.to(self._dtype))
         hidden: Tensor = self._layer.hidden_norm(features.to(self._dtype))
         entered = functional.linear(torch.cat([tokens, hidden], dim=-1), self._layer.projection)
-        positions = [position for piece in pieces for position in piece.positions]
         outputs = self._block(entered, positions, [piece.window for piece in pieces])
-        starts = accumulate((piece.window.count for piece in pieces), initial=0)
-        wanted = [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
-        found: Tensor = self._layer.output_norm(rows_of(outputs, wanted))
+        found: Tensor = self._layer.output_norm(wanted_rows(outputs, pieces))
         return found.float()
 
     def logits(self, outputs: Tensor) -> Tensor:

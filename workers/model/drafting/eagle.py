@@ -41,8 +41,8 @@ class EagleHead(nn.Module):
         `features` [rows, tokens, hidden size] are fused taps (`fusion`) or earlier outputs at `positions`
         [rows, tokens]; `following` [rows, tokens, hidden size] are embeddings of the tokens one position later. `past`
         are keys and values; keys and values are [rows, tokens, layers x KV heads, head width], layer by layer. `mask`,
-        bool and broadcast to [rows, tokens, past + tokens], is true where a token attends to; see `causal`. An output
-        serves as a feature of the next position, and `normalised` makes it ready for the head.
+        bool and broadcast to [rows, tokens, past + tokens], is true where a token attends to. An output serves as a
+        feature of the next position, and `normalised` makes it ready for the head.
         """
         epsilon = self.shape.layer.norm_epsilon
         normalised = rms_norm(features, self.feature_norm, epsilon)
@@ -74,11 +74,3 @@ class EagleHead(nn.Module):
         shape = self.shape
         empty = self.output_norm.new_zeros((rows, 0, shape.layers * shape.layer.kv_heads, shape.layer.head_width))
         return empty, empty
-
-    def causal(self, positions: Tensor, context: Tensor) -> Tensor:
-        """The mask [rows, tokens, context] of a chain: earlier positions and itself, within the window.
-
-        `positions` [rows, tokens], `context` [rows, context]: positions of all keys, -1 for padding.
-        """
-        own, key = positions.unsqueeze(2), context.unsqueeze(1)
-        return (key >= 0) & (key <= own) & (key > own - self.shape.layer.window)

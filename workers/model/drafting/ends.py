@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from workers.transfer import onto
+
 _SCALE_ROWS = 1024
 """About how many rows of the embedding its scale is computed from."""
 
@@ -60,6 +62,14 @@ class TargetEnds(nn.Module):
         if self.norm is None:
             return hidden.to(self.head.dtype)
         return rms_norm(hidden, self.norm, self.epsilon)
+
+    def final_states(self, states: Tensor) -> Tensor:
+        """The target's final RMS norm of a residual stream [rows, hidden size], in float32 on the device of the ends.
+
+        Without a final norm, the residual stream itself.
+        """
+        states = onto(self.embedding.device, states).float()
+        return states if self.norm is None else rms_norm(states, self.norm.float(), self.epsilon)
 
     def initial_norm(self) -> Tensor:
         """Weights [hidden size] that a module's own final norm begins with: the target's, or ones if it has none."""

@@ -39,19 +39,3 @@ def top_candidates(ends: TargetEnds, hidden: Tensor, count: int = CANDIDATES) ->
     logits = ends.logits(hidden).float()
     values, rows = logits.topk(min(count, logits.shape[-1]), dim=-1)
     return rows, values - logits.logsumexp(dim=-1, keepdim=True)
-
-
-def select(
-    selector: Selector, ends: TargetEnds, hidden: Tensor, previous: Tensor, rows: Tensor, log_probabilities: Tensor
-) -> Tensor:
-    """Log-probabilities [..., candidates] of candidates, given the token before.
-
-    `hidden` and `previous` (its embedding) are [..., hidden size], `rows` [..., candidates] are the candidates' rows of
-    the head and `log_probabilities` [..., candidates] theirs without the selector. The mass of all candidates together
-    is kept: the selector distributes it anew among them.
-    """
-    corrected = selector(hidden, previous)
-    scores = ends.logits_of(rows, corrected).float()
-    mass = log_probabilities.logsumexp(dim=-1, keepdim=True)
-    kept: Tensor = scores.log_softmax(dim=-1) + mass
-    return kept

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cluster.core.drafting import DraftBudget
+from tests.support.models.drafting_modules import causal_mask
 from tests.unit.draft.rows import SAMPLED, SIZE, STATES, TAPS, TOKENS, row
 from workers.draft.common.modules.context_store import ContextStore
 from workers.draft.common.trees.calibration import Calibration
@@ -38,7 +39,7 @@ def whole(loaded: Drafter, tokens: list[int], length: int) -> torch.Tensor:
         feature = fused[position] if position < length else outputs[-1]
         context = torch.arange(position + 1).unsqueeze(0)
         own = torch.tensor([[position]])
-        mask = module.causal(own, context)
+        mask = causal_mask(module, own, context)
         output, key, value = module(
             feature.view(1, 1, -1), following[position].view(1, 1, -1), own, (keys, values), mask
         )

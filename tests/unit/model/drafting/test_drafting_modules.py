@@ -13,7 +13,7 @@ from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import Drafter, load_drafter
 from workers.model.drafting.heads import MedusaHeads
-from workers.model.drafting.selector import Selector, select, top_candidates
+from workers.model.drafting.selector import Selector, top_candidates
 
 CPU = torch.device("cpu")
 SIZE = 48
@@ -78,7 +78,7 @@ class TestSelector:
         hidden, previous = torch.randn(2, 5, SIZE).unbind()
         rows, log_probabilities = top_candidates(ends, hidden, 4)
 
-        found = select(Selector(SIZE, 8), ends, hidden, previous, rows, log_probabilities)
+        found = drafting_modules.selected(Selector(SIZE, 8), ends, hidden, previous, rows, log_probabilities)
 
         torch.testing.assert_close(found, log_probabilities)
 
@@ -89,7 +89,7 @@ class TestSelector:
         hidden, previous = torch.randn(2, 5, SIZE).unbind()
         rows, before = top_candidates(heads.ends, hidden, 4)
 
-        after = select(heads.module.selector, heads.ends, hidden, previous, rows, before)
+        after = drafting_modules.selected(heads.module.selector, heads.ends, hidden, previous, rows, before)
 
         assert not torch.allclose(after, before, atol=1e-2)
         torch.testing.assert_close(after.logsumexp(-1), before.logsumexp(-1))
@@ -159,12 +159,14 @@ class TestEagle:
         assert isinstance(eagle, EagleHead)
         features, following = eagle.fusion(taps)[:, :-1], loaded.ends.embed(tokens[:, 1:])
         positions = torch.arange(LENGTH - 1).expand(2, -1)
-        at_once, _, _ = eagle(features, following, positions, eagle.no_past(2), eagle.causal(positions, positions))
+        at_once, _, _ = eagle(
+            features, following, positions, eagle.no_past(2), drafting_modules.causal_mask(eagle, positions, positions)
+        )
 
         past, found = eagle.no_past(2), []
         for first in (*range(0, 20, 4), *range(20, LENGTH - 1)):
             now = slice(first, min(first + 4, LENGTH - 1) if first < 20 else first + 1)
-            mask = eagle.causal(positions[:, now], positions[:, : now.stop])
+            mask = drafting_modules.causal_mask(eagle, positions[:, now], positions[:, : now.stop])
             outputs, keys, values = eagle(features[:, now], following[:, now], positions[:, now], past, mask)
             past = (torch.cat([past[0], keys], 1), torch.cat([past[1], values], 1))
             found.append(outputs)

@@ -10,13 +10,14 @@ import torch
 from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from tests.support.models import drafting_modules, tiny
+from tests.support.models.drafting_modules import selected
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.heads.heads_drafter import ParallelHeads
 from workers.model.draft_shapes import HeadsShape
 from workers.model.drafting.files import Drafter, load_drafter
 from workers.model.drafting.heads import MedusaHeads
-from workers.model.drafting.selector import select, top_candidates
+from workers.model.drafting.selector import top_candidates
 from workers.sampling.candidates import candidates
 from workers.sampling.context import DecisionContext
 
@@ -93,7 +94,7 @@ def test_a_selector_ranks_the_candidates_below_each_candidate_before(target: Pat
         assert [int(token) for token in ends.tokens_of(rows)] == list(paths.tokens[depth])
         for parent, token in enumerate(paths.tokens[depth - 1]):
             previous = ends.embed(torch.tensor(token))
-            wanted = select(selector, ends, hidden[depth], previous, rows, plain).exp()
+            wanted = selected(selector, ends, hidden[depth], previous, rows, plain).exp()
             order, confidences = paths.children(depth, parent)
             assert list(order) == wanted.argsort(descending=True).tolist()
             assert list(confidences) == pytest.approx(wanted.sort(descending=True).values.tolist(), rel=1e-3)
