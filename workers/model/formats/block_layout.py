@@ -10,8 +10,7 @@ from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import decoder_shape
-from workers.model.formats.draft_vocabulary import MAPS, ends_sizes, read_ends
-from workers.model.formats.registry import DraftWeights
+from workers.model.formats.draft_vocabulary import MAPS, ends_sizes
 from workers.model.public_shapes import ConvolutionShape, MarkovShape, MaskedBlockShape, SelectorShape
 
 BLOCK_KEYS = frozenset(("mask_token_id", "is_causal", "causal", "use_swa", "attention_mode"))
@@ -52,9 +51,7 @@ def block_card(
     config.allow("causal", False)
     config.allow("use_swa", False)
     config.allow("attention_mode", "gqa")
-    reduced = config.count("draft_vocab_size", vocabulary)
-    if reduced > vocabulary:
-        config.refuse("draft_vocab_size", f"it must be at most vocab_size, {vocabulary}")
+    reduced = config.reduced_vocabulary(vocabulary)
     has_bias = body.flag("attention_bias")
     layers = replace(
         decoder_shape(body, checkpoint.sizes, layers=body.layers(), first="layers.0."),
@@ -92,13 +89,6 @@ def block_card(
         shape=shape,
         source=CONFIG,
     )
-
-
-def block_weights(checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
-    """The tensors of a checkpoint with this card. Raises `ModelLoadError`."""
-    if not isinstance(card.shape, MaskedBlockShape):
-        raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
-    return read_ends(checkpoint, card, {name: name for name in card.shape.tensors()})
 
 
 def taps_after(config: Checkpoint, target_layers: int | None) -> tuple[int, ...] | None:

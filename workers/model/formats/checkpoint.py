@@ -211,6 +211,14 @@ class Checkpoint:
             self.refuse(key, f"it must be below vocab_size, {vocabulary}")
         return found
 
+    def reduced_vocabulary(self, vocabulary: int) -> int:
+        """The number of tokens that a draft can propose, out of `vocabulary`. Raises `ModelLoadError`."""
+        key = "draft_vocab_size"
+        found = self.count(key, vocabulary)
+        if found > vocabulary:
+            self.refuse(key, f"it must be at most vocab_size, {vocabulary}")
+        return found
+
     def number(self, key: str, default: float) -> float:
         """A positive number of the configuration. Raises `ModelLoadError`."""
         found = self.config.get(key)

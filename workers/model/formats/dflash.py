@@ -17,12 +17,12 @@ from workers.model.formats.block_layout import (
     SCALE_KEYS,
     SELECTOR_KEYS,
     block_card,
-    block_weights,
     has_block,
     taps_after,
 )
 from workers.model.formats.checkpoint import Checkpoint, read_pickled
 from workers.model.formats.decoder_config import DECODER_KEYS
+from workers.model.formats.draft_vocabulary import read_with_ends
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import MaskedBlockShape
 
@@ -73,7 +73,7 @@ class DFlashFormat:
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         """Read the drafter; see `DraftFormat.weights`."""
-        found = block_weights(checkpoint, card)
+        found = read_with_ends(checkpoint, card)
         if isinstance(card.shape, MaskedBlockShape) and card.shape.has_mask_embedding:
             vector = _mask_embedding(checkpoint, card.shape)
             return replace(found, tensors={**found.tensors, MASK: vector})

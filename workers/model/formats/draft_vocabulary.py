@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.registry import DraftWeights
-from workers.model.public_shapes import Sizes
+from workers.model.public_shapes import PublicShape, Sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,18 +37,23 @@ def ends_sizes(checkpoint: Checkpoint, vocabulary: int, reduced: int, size: int,
     return wanted
 
 
-def read_ends(checkpoint: Checkpoint, card: DraftDescription, names: Mapping[str, str]) -> DraftWeights:
-    """The weights of a draft with its own ends and maps. `names` are those in the files by those of its shape.
+def read_with_ends(
+    checkpoint: Checkpoint, card: DraftDescription, stored: Callable[[str], str] = lambda name: name
+) -> DraftWeights:
+    """The weights of a draft with its own ends and maps. `stored` gives the name in the files of a tensor of its shape.
 
     Raises `ModelLoadError`.
     """
+    if not isinstance(card.shape, PublicShape):
+        raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
+    names = {name: stored(name) for name in card.shape.tensors()}
     found = checkpoint.weights([*names.values(), *ENDS])
     if any(name in checkpoint.sizes for name in MAPS):
         found |= checkpoint.tensors(MAPS)
     vocabulary = None
     if card.vocabulary_size is not None:
         vocabulary = _tokens(checkpoint, found[_OFFSETS], found.get(_IS_DRAFTED), card.target_vocabulary_size)
-    tensors = {name: found[stored] for name, stored in names.items()}
+    tensors = {name: found[own] for name, own in names.items()}
     return DraftWeights(tensors, vocabulary, found.get(_EMBEDDING), found.get(_HEAD))
 
 

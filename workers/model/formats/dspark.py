@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
-from workers.model.formats.block_layout import BLOCK_KEYS, block_card, block_weights, has_block, taps_after
+from workers.model.formats.block_layout import BLOCK_KEYS, block_card, has_block, taps_after
 from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
+from workers.model.formats.draft_vocabulary import read_with_ends
 from workers.model.formats.registry import DraftWeights, register
 
 
@@ -50,7 +51,7 @@ class DSparkFormat:
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         """Read the drafter; see `DraftFormat.weights`."""
-        return block_weights(checkpoint, card)
+        return read_with_ends(checkpoint, card)
 
 
 register(DSparkFormat())

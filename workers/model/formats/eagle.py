@@ -11,7 +11,7 @@ from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS, decoder_shape
-from workers.model.formats.draft_vocabulary import ends_sizes, read_ends
+from workers.model.formats.draft_vocabulary import ends_sizes, read_with_ends
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import FeatureShape
 
@@ -68,9 +68,7 @@ class EagleFormat:
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         """Read the head; see `DraftFormat.weights`."""
-        if not isinstance(card.shape, FeatureShape):
-            raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
-        return read_ends(checkpoint, card, {name: name for name in card.shape.tensors()})
+        return read_with_ends(checkpoint, card)
 
 
 register(EagleFormat())

@@ -13,9 +13,8 @@ from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
-from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout
+from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout, tap_norm_of
 from workers.model.formats.registry import DraftWeights, register
-from workers.model.public_shapes import TapNorm
 
 _FIRST = ("midlayer.", "layers.0.")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -55,7 +54,7 @@ class Eagle3Format:
             checkpoint,
             checkpoint,
             tuple(taps) or _named_taps(checkpoint),
-            tap_norm=_tap_norm(checkpoint),
+            tap_norm=tap_norm_of(checkpoint, checkpoint.flag("fc_norm") or checkpoint.flag("use_aux_norm")),
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
@@ -66,13 +65,6 @@ class Eagle3Format:
         first = next(one for one in _FIRST if f"{one}hidden_norm.weight" in checkpoint.sizes)
         is_legacy = f"{_LEGACY_NORMS[0]}.weight" in checkpoint.sizes
         return Eagle3Layout(first, _LEGACY_NORMS if is_legacy else ())
-
-
-def _tap_norm(config: Checkpoint) -> TapNorm:
-    each, joint = config.flag("fc_norm") or config.flag("use_aux_norm"), config.flag("norm_before_fc")
-    if each and joint:
-        config.refuse("norm_before_fc", "it must be false where fc_norm is true")
-    return "each" if each else "joint" if joint else "none"
 
 
 def _check_nested(config: Checkpoint) -> None:

@@ -12,7 +12,7 @@ from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import decoder_shape
-from workers.model.formats.draft_vocabulary import MAPS, ends_sizes, read_ends
+from workers.model.formats.draft_vocabulary import MAPS, ends_sizes, read_with_ends
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import MASK_HIDDEN, FeatureShape, Sizes, TapNorm
 
@@ -70,9 +70,7 @@ class Eagle3Layout:
         chosen = tuple(taps) or _DEFAULT_TAPS
         vocabulary, size = body.count("vocab_size"), body.count("hidden_size")
         target_size = config.count("target_hidden_size", size)
-        reduced = config.count("draft_vocab_size", vocabulary)
-        if reduced > vocabulary:
-            config.refuse("draft_vocab_size", f"it must be at most vocab_size, {vocabulary}")
+        reduced = config.reduced_vocabulary(vocabulary)
         layers = body.layers(1)
         shape = FeatureShape(
             body=decoder_shape(body, checkpoint.sizes, layers=layers, first=self.first),
@@ -103,9 +101,15 @@ class Eagle3Layout:
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         """The tensors of a checkpoint with this card. Raises `ModelLoadError`."""
-        if not isinstance(card.shape, FeatureShape):
-            raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
-        return read_ends(checkpoint, card, {name: self.stored(name) for name in card.shape.tensors()})
+        return read_with_ends(checkpoint, card, self.stored)
+
+
+def tap_norm_of(config: Checkpoint, each: bool) -> TapNorm:
+    """The norm of taps. `each`: whether each of them has its own. Raises `ModelLoadError` where there are two norms."""
+    joint = config.flag("norm_before_fc")
+    if each and joint:
+        config.refuse("norm_before_fc", "it must be false where fc_norm is true")
+    return "each" if each else "joint" if joint else "none"
 
 
 def _mask_token(config: Checkpoint, vocabulary: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.draft_vocabulary import read_with_ends
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import HydraShape
 
@@ -63,11 +64,7 @@ class HydraFormat:
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         """Read the heads; see `DraftFormat.weights`."""
-        if not isinstance(card.shape, HydraShape):
-            raise TypeError(f"{type(card.shape).__name__} is no shape of this format")
-        names = card.shape.tensors()
-        found = checkpoint.weights([_stored(name) for name in names])
-        return DraftWeights({name: found[_stored(name)] for name in names})
+        return read_with_ends(checkpoint, card, _stored)
 
 
 def _stored(name: str) -> str:

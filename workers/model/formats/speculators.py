@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from cluster.core.drafting import Tap
 from cluster.core.errors import shorten
 from workers.model.draft_card import LAST_TAP, WEIGHTS, WRITER, WRITTEN_BY, DraftDescription
-from workers.model.formats.block_layout import BLOCK_KEYS, SELECTOR_KEYS, block_card, block_weights
+from workers.model.formats.block_layout import BLOCK_KEYS, SELECTOR_KEYS, block_card
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
-from workers.model.formats.draft_vocabulary import ENDS, MAPS
-from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout
+from workers.model.formats.draft_vocabulary import ENDS, MAPS, read_with_ends
+from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout, tap_norm_of
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import MASK_HIDDEN, DecoderShape, FeatureShape, MaskedBlockShape
 
@@ -73,15 +73,12 @@ class SpeculatorsFormat:
             checkpoint.refuse("norm_before_residual", "it must be true or false: engines differ in what they assume")
         body = checkpoint.nested(_BODY)
         body.refuse_unknown_keys(DECODER_KEYS)
-        each, joint = checkpoint.flag("fc_norm"), checkpoint.flag("norm_before_fc")
-        if each and joint:
-            checkpoint.refuse("norm_before_fc", "it must be false where fc_norm is true")
         return replace(_LAYOUT, depths=_proposed(checkpoint)).card(
             checkpoint,
             checkpoint,
             body,
             taps or checkpoint.numbers(_LAYERS) or (),
-            tap_norm="each" if each else "joint" if joint else "none",
+            tap_norm=tap_norm_of(checkpoint, checkpoint.flag("fc_norm")),
             target=_verifier(checkpoint),
         )
 
@@ -89,7 +86,7 @@ class SpeculatorsFormat:
         """Read the draft; see `DraftFormat.weights`."""
         if card.kind == _MTP:
             return DraftWeights(checkpoint.weights(checkpoint.sizes))
-        return _LAYOUT.weights(checkpoint, card) if card.kind == "eagle" else block_weights(checkpoint, card)
+        return _LAYOUT.weights(checkpoint, card) if card.kind == "eagle" else read_with_ends(checkpoint, card)
 
 
 def _type(checkpoint: Checkpoint) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from workers.forward.weights.base import Storage
 from workers.forward.weights.integers import groups_of_pairs, unpacked
-from workers.model.stored.parts import FLOATS, Parts, Region, check_cut, group_size, groups, integer
+from workers.model.stored.parts import FLOATS, Parts, Region, group_size, groups, integer, own_groups
 
 _BITS, _EACH = 4, 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -51,11 +51,10 @@ class Awq:
         count, size = groups(inputs, self._size), inputs if self._size == -1 else self._size
         if size % 2:
             raise ValueError(f"groups of {size} inputs are refused; their size must be even")
-        check_cut(region.inputs, inputs, size)
+        own = own_groups(region.inputs, inputs, size)
         weights = parts.checked("qweight", (torch.int32,), (inputs, outputs // _EACH))
         zeros = parts.checked("qzeros", (torch.int32,), (count, outputs // _EACH))
         scales = parts.checked("scales", FLOATS, (count, outputs))
-        own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
         return groups_of_pairs(
             _pairs(weights[region.inputs], region.outputs),
             scales[own, region.outputs].t(),

@@ -18,7 +18,7 @@ import torch
 from workers.forward.weights.base import Storage
 from workers.forward.weights.groups import GroupStorage
 from workers.forward.weights.int8 import Int8Storage
-from workers.model.stored.parts import Parts, Region, check_cut
+from workers.model.stored.parts import Parts, Region, own_groups, two_sizes
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _LARGEST = 127.0
@@ -50,13 +50,7 @@ class BitsAndBytes:
     def shape(self, parts: Parts) -> tuple[int, int]:
         """Outputs and inputs of the matrix."""
         given = [*parts.get("weight").shape] if "SCB" in parts else _state(parts).get("shape")
-        if (
-            not isinstance(given, list)
-            or len(given) != 2
-            or not all(isinstance(size, int) and size > 0 for size in given)
-        ):
-            raise ValueError(f"the weight's shape is {given}; it must have two sizes of at least 1")
-        return int(given[0]), int(given[1])
+        return two_sizes("the weight's shape", given)
 
     def storage(self, parts: Parts, region: Region) -> Storage:
         """A region of a matrix."""
@@ -72,11 +66,10 @@ class BitsAndBytes:
         block = _positive(state, "blocksize")
         if shape[1] % block or block % 8:
             raise ValueError(f"{shape[1]} inputs are no whole blocks of {block}, or these are no multiple of 8")
-        check_cut(region.inputs, shape[1], block)
+        columns = own_groups(region.inputs, shape[1], block)
         packed = parts.checked("weight", (torch.uint8,), (prod(shape) // 2, 1)).view(shape[0], -1)
         own = packed[region.outputs, region.inputs.start // 2 : region.inputs.stop // 2]
         scales = _scales(parts, state, prod(shape) // block).view(shape[0], -1)
-        columns = slice(region.inputs.start // block, region.inputs.stop // block)
         table = parts.checked("weight.quant_map", (torch.float32,), (16,)).clone()
         return GroupStorage(own >> 4 | own << 4, scales[region.outputs, columns].clone(), 4, table=table)
 

@@ -18,7 +18,7 @@ from workers.forward.weights.base import CutRefused, Storage
 from workers.forward.weights.int8 import Int8Storage
 from workers.forward.weights.integers import group_storage, groups_in_order, groups_of_integers, unpacked
 from workers.model.stored.fp8 import Fp8
-from workers.model.stored.parts import Parts, QuantizedFormat, Region, check_cut, scales_of, words
+from workers.model.stored.parts import Parts, QuantizedFormat, Region, own_groups, scales_of, two_sizes, words
 
 _BITS = (2, 4, 8)
 _FORMATS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
@@ -83,9 +83,7 @@ class CompressedTensors:
             given = [*parts.get("weight").shape]
         else:
             given = parts.checked("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
-        if len(given) != 2 or min(given) < 1:
-            raise ValueError(f"the weight's shape is {given}; it must have two sizes of at least 1")
-        return int(given[0]), int(given[1])
+        return two_sizes("the weight's shape", given)
 
     def storage(self, parts: Parts, region: Region) -> Storage:
         """A region of a matrix."""
@@ -103,8 +101,7 @@ class CompressedTensors:
                 f"weight_scale has {scales.shape[1]} groups of {inputs} inputs; their number must divide the inputs"
             )
         if is_cut and scales.shape[1] > 1:
-            check_cut(region.inputs, inputs, size)
-            own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
+            own = own_groups(region.inputs, inputs, size)
         group_of = group_of[region.inputs] - own.start
         mine = scales[region.outputs, own]
         zeros = self._zeros(parts, scales, bits, region.outputs)

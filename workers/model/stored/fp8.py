@@ -15,7 +15,7 @@ import torch
 
 from workers.forward.weights.base import Storage
 from workers.forward.weights.floats import e4m3_storage
-from workers.model.stored.parts import FLOATS, Parts, Region, check_cut, scales_of
+from workers.model.stored.parts import FLOATS, Parts, Region, own_groups, scales_of, two_sizes
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 
@@ -42,10 +42,7 @@ class Fp8:
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         """Outputs and inputs of the matrix."""
-        shape = parts.get("weight").shape
-        if len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"weight is {[*shape]}; it must have two sizes of at least 1")
-        return int(shape[0]), int(shape[1])
+        return two_sizes("weight", [*parts.get("weight").shape])
 
     def storage(self, parts: Parts, region: Region) -> Storage:
         """A region of a matrix."""
@@ -57,8 +54,7 @@ class Fp8:
         columns = inputs // scales.shape[1] if self._block is None else self._block[1]
         own = slice(0, scales.shape[1])
         if scales.shape[1] > 1 and (region.inputs.start, region.inputs.stop) != (0, inputs):
-            check_cut(region.inputs, inputs, columns)
-            own = slice(region.inputs.start // columns, -(-region.inputs.stop // columns))
+            own = own_groups(region.inputs, inputs, columns)
         group_of = (torch.arange(inputs) // columns)[region.inputs] - own.start
         of_outputs = (torch.arange(outputs) // rows)[region.outputs]
         return e4m3_storage(weight, scales[:, own][of_outputs], group_of)

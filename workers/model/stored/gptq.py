@@ -20,10 +20,10 @@ from workers.model.stored.parts import (
     WORD_INTEGERS,
     Parts,
     Region,
-    check_cut,
     group_size,
     groups,
     integer,
+    own_groups,
     words,
 )
 
@@ -91,8 +91,7 @@ class Gptq:
             if not torch.equal(given, group_of) and (region.inputs.start, region.inputs.stop) != (0, inputs):
                 raise CutRefused("weights in activation order (g_idx) cannot be cut along their inputs")
             group_of = given
-        check_cut(region.inputs, inputs, size)
-        own = slice(region.inputs.start // size, -(-region.inputs.stop // size))
+        own = own_groups(region.inputs, inputs, size)
         group_of = group_of[region.inputs] - own.start
         rows, among = words(region.inputs, bits)
         held = packed[rows, region.outputs].t().clone(memory_format=torch.contiguous_format)  # [out, words]

@@ -14,7 +14,7 @@ import torch
 
 from workers.forward.weights.base import Storage
 from workers.forward.weights.floats import mxfp4_storage
-from workers.model.stored.parts import Parts, Region, check_cut
+from workers.model.stored.parts import Parts, Region, own_groups
 
 BLOCK = 32
 """Inputs of a block."""
@@ -62,7 +62,6 @@ def expert_storages(parts: Parts, name: str, shape: Sequence[int], region: Exper
     blocks = parts.checked(f"{name}_blocks", (torch.uint8,), (*size, BLOCK // 2))
     exponents = parts.checked(f"{name}_scales", (torch.uint8,), size)
     own = region.matrix
-    check_cut(own.inputs, inputs, BLOCK)
-    kept = own.outputs, slice(own.inputs.start // BLOCK, own.inputs.stop // BLOCK)
+    kept = own.outputs, own_groups(own.inputs, inputs, BLOCK)
     chosen = range(region.experts.start, region.experts.stop)
     return [mxfp4_storage(blocks[expert][kept], exponents[expert][kept]) for expert in chosen]

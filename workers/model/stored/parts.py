@@ -100,10 +100,19 @@ def groups(inputs: int, size: int) -> int:
     return 1 if size == -1 else -(-inputs // size)
 
 
-def check_cut(inputs: slice, of: int, size: int) -> None:
-    """Raise `CutRefused` unless some of `of` inputs are whole groups of `size` inputs."""
+def own_groups(inputs: slice, of: int, size: int) -> slice:
+    """The groups of some of `of` inputs. Raises `CutRefused` unless these are whole groups of `size` inputs."""
     if inputs.start % size or (inputs.stop % size and inputs.stop != of):
         raise CutRefused(f"inputs {inputs.start} to {inputs.stop} cut groups of {size} inputs into parts")
+    return slice(inputs.start // size, -(-inputs.stop // size))
+
+
+def two_sizes(what: str, given: object) -> tuple[int, int]:
+    """The two sizes of a matrix. Raises `ValueError` for anything but two whole numbers of at least 1."""
+    sizes = given if isinstance(given, list) else []
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"{what} is {given}; it must have two sizes of at least 1")
+    return int(sizes[0]), int(sizes[1])
 
 
 def scales_of(parts: Parts, name: str, shape: tuple[int, int]) -> torch.Tensor:
