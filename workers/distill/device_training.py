@@ -44,6 +44,11 @@ class DevicePlan:
     recomputes: bool = False
     """Whether a layer's activations are computed again for the backward pass instead of kept in memory."""
     seed: int = 0
+    parts: int = 1
+    """Each batch has as many texts from each part: of numbers 0, n, 2n, …, of numbers 1, n + 1, …, and so on.
+
+    One process with n parts draws the batches that n processes draw.
+    """
     report_steps: int | None = None
     """Steps between two reports, instead of seconds. Several processes need it, and `steps`: their clocks differ."""
 
@@ -209,6 +214,12 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss before step {step} is {loss}")
         return State(step, seconds, loss, right[0] if right else None, epoch)
+
+    def _checked_parts(self) -> int:
+        parts, count = self._plan.parts, self._peers.count
+        if count not in (1, parts):
+            raise ConfigurationError(f"parts: {parts} is refused; it must be {count}, the number of processes")
+        return parts
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.is_bfloat16)

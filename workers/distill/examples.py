@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,7 +51,7 @@ def make_batch(answers: Sequence[Answer], max_length: int) -> Batch:
     rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
     length = max(len(row) for row in rows)
     tokens = torch.zeros((len(rows), length), dtype=torch.long)
-    alternatives = max((a.leading.tokens.shape[1] for a in answers if a.leading is not None), default=1)
+    alternatives = most_alternatives(answers)
     selected, labels, leading, leading_log_probabilities = [], [], [], []
     for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         tokens[number, : len(row)] = torch.tensor(row)
@@ -60,17 +61,38 @@ def make_batch(answers: Sequence[Answer], max_length: int) -> Batch:
         labels.append(torch.tensor(answer.answer[:count], dtype=torch.long))
         ids = np.full((count, alternatives), -1, np.int64)
         log_probabilities = np.full((count, alternatives), -np.inf, np.float32)
-        if answer.leading is None:  # only the written token is known
-            ids[:, 0], log_probabilities[:, 0] = answer.answer[:count], 0.0
-        else:
-            width = answer.leading.tokens.shape[1]
-            ids[:, :width] = answer.leading.tokens[:count]
-            log_probabilities[:, :width] = answer.leading.log_probabilities[:count]
+        write_leading(answer, ids, log_probabilities)
         leading.append(torch.from_numpy(ids))
         leading_log_probabilities.append(torch.from_numpy(log_probabilities))
     return Batch(
         tokens, torch.cat(selected), torch.cat(labels), torch.cat(leading), torch.cat(leading_log_probabilities)
     )
+
+
+def most_alternatives(answers: Sequence[Answer]) -> int:
+    """The most tokens whose probabilities are known at a position of one of these answers, at least one."""
+    return max((answer.leading.tokens.shape[1] for answer in answers if answer.leading is not None), default=1)
+
+
+def write_leading(answer: Answer, tokens: npt.NDArray[np.int64], log_probabilities: npt.NDArray[np.float32]) -> None:
+    """Write the most probable tokens at the first positions of an answer into `[positions, alternatives]` each."""
+    count = len(tokens)
+    if answer.leading is None:  # only the written token is known
+        tokens[:, 0], log_probabilities[:, 0] = answer.answer[:count], 0.0
+    else:
+        width = answer.leading.tokens.shape[1]
+        tokens[:, :width] = answer.leading.tokens[:count]
+        log_probabilities[:, :width] = answer.leading.log_probabilities[:count]
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids [rows, length], padded on the right, and where they are tokens, both int64."""
+    tokens = torch.full((len(rows), max(map(len, rows))), padding, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+        mask[number, : len(row)] = 1
+    return tokens.to(device), mask.to(device)
 
 
 def batches_of_epoch(
@@ -89,14 +111,15 @@ def batches_of_epoch(
     batches: list[tuple[int, ...]] = []
     for start in range(0, len(order), stretch):
         near = sorted(order[start : start + stretch], key=lengths.__getitem__)
-        batches.extend(_fill(near, lengths, batch_tokens))
+        batches.extend(fill_batches(near, lengths, batch_tokens))
     generator.shuffle(batches)
     return batches
 
 
-def _fill(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[tuple[int, ...]]:
+def fill_batches(order: Iterable[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[tuple[int, ...]]:
+    """Texts in batches of at most so many tokens with padding, or of one text. `order` has ascending lengths."""
     rows: list[int] = []
-    for index in order:  # ascending lengths: the last row is the longest
+    for index in order:  # the last row is the longest
         if rows and (len(rows) + 1) * lengths[index] > batch_tokens:
             yield tuple(rows)
             rows = []

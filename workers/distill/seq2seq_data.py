@@ -19,6 +19,7 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer, AnswerFile, Leading, read_answers, trainable
 from workers.distill.budget import Budget, StepTimes
 from workers.distill.data import ANSWERS, EVALUATION, DistillData, draft_vocabulary
+from workers.distill.examples import padded
 from workers.distill.job import DistillJob
 from workers.distill.seq2seq_student import Seq2SeqStudent, make_seq2seq_student, student_config
 from workers.distill.student import StudentPlan
@@ -171,12 +172,7 @@ def greedy_answers(
     The generation settings of the target hold, apart from beams. A last token that the settings force is left out.
     """
     device = target.get_output_embeddings().weight.device
-    length = max(map(len, sources))
-    tokens = torch.full((len(sources), length), int(target.config.pad_token_id), device=device)
-    mask = torch.zeros_like(tokens)
-    for row, source in enumerate(sources):
-        tokens[row, : len(source)] = torch.tensor(source, device=device)
-        mask[row, : len(source)] = 1
+    tokens, mask = padded(sources, device, int(target.config.pad_token_id))
     forced = len(decoder_start) - 1
     settings = copy.deepcopy(target.generation_config)
     settings.num_beams, settings.do_sample = 1, False

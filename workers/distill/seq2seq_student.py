@@ -18,7 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 from cluster.core.errors import ConfigurationError, shorten
 from workers.distill.answers import Answer
 from workers.distill.examples import Batch, make_batch
-from workers.distill.student import Student, StudentPlan, head_rows
+from workers.distill.student import Student, StudentPlan, check_layers, head_rows
 from workers.forward.encoder_decoder.decoder import logits_scale
 from workers.model.target_ends import decoder_parameters
 
@@ -121,12 +121,9 @@ def student_config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedCon
     key = next((name for name in _LAYER_COUNTS if hasattr(target, name)), None)
     if key is None:
         raise ConfigurationError(f"target: model type {target.model_type!r} names no number of decoder layers")
-    count = int(getattr(target, key))
     if not plan.layers:
         raise ConfigurationError("layers: needed at least one of the target's decoder layers")
-    for layer in plan.layers:
-        if not 0 <= layer < count:
-            raise ConfigurationError(f"layers: {layer} is refused; it must be within 0 and {count - 1}")
+    check_layers(plan.layers, int(getattr(target, key)))
     values: dict[str, Any] = target.to_dict()
     values[key] = len(plan.layers)
     values.update({name: 0.0 for name in _DROPOUTS if name in values})

@@ -25,6 +25,7 @@ from workers.distill.output import check_replaceable, replaced_directory
 from workers.distill.vocabulary import check_size
 from workers.model.distilled import read_draft_files
 from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
+from workers.model.drafting.ends import rows_of_tokens
 from workers.model.stretch import EACH_LAYER
 from workers.model.target_ends import decoder_vocabulary_size, logit_factor, read_config
 
@@ -73,7 +74,9 @@ class Student(nn.Module):
         self.register_buffer("head", head, persistent=False)  # [draft vocabulary, hidden]
         self.register_buffer("head_bias", head_bias, persistent=False)  # [draft vocabulary]
         self.register_buffer("vocabulary", vocabulary, persistent=False)
-        self.register_buffer("position_in_head", _positions(vocabulary, module.config), persistent=False)
+        self.register_buffer(
+            "position_in_head", rows_of_tokens(vocabulary, int(module.config.vocab_size)), persistent=False
+        )
         self.layers = tuple(layers)
 
     def batch(self, answers: Sequence[Answer], max_length: int) -> Batch:
@@ -146,12 +149,16 @@ def head_rows(end: Tensor, vocabulary: Tensor | None) -> Tensor:
     return values.clone() if vocabulary is None else values[vocabulary.to(values.device)]
 
 
-def _config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedConfig:
-    """The student's configuration. Raises `ConfigurationError` where it does not fit the target's, `ModelLoadError`."""
-    count = int(target.num_hidden_layers)
-    for layer in plan.layers:
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise `ConfigurationError` unless these are layers of a target with `count` of them."""
+    for layer in layers:
         if not 0 <= layer < count:
             raise ConfigurationError(f"layers: {layer} is refused; it must be within 0 and {count - 1}")
+
+
+def _config(target: PreTrainedConfig, plan: StudentPlan) -> PreTrainedConfig:
+    """The student's configuration. Raises `ConfigurationError` where it does not fit the target's, `ModelLoadError`."""
+    check_layers(plan.layers, int(target.num_hidden_layers))
     if plan.config is not None:
         return _read_config(plan.config, target, len(plan.layers))
     if not plan.layers:
@@ -194,16 +201,6 @@ def _copy_layers(target: PreTrainedModel, module: PreTrainedModel, layers: Seque
             )
         own[name] = source[origin].float()
     module.load_state_dict(own)
-
-
-def _positions(vocabulary: Tensor | None, config: PreTrainedConfig) -> Tensor:
-    """The row of the head of each of the target's tokens, [vocabulary]; -1 for tokens that cannot be proposed."""
-    size = int(config.vocab_size)
-    if vocabulary is None:
-        return torch.arange(size)
-    positions = torch.full((size,), -1, dtype=torch.long)
-    positions[vocabulary] = torch.arange(len(vocabulary))
-    return positions
 
 
 def export(student: Student, directory: Path, target_name: str, card: str, pictures: dict[str, bytes]) -> None:

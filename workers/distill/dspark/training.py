@@ -25,11 +25,6 @@ class BlockPlan(DevicePlan):
     warm_up: float = 0.02
     rows: int = 12
     """Rows of a batch, of all processes together."""
-    parts: int = 1
-    """Each batch has as many of rows 0, n, 2n, … as of rows 1, n + 1, …: one part for each of n processes.
-
-    One process with n parts draws the batches that n processes draw.
-    """
     blocks: int = 224
     """Blocks of a row."""
     overlap: float = 1.0
@@ -65,9 +60,7 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
 
     def _batches(self, texts: TextRows) -> Iterator[tuple[int, Anchors]]:
         generator = torch.Generator(texts.device).manual_seed(self._plan.seed)
-        parts, peers = self._plan.parts, self._peers
-        if peers.count not in (1, parts):
-            raise ConfigurationError(f"parts: {parts} is refused; it must be {peers.count}, the number of processes")
+        parts, peers = self._checked_parts(), self._peers
         count = min(self._plan.rows, texts.rows) // parts
         if not count:
             raise ConfigurationError(f"parts: {parts} is refused; it must be at most {texts.rows}, the rows of texts")

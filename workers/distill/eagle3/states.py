@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.distill.answers import Answer
+from workers.distill.examples import fill_batches
 from workers.distill.stored_target import read_states
 from workers.model.target_ends import logit_factor
 
@@ -137,11 +138,6 @@ def target_probabilities(target: Any, final: Tensor, vocabulary: Tensor) -> Tens
     return torch.cat(found)
 
 
-def by_length(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
+def by_length(lengths: Sequence[int], most_tokens: int) -> Iterator[tuple[int, ...]]:
     """Numbers of texts in batches of similar length, each of at most so many tokens with padding, or one text."""
-    batches: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not batches or (len(batches[-1]) + 1) * lengths[number] > most_tokens:
-            batches.append([])
-        batches[-1].append(number)
-    return batches
+    return fill_batches(sorted(range(len(lengths)), key=lengths.__getitem__), lengths, most_tokens)

@@ -14,6 +14,7 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.device_training import DevicePlan, DeviceTraining, Measured
 from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.states import TextBatch, TextStates, target_probabilities
+from workers.distill.examples import fill_batches
 from workers.distill.peers import ALONE, Peers
 
 MULTIPLE = 64
@@ -30,11 +31,6 @@ class RollOutPlan(DevicePlan):
     """Steps of a roll-out."""
     batch_tokens: int = 16384
     """Tokens of a batch, padding included, of all processes together."""
-    parts: int = 1
-    """Each batch has a group of texts from each part: of numbers 0, n, 2n, …, of numbers 1, n + 1, …, and so on.
-
-    One process with n parts draws the batches that n processes draw.
-    """
 
 
 class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
@@ -121,9 +117,7 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         return (places >= batch.first.unsqueeze(1) + depth) & (places < batch.lengths.unsqueeze(1) - 2)
 
     def _batches(self, texts: TextStates) -> Iterator[tuple[int, TextBatch]]:
-        parts, peers = self._plan.parts, self._peers
-        if peers.count not in (1, parts):
-            raise ConfigurationError(f"parts: {parts} is refused; it must be {peers.count}, the number of processes")
+        parts, peers = self._checked_parts(), self._peers
         usable = [[row for row in texts.learnable if row % parts == part] for part in range(parts)]
         if not all(usable):
             raise ConfigurationError(
@@ -160,15 +154,14 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         return (self._muon(inner), adam) if is_gpu else (adam,)
 
 
-def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
+def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> list[tuple[int, ...]]:
     """Texts in batches of at most so many tokens with padding, or one text; neighbours are sorted by length."""
     mean = sum(lengths[row] for row in order) / max(1, len(order))
     neighbours = max(1, int(_NEIGHBOURS * most_tokens / max(1.0, mean)))
-    batches: list[list[int]] = []
-    for start in range(0, len(order), neighbours):
-        batches.append([])
-        for row in sorted(order[start : start + neighbours], key=lengths.__getitem__):
-            if batches[-1] and (len(batches[-1]) + 1) * lengths[row] > most_tokens:
-                batches.append([])
-            batches[-1].append(row)
-    return batches
+    return [
+        batch
+        for start in range(0, len(order), neighbours)
+        for batch in fill_batches(
+            sorted(order[start : start + neighbours], key=lengths.__getitem__), lengths, most_tokens
+        )
+    ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.distill.answers import Answer
+from workers.distill.examples import most_alternatives, write_leading
 from workers.model.drafting.ends import TargetEnds
 
 
@@ -58,7 +59,7 @@ def tap_batch(answers: Sequence[Answer], cache: TapSource, ends: TargetEnds, max
     device = ends.head.device
     rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
     length = max(len(row) for row in rows)
-    alternatives = max((a.leading.tokens.shape[1] for a in answers if a.leading is not None), default=1)
+    alternatives = most_alternatives(answers)
     tokens = torch.zeros((len(rows), length), dtype=torch.long)
     taps = torch.zeros((len(rows), length, cache.width), dtype=torch.bfloat16)
     ids = np.full((len(rows), length, alternatives), -1, np.int64)
@@ -66,14 +67,8 @@ def tap_batch(answers: Sequence[Answer], cache: TapSource, ends: TargetEnds, max
     for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         tokens[number, : len(row)] = torch.tensor(row)
         taps[number, : len(row)] = cache.of(answer)[: len(row)]
-        begins, count = len(answer.prompt), max(0, len(row) - len(answer.prompt))
-        if answer.leading is None:  # only the written token is known
-            ids[number, begins : len(row), 0] = answer.answer[:count]
-            log_probabilities[number, begins : len(row), 0] = 0.0
-        else:
-            width = answer.leading.tokens.shape[1]
-            ids[number, begins : len(row), :width] = answer.leading.tokens[:count]
-            log_probabilities[number, begins : len(row), :width] = answer.leading.log_probabilities[:count]
+        own = slice(len(answer.prompt), len(row))
+        write_leading(answer, ids[number, own], log_probabilities[number, own])
     known = torch.from_numpy(ids).to(device)
     return TapBatch(
         tokens.to(device),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.budget import StepTimes
+from workers.distill.examples import fill_batches, padded
 from workers.model.fingerprint import weights_digest
 from workers.model.target_ends import decoder_layer_count
 
@@ -173,13 +174,13 @@ def taps_of(
     `sources` are what the encoder of an encoder-decoder model reads for each row; its taps are those of the decoder.
     """
     device = target.get_output_embeddings().weight.device
-    tokens, _ = _padded(rows, device)
+    tokens, _ = padded(rows, device)
     found: dict[int, Tensor] = {}
     hooks = [_capture(target, tap, found) for tap in set(taps)]
     try:
         with torch.inference_mode():
             if target.config.is_encoder_decoder:
-                read, mask = _padded(sources, device)
+                read, mask = padded(sources, device)
                 states = target.get_encoder()(input_ids=read, attention_mask=mask).last_hidden_state
                 memory = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
                 target.get_decoder()(input_ids=tokens, use_cache=False, **memory)
@@ -216,26 +217,8 @@ def _capture(target: Any, tap: int, found: dict[int, Tensor]) -> Any:
 
 
 def _batches(answers: Sequence[Answer], max_length: int) -> Iterator[list[Answer]]:
-    def length(answer: Answer) -> int:
-        return min(max_length, len(answer.prompt) + len(answer.answer))
-
+    lengths = [min(max_length, len(answer.prompt) + len(answer.answer)) for answer in answers]
     for start in range(0, len(answers), _SORTED):
-        batch: list[Answer] = []
-        for answer in sorted(answers[start : start + _SORTED], key=length):
-            if batch and (len(batch) + 1) * length(answer) > _BATCH_TOKENS:
-                yield batch
-                batch = []
-            batch.append(answer)
-        if batch:
-            yield batch
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [rows, length], padded with 0 on the right, and where they are tokens, both int64."""
-    length = max(len(row) for row in rows)
-    tokens = torch.zeros((len(rows), length), dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row)
-        mask[number, : len(row)] = 1
-    return tokens.to(device), mask.to(device)
+        near = sorted(range(len(answers))[start : start + _SORTED], key=lengths.__getitem__)
+        for batch in fill_batches(near, lengths, _BATCH_TOKENS):
+            yield [answers[index] for index in batch]

@@ -38,7 +38,9 @@ class TargetEnds(nn.Module):
         self.register_buffer("norm", norm, persistent=False)  # [hidden size]
         self.register_buffer("bias", bias, persistent=False)  # [draft vocabulary]
         self.register_buffer("vocabulary", vocabulary, persistent=False)  # [draft vocabulary], int64, ascending
-        self.register_buffer("row_of", _rows(vocabulary, len(embedding)), persistent=False)  # [target vocabulary]
+        self.register_buffer(
+            "row_of", rows_of_tokens(vocabulary, len(embedding)), persistent=False
+        )  # [target vocabulary]
 
     @property
     def hidden_size(self) -> int:
@@ -96,7 +98,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return wide.to(weight.dtype) * weight
 
 
-def _rows(vocabulary: Tensor | None, size: int) -> Tensor:
+def rows_of_tokens(vocabulary: Tensor | None, size: int) -> Tensor:
     """The row of the head of each of the target's tokens; -1 for tokens that cannot be proposed."""
     if vocabulary is None:
         return torch.arange(size)
