@@ -28,6 +28,7 @@ from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
 from workers.model.drafting.ends import rows_of_tokens
 from workers.model.stretch import EACH_LAYER
 from workers.model.target_ends import decoder_vocabulary_size, logit_factor, read_config
+from workers.model.tensor_file import in_bfloat16
 
 _LAYER = re.compile(r"^(?P<before>.*\b(?:layers|h)\.)(?P<number>\d+)(?P<after>\..*)$")
 
@@ -209,9 +210,7 @@ def export(student: Student, directory: Path, target_name: str, card: str, pictu
     Raises `ConfigurationError` where the directory holds something other than a draft.
     """
     check_replaceable(directory)
-    tensors = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.own_parameters().items()
-    }
+    tensors = in_bfloat16(student.own_parameters())
     if student.vocabulary is not None:
         tensors[VOCABULARY] = student.vocabulary.to("cpu", torch.int32)
     with replaced_directory(directory, card, pictures) as scratch:

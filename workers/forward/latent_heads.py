@@ -18,10 +18,10 @@ from torch import nn
 
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_experts import Routing
-from workers.forward.native.packed_linear import PackedMatrix, c_function, can_pack, kernel_layout
+from workers.forward.native.packed_linear import PackedMatrix, c_function, can_pack, float_layout
 from workers.forward.native.structures import Matrix
 from workers.forward.operators import Entries, define
-from workers.forward.weights.base import KernelLayout, LinearKernel, Storage
+from workers.forward.weights.base import LinearKernel, Storage
 from workers.forward.weights.plain import PlainStorage
 
 _NAME = "latent_heads"
@@ -126,8 +126,7 @@ class PackedHeads:
     """The matrices of all heads of a layer, all of one shape. Not thread-safe."""
 
     def __init__(self, heads: Sequence[Storage], library: ctypes.CDLL) -> None:
-        # Integers of the activations would round them in float32.
-        layout = KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
+        layout = float_layout(library)
         self._outputs = heads[0].outputs
         self._packed = [PackedMatrix(one, None, layout) for one in heads]
         self._matrices = (Matrix * len(heads))(*(one.matrix for one in self._packed))

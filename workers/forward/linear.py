@@ -21,9 +21,9 @@ from torch import nn
 
 from workers.forward.gpu_product import gpu_product
 from workers.forward.native.build import load_library
-from workers.forward.native.packed_linear import PackedProduct, can_pack, kernel_layout
+from workers.forward.native.packed_linear import PackedProduct, can_pack, float_layout
 from workers.forward.operators import Entries, define
-from workers.forward.weights.base import KernelLayout, LinearKernel, Storage
+from workers.forward.weights.base import LinearKernel, Storage
 from workers.forward.weights.plain import DenseKernel
 from workers.ranks import sum_over_ranks
 
@@ -185,9 +185,8 @@ def make_linear_kernel(
     library = load_library(directory) if takes else None
     if library is None:
         return storage.kernel(bias)
-    # Integers of the activations would round them in float32; a model's whole pass in the kernels may do so.
-    layout = KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
-    return PackedKernel(PackedProduct(storage, library, bias, layout=layout))
+    # A model's whole pass in the kernels may round activations to integers.
+    return PackedKernel(PackedProduct(storage, library, bias, layout=float_layout(library)))
 
 
 def _linear(x: torch.Tensor, handle: torch.Tensor, width: int) -> torch.Tensor:  # noqa: ARG001 - for the compiler

@@ -39,6 +39,11 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER_ALIGNMENT = 8
 
 
+def in_bfloat16(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters as files have them: in bfloat16, each in a piece of the host's memory."""
+    return {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in tensors.items()}
+
+
 def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors by name, each from its own memory. Raises `OSError`, and `ValueError` for a type without a name."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}

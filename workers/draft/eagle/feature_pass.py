@@ -40,13 +40,8 @@ class FeaturePass:
         self._entry = BiasedProduct(module, ["fc"], weights, directory)
         self._layers = DecoderStack(module, body, weights, directory)
         self._head = make_product(ends.head, weights, directory)
-
-        def norm(name: str) -> Tensor | None:
-            found = module.get(f"{name}.weight")
-            return None if found is None else found.float()
-
         self._embedding_norm, self._feature_norm, self._output_norm = map(
-            norm, ("embedding_norm", "feature_norm", "norm")
+            module.norm, ("embedding_norm", "feature_norm", "norm")
         )
         self._fuse = public_fusion(module, self._entry) if shape.taps else None
         hidden = module.get(MASK_HIDDEN)

@@ -240,6 +240,11 @@ def latent_groups(heads: int) -> int:
     return next(heads // size for size in range(_MOST_OF_A_GROUP, 0, -1) if heads % size == 0)
 
 
+def with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor `[tokens, heads, dim]` itself if each head's numbers are contiguous, else a contiguous copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 class BackendUnavailable(Exception):
     """A backend that supports a model cannot be opened on this machine. The message says why."""
 

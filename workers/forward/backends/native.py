@@ -19,6 +19,7 @@ from workers.forward.backends.base import (
     StepKind,
     latent_groups,
     register_backend,
+    with_whole_heads,
 )
 from workers.forward.layout import RowShape
 from workers.forward.native.attention import (
@@ -82,7 +83,7 @@ class NativeBackend(AttentionBackend[NativeStep]):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, metadata: NativeStep) -> None:
         """Store keys and values at the step's slots."""
-        keys, values = _dense(keys), _dense(values)
+        keys, values = with_whole_heads(keys), with_whole_heads(values)
         header = self._header(layer)
         header.key, header.value = keys.data_ptr(), values.data_ptr()
         header.query_kind = KINDS[keys.dtype]
@@ -92,7 +93,7 @@ class NativeBackend(AttentionBackend[NativeStep]):
 
     def attend(self, layer: int, queries: torch.Tensor, metadata: NativeStep, scaling: float | None) -> torch.Tensor:
         """Attend to the blocks of each row's table."""
-        queries = _dense(queries)
+        queries = with_whole_heads(queries)
         output = torch.empty((*queries.shape[:2], self._layers[layer].value_dim), dtype=queries.dtype)
         header = self._header(layer)
         if metadata.reads_sources:
@@ -121,8 +122,3 @@ class NativeBackend(AttentionBackend[NativeStep]):
             sinks=placement.window.sinks,
             slopes=None if (slopes := self._slopes[layer]) is None else slopes.data_ptr(),
         )
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if each head's numbers are contiguous, else a contiguous copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

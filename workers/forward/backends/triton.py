@@ -27,6 +27,7 @@ from workers.forward.backends.base import (
     StepKind,
     latent_groups,
     register_backend,
+    with_whole_heads,
 )
 from workers.forward.graph_sizes import WORD, GraphSize
 from workers.forward.layout import RowShape, blocks_read, slots_of
@@ -187,7 +188,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         slots = metadata.slots[self._store.kv_groups.placements[layer].table]
         is_latent = self._groups[layer] is not None
         self._kv_write.write_kv(
-            _with_whole_heads(keys), _with_whole_heads(values), slots, self._stored(layer), is_latent=is_latent
+            with_whole_heads(keys), with_whole_heads(values), slots, self._stored(layer), is_latent=is_latent
         )
 
     def write_rotated(self, layer: int, fresh: Projections, metadata: TritonStep) -> torch.Tensor:
@@ -218,7 +219,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         learned_sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         placement = self._store.kv_groups.placements[layer]
-        queries = _with_whole_heads(queries)
+        queries = with_whole_heads(queries)
         shape = (*queries.shape[:2], self._layers[layer].value_dim)
         # From the first layer on, padding is NaN: no router chooses experts for it, whose weights would be read.
         is_first = metadata.is_padded and layer == 0
@@ -248,11 +249,6 @@ def _received(found: Iterator[torch.Tensor], window: AttentionWindow) -> Blocks:
         return Blocks(blocks, next(found), counts)
     order = torch.arange(blocks.shape[1], dtype=torch.int32, device=blocks.device)
     return Blocks(blocks, order.repeat(len(blocks), 1), counts)
-
-
-def _with_whole_heads(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor `[tokens, heads, dim]`, with contiguous heads."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _Part:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from workers.forward.native.packed_linear import PackedMatrix, c_function, gate_up_order, kernel_layout
+from workers.forward.native.packed_linear import PackedMatrix, c_function, float_layout, gate_up_order
 from workers.forward.native.structures import Matrix
-from workers.forward.weights.base import KernelLayout, taken_rows
+from workers.forward.weights.base import taken_rows
 from workers.forward.weights.experts import Expert, Gate, gated_rows, swiglu
 
 
@@ -28,8 +28,7 @@ class PackedExperts:
 
     def __init__(self, experts: Sequence[Expert], gate: Gate, library: ctypes.CDLL) -> None:
         """The kernels apply `swiglu` themselves, and torch any other gate."""
-        # Integers of the activations would round them in float32.
-        layout = KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
+        layout = float_layout(library)
         self._outputs, self._inner = experts[0].first.outputs, experts[0].second.inputs
         self._gate = None if gate is swiglu else gate
         if self._gate is None:

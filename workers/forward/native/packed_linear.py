@@ -221,6 +221,11 @@ def kernel_layout(library: ctypes.CDLL) -> KernelLayout:
     return KernelLayout(int(library.pilotfish_columns()), multiplies_integers, multiplies_groups)
 
 
+def float_layout(library: ctypes.CDLL) -> KernelLayout:
+    """`kernel_layout` for products of activations as they are: integers of them would round them in float32."""
+    return KernelLayout(kernel_layout(library).columns, lambda _: False, lambda _: False)
+
+
 def can_pack(storage: Storage) -> bool:
     """Whether the CPU kernels take this matrix as it is stored."""
     if storage.device.type != "cpu" or not isinstance(storage, PlainStorage):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workers.model.draft_shapes import BlockShape
 from workers.model.drafting.ends import TargetEnds, rms_norm
-from workers.model.drafting.layer import ContextProjection, DrafterLayer, TapFusion
+from workers.model.drafting.layer import ContextProjection, DrafterLayer, TapFusion, embedding_and_feature
 from workers.model.drafting.selector import Selector
 
 
@@ -25,10 +25,7 @@ class BlockDrafter(nn.Module):
         self.shape = shape
         size, epsilon = shape.layer.hidden_size, shape.layer.norm_epsilon
         self.fusion = TapFusion(taps, size, epsilon)
-        self.entry = nn.Linear(2 * size, size, bias=False)
-        nn.init.zeros_(self.entry.weight)
-        with torch.no_grad():
-            self.entry.weight[:, :size].fill_diagonal_(1.0)
+        self.entry = embedding_and_feature(size)
         self.slots = nn.Parameter(torch.zeros(shape.block, size))
         self.input_norms = nn.Parameter(torch.ones(shape.layers, size))
         self.feature_norm = nn.Parameter(torch.full((size,), ends.embedding_scale()))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workers.model.draft_shapes import EagleShape
 from workers.model.drafting.ends import TargetEnds, rms_norm
-from workers.model.drafting.layer import DrafterLayer, TapFusion
+from workers.model.drafting.layer import DrafterLayer, TapFusion, embedding_and_feature
 
 
 class EagleHead(nn.Module):
@@ -25,10 +25,7 @@ class EagleHead(nn.Module):
         size, epsilon = shape.layer.hidden_size, shape.layer.norm_epsilon
         self.fusion = TapFusion(taps, size, epsilon)
         self.feature_norm = nn.Parameter(torch.full((size,), ends.embedding_scale()))
-        self.entry = nn.Linear(2 * size, size, bias=False)
-        nn.init.zeros_(self.entry.weight)
-        with torch.no_grad():
-            self.entry.weight[:, :size].fill_diagonal_(1.0)
+        self.entry = embedding_and_feature(size)
         self.input_norms = nn.Parameter(torch.ones(shape.layers, size))
         self.layers = nn.ModuleList(DrafterLayer(shape.layer, size, size) for _ in range(shape.layers))
         self.output_norm = nn.Parameter(ends.initial_norm().float())

@@ -45,7 +45,7 @@ from workers.model.formats.pilotfish import SCALE, restored
 from workers.model.formats.registry import DraftWeights, read_draft, read_weights
 from workers.model.public_shapes import MaskedBlockShape, MedusaShape, PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
-from workers.model.tensor_file import write_tensors
+from workers.model.tensor_file import in_bfloat16, write_tensors
 
 _BESIDE_WEIGHTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 """Further files of a draft that is a language model of its own."""
@@ -251,9 +251,8 @@ def save_with_parameters(source: Path, directory: Path, parameters: Mapping[str,
     stored, others = _what_stays(source, parameters)
     for file in _copied_files(source):
         shutil.copyfile(file, directory / file.name)
-    own = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in parameters.items()}
     with (directory / WEIGHTS).open("wb") as weights:
-        write_tensors(weights, stored.tensors(others) | own, {"format": "pt"})
+        write_tensors(weights, stored.tensors(others) | in_bfloat16(parameters), {"format": "pt"})
 
 
 def saved_bytes(source: Path, parameters: Mapping[str, Tensor]) -> int:

@@ -56,18 +56,13 @@ def public_fusion(module: PublicModule, multiply: Callable[[Tensor], Tensor]) ->
     Raises `TypeError` for a module of a shape without one.
     """
     shape, device = module.shape, module.tensors["fc.weight"].device
-
-    def norm(name: str) -> Tensor | None:
-        found = module.get(f"{name}.weight")
-        return None if found is None else found.float()
-
     if isinstance(shape, MaskedBlockShape):
-        return TapFusion(multiply, device, shape.body.norm_epsilon, output_norm=norm("hidden_norm"))
+        return TapFusion(multiply, device, shape.body.norm_epsilon, output_norm=module.norm("hidden_norm"))
     if not isinstance(shape, FeatureShape) or not shape.taps:
         raise TypeError(f"{type(shape).__name__} without taps is no shape that fuses them")
-    each = [found for number in range(shape.taps) if (found := norm(f"fc_norm.{number}")) is not None]
+    each = [found for number in range(shape.taps) if (found := module.norm(f"fc_norm.{number}")) is not None]
     tap_norms = torch.stack(each) if shape.tap_norm == "each" else None
-    return TapFusion(multiply, device, shape.body.norm_epsilon, tap_norms, norm("input_norm"))
+    return TapFusion(multiply, device, shape.body.norm_epsilon, tap_norms, module.norm("input_norm"))
 
 
 def load_fusion(directory: Path, taps: Sequence[Tap], device: torch.device) -> TapFusion:

@@ -78,6 +78,15 @@ def rotate(states: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1).to(states.dtype)
 
 
+def embedding_and_feature(size: int) -> nn.Linear:
+    """The matrix through which an embedding and a feature enter. It starts as the embedding alone."""
+    entry = nn.Linear(2 * size, size, bias=False)
+    nn.init.zeros_(entry.weight)
+    with torch.no_grad():
+        entry.weight[:, :size].fill_diagonal_(1.0)
+    return entry
+
+
 class TapFusion(nn.Module):
     """`W [norm(tap 1) | norm(tap 2) | ...]`: one vector of the hidden size from several taps of a position."""
 

@@ -22,6 +22,11 @@ class PublicModule:
         """A tensor that only some modules of this shape have, such as a bias."""
         return self.tensors.get(name)
 
+    def norm(self, name: str) -> Tensor | None:
+        """The weight of a norm, float32, if modules of this shape have it."""
+        found = self.get(f"{name}.weight")
+        return None if found is None else found.float()
+
 
 def rotary_steps(rope: RopeShape, head_width: int, device: torch.device) -> tuple[Tensor, float]:
     """The angle for one position of each pair of elements, float32 [head width / 2], and the factor on rotations."""

@@ -158,8 +158,10 @@ def write_medusa(
     import torch
     from safetensors.torch import save_file
 
-    tensors = {f"blocks.{depth}.layers.0.weight": block for depth, block in enumerate(blocks)} | {_COMMON_HEAD: head}
-    tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in tensors.items()}
+    from workers.model.tensor_file import in_bfloat16
+
+    parts = {f"blocks.{depth}.layers.0.weight": block for depth, block in enumerate(blocks)} | {_COMMON_HEAD: head}
+    tensors = in_bfloat16(parts)
     if vocabulary is not None:
         tensors[_MAP] = vocabulary.to("cpu", torch.int64).contiguous()
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})

@@ -166,12 +166,14 @@ def write_eagle3(
     """
     import torch
 
+    from workers.model.tensor_file import in_bfloat16
+
     shape = card.shape
     if not isinstance(shape, FeatureShape):
         raise TypeError(f"{type(shape).__name__} is no shape of an EAGLE-3 head")
     if weights.head is None or weights.vocabulary is None or weights.embedding is not None:
         raise TypeError("weights: needed a head and its vocabulary, and no embedding")
-    stored = _in_bfloat16(
+    stored = in_bfloat16(
         {_LAYOUT.stored(name): value for name, value in weights.tensors.items()} | {ENDS[1]: weights.head}
     )
     tokens = weights.vocabulary.detach().to("cpu", torch.int64)
@@ -207,12 +209,14 @@ def write_dspark(
     The other parameters are those of `write_eagle3`. Raises `TypeError` for a card of another shape, and for weights
     with a vocabulary, an embedding or a head.
     """
+    from workers.model.tensor_file import in_bfloat16
+
     shape = card.shape
     if not isinstance(shape, MaskedBlockShape) or shape.markov is None or not shape.predicts_next:
         raise TypeError(f"{shape} is no shape of a DSpark drafter")
     if weights.head is not None or weights.vocabulary is not None or weights.embedding is not None:
         raise TypeError("weights: needed no head, no vocabulary and no embedding")
-    _save(directory, _in_bfloat16(weights.tensors), file_bytes)
+    _save(directory, in_bfloat16(weights.tensors), file_bytes)
     config = _config(_DSPARK, card, shape.body, architectures, shape.depths) | {
         "architectures": ["DSparkDraftModel"],
         "draft_vocab_size": card.target_vocabulary_size,
@@ -266,12 +270,6 @@ def _config(
         "dtype": "bfloat16",
         WRITER: WRITTEN_BY,
     }
-
-
-def _in_bfloat16(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    import torch
-
-    return {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in tensors.items()}
 
 
 def _save(directory: Path, tensors: Mapping[str, Tensor], file_bytes: int | None) -> None:
