@@ -132,7 +132,6 @@ class EarlyExitDrafter:
         return tuple(self._proposal(self._passes, row, drafts.get(row.sequence_id)) for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
         for sequence_id in sequence_ids:
             self._last.pop(sequence_id, None)
 

@@ -16,7 +16,6 @@ class NoDrafter:
     """Answers every row with the empty tree."""
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Propose a tree for each row, in order."""
         return tuple(Proposal(row.sequence_id, row.base_len) for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:

@@ -38,13 +38,10 @@ class TritonRecurrences:
         plan: RecurrencePlan,
         activation: str | None,
     ) -> torch.Tensor:
-        """A causal convolution of each channel, `[tokens, channels]`, as `RecurrenceKernels` defines it."""
         return self._convolution.convolve(inputs, weight, bias, states, plan, has_silu=activation == "silu")
 
     def gated_delta_rule(self, of: DeltaInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-        """The gated delta rule, `[tokens, heads, value_dim]`, as `RecurrenceKernels` defines it."""
         return self._delta_rule.gated_delta_rule(of, states, plan)
 
     def state_space(self, of: SpaceInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-        """A state space model, `[tokens, heads, head_dim]`, as `RecurrenceKernels` defines it."""
         return self._state_space.state_space(of, states, plan)

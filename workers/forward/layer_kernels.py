@@ -73,7 +73,6 @@ class TritonKernels:
         self._experts, self._gate, self._norm = experts, gate, norm
 
     def normalize(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """RMSNorm of each row."""
         return self._norm.normalize(rows, weight, epsilon)
 
     def add_and_normalize(
@@ -84,7 +83,6 @@ class TritonKernels:
         epsilon: float,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`rows + added`, and the RMSNorm of that, in `out` if it is given."""
         return self._norm.add_and_normalize(rows, added, weight, epsilon, out)
 
     def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

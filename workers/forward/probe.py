@@ -68,7 +68,6 @@ class AttentionProbe:
     _masks: dict[int, tuple[torch.Tensor, SeenPositions | UnsupportedModel]] = field(default_factory=dict)
 
     def record(self, module: nn.Module, call: AttentionCall, *, reads_source: bool) -> None:
-        """Record a layer. Raises `UnsupportedModel` for what the paged attention would not compute."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         heads, kv_heads = call.query.shape[1], call.key.shape[1]
         unread = [name for name, value in sorted(call.others.items()) if _is_read_elsewhere(name, value)]

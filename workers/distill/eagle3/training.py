@@ -53,7 +53,6 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
 
     @torch.no_grad()
     def measure(self, texts: TextStates) -> Measured:
-        """Measure on texts of greedy answers."""
         plan, module = self._plan, self._module
         module.eval()
         right, known = torch.zeros(plan.depths), torch.zeros(plan.depths)

@@ -48,7 +48,6 @@ class BlockPass:
         """What is kept of each position; the feature is its fused taps."""
 
     def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
-        """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
         shape = self._layer_shape
         found = self._context(onto(self.device, taps).float().flatten(1))
         fused, found = found[:, : shape.hidden_size].contiguous(), found[:, shape.hidden_size :]

@@ -106,7 +106,6 @@ class Combination:
         return tuple(self._merged(row, [answer[index] for answer in answers]) for index, row in enumerate(rows))
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
         for sequence_id in sequence_ids:
             self._proposed.pop(sequence_id, None)
         for member in self._members:

@@ -77,7 +77,6 @@ class EagleTreeDrafter(LearningDrafter):
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Propose a tree for each row, in order."""
         now = time.perf_counter()
         proposals = {row.sequence_id: Proposal(row.sequence_id, row.base_len) for row in rows}
         growths: list[tuple[DraftRow, EagleGrowth]] = []
@@ -99,7 +98,6 @@ class EagleTreeDrafter(LearningDrafter):
         return tuple(proposals[row.sequence_id] for row in rows)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._context.release(sequence_ids)
 
     def _growth(self, session: EagleSession, output: Tensor, budget: DraftBudget) -> EagleGrowth:

@@ -104,12 +104,10 @@ class EaglePass:
         return self._fuse(onto(self.device, taps).float().flatten(1))
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        """Write the keys and values of all pieces; see `HeadPass.run`."""
         following, positions = tokens_and_positions(pieces)
         tokens = self._embedding[row_indices(following, self._embedding)].float()
         residual = self._entry(torch.cat([tokens, features], dim=-1))
         return wanted_rows(self._layers.run(residual, positions, [piece.window for piece in pieces]), pieces)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
         return self._head(outputs)

@@ -61,13 +61,11 @@ class FeaturePass:
         return self._mask
 
     def features(self, taps: Tensor) -> Tensor:
-        """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
         if self._fuse is not None:
             return self._fuse(taps)
         return self._ends.final_states(taps[:, -1])
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        """Write the keys and values of all pieces; see `HeadPass.run`."""
         following, positions = tokens_and_positions(pieces)
         tokens = self._ends.embedding[row_indices(following, self._ends.embedding)].float()
         residual, inputs = self._entered(features, tokens)
@@ -76,7 +74,6 @@ class FeaturePass:
         return self._normalised(outputs) if self._shape.feeds_normed else outputs
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
         return self._head(outputs if self._shape.feeds_normed else self._normalised(outputs))
 
     def _entered(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -44,7 +44,6 @@ class HydraHeads:
     def rank(
         self, taps: Sequence[Tensor], last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
     ) -> list[RankedPaths]:
-        """Rank the candidates after each row's last token; see `ParallelHeads.rank`."""
         states = self._ends.final_states(torch.stack(tuple(taps)))
         tokens = tensor_on(states.device, list(last), torch.int64)
         return rank_slots(_Slots(self, states), self._shortlist, tokens, contexts, siblings)

@@ -46,7 +46,6 @@ class OwnHeads:
         contexts: Sequence[DecisionContext],
         siblings: int,
     ) -> list[RankedPaths]:
-        """Rank the candidates after each row's last token; see `ParallelHeads.rank`."""
         hidden = self.hidden(taps, len(contexts) // len(taps))
         if not self._outputs:
             return self._ranker.rank(hidden, contexts, siblings)

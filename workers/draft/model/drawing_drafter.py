@@ -111,7 +111,6 @@ class DrawingDrafter:
         )
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Propose a tree for each row, in order."""
         drafts: dict[SequenceId, _Draft] = {}
         proposals: dict[SequenceId, Proposal] = {}
         for row, session in self._sessions.update(rows, proposals):
@@ -126,7 +125,6 @@ class DrawingDrafter:
         )
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
     def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:

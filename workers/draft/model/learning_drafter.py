@@ -51,11 +51,9 @@ class LearnedModels(LearnedPasses[ModelExpander, Mapping[str, Tensor]]):
 
     @property
     def bytes_each(self) -> int:
-        """Most memory that the learned weights of one salt take, in bytes."""
         return self._copies.bytes_each
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
-        """The parameters of a draft that `save` wrote, float32; see `LearnedWeights`."""
         try:
             is_same = _description(directory) == _description(self._source)
             weights = self._copies.stored_weights(directory)
@@ -98,7 +96,6 @@ class LearnedExpander:
         self.vocabulary_size = models.own.vocabulary_size
 
     def expand(self, rows: Sequence[ExpansionRow]) -> list[tuple[DraftedToken, ...]]:
-        """Run one forward pass for all rows with the same weights; see `Expander`."""
         found: dict[int, tuple[DraftedToken, ...]] = {}
         for expander, group in self._models.groups(enumerate(rows), lambda one: one[1].start.cache_salt):
             drafted = expander.expand([row for _, row in group])
@@ -131,7 +128,6 @@ class LearningTreeDrafter(TreeDrafter):
         return _TEXT_BYTES
 
     def collect_into(self, reservoir: Reservoir) -> None:
-        """Add the texts of finished sequences to `reservoir` from now on."""
         self._reservoir = reservoir
 
     def _prepare(self, session: TreeSession) -> None:

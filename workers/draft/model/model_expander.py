@@ -48,12 +48,10 @@ class ModelExpander:
 
     @property
     def memory(self) -> KvPool:
-        """The memory that holds the tables."""
         return self._pool
 
     @property
     def max_context_len(self) -> int:
-        """Largest number of tokens after which the model can draft another."""
         return self._model.max_context_len
 
     @property

@@ -47,12 +47,10 @@ class TokenDrawer:
 
     @property
     def memory(self) -> KvPool:
-        """The memory that holds the tables."""
         return self._expander.memory
 
     @property
     def max_context_len(self) -> int:
-        """Largest number of tokens after which the model can draft another."""
         return self._expander.max_context_len
 
     @property

@@ -111,7 +111,6 @@ class MtpPass:
         return self.ends.final_states(taps[:, -1])
 
     def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        """Write the keys and values of all pieces; see `HeadPass.run`."""
         following, positions = tokens_and_positions(pieces)
         embedded = self.ends.embedding[row_indices(following, self.ends.embedding)]
         tokens: Tensor = self._layer.embedding_norm(embedded.to(self._dtype))

@@ -64,7 +64,6 @@ class NativeSourcedDecoder:
         self._buffers = WorkBuffers()
 
     def bind(self, pool: KvPool) -> None:
-        """Use this pool's blocks from now on."""
         self._kv_groups = pool.kv_groups
         for layer, placement in zip(self._layers, pool.kv_groups.placements, strict=True):
             layer.keys = pool.keys[placement.block_layer].data_ptr()

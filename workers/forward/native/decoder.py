@@ -72,7 +72,6 @@ class NativeDecoder:
         self._buffers = WorkBuffers()
 
     def bind(self, pool: KvPool) -> None:
-        """Use this pool's blocks from now on."""
         self._kv_groups = pool.kv_groups
         self._decoder.kv_kind = KINDS[pool.store.stored or self.packed.dtype]
         for layer, placement in zip(self._layers, pool.kv_groups.placements, strict=True):

@@ -47,14 +47,12 @@ class NativeRecurrence:
         return output.to(inputs.dtype)
 
     def gated_delta_rule(self, of: DeltaInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-        """The gated delta rule, `[tokens, heads, value_dim]`, as `RecurrenceKernels` defines it."""
         output = plan.output(of.value.shape, torch.empty(0))
         given = (of.query, of.key, of.value, of.log_decay, of.beta)
         _call(self._library.pilotfish_gated_delta_rule, plan, states.shape[1:], given, (states, output))
         return output.to(of.value.dtype)
 
     def state_space(self, of: SpaceInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-        """A state space model, `[tokens, heads, head_dim]`, as `RecurrenceKernels` defines it."""
         output = plan.output(of.inputs.shape, torch.empty(0))
         sizes = (*of.inputs.shape[1:], *of.b.shape[1:], int(of.a.dim() == 2))
         given = (of.inputs, of.steps, of.a, of.b, of.c, of.d)

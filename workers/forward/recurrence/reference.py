@@ -26,7 +26,6 @@ class ReferenceKernels:
         plan: RecurrencePlan,
         activation: str | None,
     ) -> torch.Tensor:
-        """A causal convolution of each channel, `[tokens, channels]`, as `RecurrenceKernels` defines it."""
         width, factors = weight.shape[1], weight.float()
 
         def advance(token: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +38,6 @@ class ReferenceKernels:
         return _advanced(advance, states, plan).to(inputs.dtype)
 
     def gated_delta_rule(self, of: DeltaInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-        """The gated delta rule, `[tokens, heads, value_dim]`, as `RecurrenceKernels` defines it."""
         query, key, value = of.query.float(), of.key.float(), of.value.float()
 
         def advance(token: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +50,6 @@ class ReferenceKernels:
         return _advanced(advance, states, plan).to(of.value.dtype)
 
     def state_space(self, of: SpaceInputs, states: torch.Tensor, plan: RecurrencePlan) -> torch.Tensor:
-        """A state space model, `[tokens, heads, head_dim]`, as `RecurrenceKernels` defines it."""
         heads, groups = of.inputs.shape[1], of.b.shape[1]
         decay = of.a.view(heads, -1)
         inputs = of.inputs.float()

@@ -72,7 +72,6 @@ class DFlashFormat:
         return card
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
-        """Read the drafter; see `DraftFormat.weights`."""
         found = read_with_ends(checkpoint, card)
         if isinstance(card.shape, MaskedBlockShape) and card.shape.has_mask_embedding:
             vector = _mask_embedding(checkpoint, card.shape)

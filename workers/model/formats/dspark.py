@@ -31,7 +31,6 @@ class DSparkFormat:
         return "block"
 
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
-        """Describe the drafter; see `DraftFormat.card`."""
         checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS)
         architectures = checkpoint.config.get("architectures")
         if not isinstance(architectures, list) or not any("DSpark" in str(one) for one in architectures):
@@ -50,7 +49,6 @@ class DSparkFormat:
         return block_card(checkpoint, checkpoint, checkpoint, chosen, predicts_next=True)
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
-        """Read the drafter; see `DraftFormat.weights`."""
         return read_with_ends(checkpoint, card)
 
 

@@ -67,7 +67,6 @@ class EagleFormat:
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
-        """Read the head; see `DraftFormat.weights`."""
         return read_with_ends(checkpoint, card)
 
 

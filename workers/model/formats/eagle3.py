@@ -46,7 +46,6 @@ class Eagle3Format:
         return "eagle"
 
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
-        """Describe the head; see `DraftFormat.card`."""
         checkpoint.refuse_unknown_keys(_KEYS)
         _check_nested(checkpoint.nested("eagle_config"))
         return self._layout(checkpoint).card(
@@ -58,7 +57,6 @@ class Eagle3Format:
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
-        """Read the head; see `DraftFormat.weights`."""
         return self._layout(checkpoint).weights(checkpoint, card)
 
     def _layout(self, checkpoint: Checkpoint) -> Eagle3Layout:

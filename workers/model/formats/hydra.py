@@ -63,7 +63,6 @@ class HydraFormat:
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
-        """Read the heads; see `DraftFormat.weights`."""
         return read_with_ends(checkpoint, card, _stored)
 
 

@@ -38,7 +38,6 @@ class PilotfishFormat:
         return DraftDescription(**values | {"taps": tuple(taps)}) if taps else found
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
-        """Read the module; see `DraftFormat.weights`."""
         from workers.model.distilled import draft_vocabulary
         from workers.model.target_ends import read_tensors
 

@@ -55,12 +55,10 @@ class SpeculatorsFormat:
         return _TYPE in checkpoint.config
 
     def kind(self, checkpoint: Checkpoint) -> str:
-        """The kind of a type; see `DraftFormat.kind`."""
         kind = _type(checkpoint)
         return "eagle" if kind in _HEADS_OF_FEATURES else _MTP if kind == _MTP else "block"
 
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
-        """Describe the draft; see `DraftFormat.card`."""
         kind = _type(checkpoint)
         if kind == _MTP:
             return _layer(checkpoint)
@@ -83,7 +81,6 @@ class SpeculatorsFormat:
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
-        """Read the draft; see `DraftFormat.weights`."""
         if card.kind == _MTP:
             return DraftWeights(checkpoint.weights(checkpoint.sizes))
         return _LAYOUT.weights(checkpoint, card) if card.kind == "eagle" else read_with_ends(checkpoint, card)

@@ -149,7 +149,6 @@ class LearnedModules(LearnedPasses[PassType_co, ModuleType], Generic[PassType_co
         return 2 * sum(4 * value.numel() for value in parameters_of(self._stored).values())
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
-        """The parameters of a draft that `save` wrote, float32; see `LearnedWeights`."""
         try:
             card = read_draft(directory, self._taps)
             found = read_weights(directory, card)
@@ -187,5 +186,4 @@ class LearningDrafter:
         return self._collector.default_bytes
 
     def collect_into(self, reservoir: Reservoir) -> None:
-        """Add the texts of finished sequences to `reservoir` from now on."""
         self._collector.collect_into(reservoir)

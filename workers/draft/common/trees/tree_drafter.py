@@ -75,7 +75,6 @@ class TreeDrafter:
         self._calls = 0
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        """Propose a tree for each row, in order."""
         self._calls += 1
         now = self._clock()
         builders: dict[SequenceId, ProposalBuilder] = {}
@@ -97,7 +96,6 @@ class TreeDrafter:
             self._expander.read_sources_from(states)
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop what is stored for these sequences. Unknown ones are no error."""
         self._sessions.release(sequence_ids)
 
     def catch_up(self, sequence_ids: Sequence[SequenceId]) -> bool:
