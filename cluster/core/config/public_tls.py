@@ -18,8 +18,6 @@ class PublicTlsSection(Section):
     """File of certificates by which those of clients are checked; unset: no certificate is demanded of clients."""
     ca: str | None = None
     """File of certificates by which Pilotfish's own commands check servers; unset: `certificate`, else the system's."""
-    server_name: str | None = None
-    """DNS name that gRPC clients of Pilotfish expect in the certificate; unset: the address of the server."""
     client_certificate: str | None = None
     """File of the certificate that Pilotfish's own commands present; needed by them with `client_ca`."""
     client_key: str | None = None

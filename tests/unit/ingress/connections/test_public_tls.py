@@ -161,7 +161,7 @@ def test_files_below_the_home_directory_are_found(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     tls = settings(authority, presents=True)
-    files = {name: f"~/{Path(file).relative_to(tmp_path)}" for name, file in tls if name != "server_name" and file}
+    files = {name: f"~/{Path(file).relative_to(tmp_path)}" for name, file in tls if file}
     server_files(tls.model_copy(update=files))
     client_context(tls.model_copy(update=files))
 
