@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, shorten
 from cluster.wire.address import join_host_port
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.fitting import fit
@@ -23,6 +23,8 @@ from deploy.terminal import output, write_json
 if TYPE_CHECKING:
     from deploy.preflight import Problem
 
+_MOST_NODES = 4096
+"""Nodes that a plan is made for."""
 NodeOption = Annotated[
     list[str] | None,
     typer.Option("--node", help="A node to plan for instead, as in 2*cpus=96,gpus=8,memory_gib=1000; repeatable."),
@@ -85,16 +87,20 @@ def parse_nodes(values: Sequence[str]) -> tuple[Resources, ...]:
     for value in values:
         count, _, amounts = value.rpartition("*")
         try:
-            given = dict(pair.split("=") for pair in amounts.split(","))
-            numbers = {key: float(amount) for key, amount in given.items()}
-            if int(count or 1) < 1 or not all(0 <= number < math.inf for number in numbers.values()):
+            pairs = [pair.split("=") for pair in amounts.split(",")]
+            numbers = {key: float(amount) for key, amount in pairs}
+            number = int(count or 1)
+            if len(numbers) < len(pairs) or not 1 <= number <= _MOST_NODES - len(nodes):
                 raise ValueError
-            for _ in range(int(count or 1)):
+            if not all(0 <= amount < math.inf for amount in numbers.values()) or numbers.get("gpus", 0) % 1:
+                raise ValueError
+            for _ in range(number):
                 nodes.append(_node(f"node {len(nodes) + 1}", **numbers))
         except (TypeError, ValueError):
             raise ConfigurationError(
-                f"--node {value}: needed [COUNT*]cpus=…,gpus=…,memory_gib=…,gpu_memory_gib=… with numbers of at least "
-                "0, and COUNT of at least 1"
+                f"--node {shorten(value)[1:-1]}: needed [COUNT*]cpus=…,gpus=…,memory_gib=…,gpu_memory_gib=… with each "
+                "key once, numbers of at least 0, a whole number of GPUs, and COUNT of at least 1; all nodes are at "
+                f"most {_MOST_NODES}"
             ) from None
     return tuple(nodes)
 

@@ -90,6 +90,9 @@ def test_a_path_that_is_no_draft_is_refused(tmp_path: Path) -> None:
         load_settings("cpu", [f"draft.path={tmp_path}"], {})
     with pytest.raises(ModelLoadError, match="no such directory; give a directory or a hub id"):
         load_settings("cpu", [f"draft.path={tmp_path / 'absent'}"], {})
+    (tmp_path / "draft.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"it is a file; .*a .gguf file is a draft model: set draft.method=model"):
+        load_settings("cpu", [f"draft.path={tmp_path / 'draft.gguf'}"], {})
 
 
 class TestOptionOfVllm:

@@ -15,8 +15,8 @@ from workers.serve.configuration import load_configuration
 
 def model_directory(path: Path) -> Path:
     path.mkdir(parents=True)
-    (path / "config.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(b"")
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return path
 
 
@@ -41,7 +41,9 @@ def test_directories_are_written_into_the_configuration(tmp_path: Path) -> None:
 def test_quantized_directories_are_served_as_they_are_stored(tmp_path: Path) -> None:
     target, draft = model_directory(tmp_path / "target"), model_directory(tmp_path / "draft")
     for directory in (target, draft):
-        (directory / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+        (directory / "config.json").write_text(
+            '{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}'
+        )
     overrides = {"target.path": str(target), "draft.method": "model", "draft.model.path": str(draft)}
     stored = {"target.quantization": "stored", "draft.model.quantization": "stored"}
 

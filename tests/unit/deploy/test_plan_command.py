@@ -74,6 +74,7 @@ def test_the_table_names_the_node_of_every_process(capsys: pytest.CaptureFixture
     [
         *("gpus=8", "cpus=many", "x*cpus=4", "cpus=4,disks=2", "4"),
         *("0*cpus=4", "-1*cpus=4", "cpus=nan", "cpus=4,gpus=inf", "cpus=-1", "cpus=inf"),
+        *("cpus=4,cpus=5", "cpus=4,gpus=1.5", "99999999*cpus=4", "4097*cpus=4"),
     ],
 )
 def test_a_node_that_is_not_understood_is_refused_with_the_form(node: str, capsys: pytest.CaptureFixture[str]) -> None:

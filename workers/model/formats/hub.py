@@ -63,6 +63,12 @@ def local_directory(path: str) -> Path | None:
     directory = Path(expanduser(path))
     if directory.is_dir():
         return directory.resolve()
+    if directory.is_file():
+        whole = "; a .gguf file is a draft model: set draft.method=model and draft.model.path to it"
+        raise ModelLoadError(
+            f"draft {path!r}: it is a file; give a directory or a hub id (owner/name)"
+            + whole * (directory.suffix == ".gguf")
+        )
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(f"draft {path!r}: no such directory; give a directory or a hub id (owner/name)")
     return None
