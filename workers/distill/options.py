@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
+from cluster.core.bounds import MAX_TEMPERATURE
 from cluster.core.errors import ConfigurationError
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import SHAPES
@@ -143,13 +144,7 @@ class DistillOptions:
     notes: Annotated[Path | None, "A Markdown file to append to the model card."] = None
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"{_option(name)}: {value} is refused; it must be above 0")
-        for name in ("held_out", "mix_rank", "selector_rank"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{_option(name)}: {getattr(self, name)} is refused; it must be 0 or above")
+        self._check_ranges()
         kinds = (LAYERS, *SHAPES, *SINGLE_PROCESS)
         if self.kind not in kinds:
             raise ConfigurationError(f"--kind: {self.kind!r} is refused; it must be one of {', '.join(kinds)}")
@@ -174,6 +169,21 @@ class DistillOptions:
             raise ConfigurationError(f"--workers: {self.workers} is refused for kind {self.kind}; several need {kinds}")
         if self.recompute:
             raise ConfigurationError(f"--recompute: refused for kind {self.kind}; it is for kinds {kinds}")
+
+    def _check_ranges(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{_option(name)}: {value} is refused; it must be above 0")
+        for name in ("held_out", "mix_rank", "selector_rank"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{_option(name)}: {getattr(self, name)} is refused; it must be 0 or above")
+        for temperature in self.temperatures:
+            if not 0 <= temperature <= MAX_TEMPERATURE:
+                bound = f"each must be within 0 and {MAX_TEMPERATURE:g}"
+                raise ConfigurationError(f"--temperatures: {temperature} is refused; {bound}")
+        if not 0 <= self.on_policy <= 1:
+            raise ConfigurationError(f"--on-policy: {self.on_policy} is refused; it must be within 0 and 1")
 
     def _check_plan(self) -> None:
         if self.kind not in PLANNED:

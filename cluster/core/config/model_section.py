@@ -15,7 +15,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ModelSection(Section):
     """A model: its weights and how they are loaded."""
 
-    path: str = "smollm2-135m-instruct"
+    path: Annotated[str, Field(min_length=1)] = "smollm2-135m-instruct"
     """Source of the weights: a directory, hub id, `.gguf` file or packaged name; `…@x10`: at 10 times the cost."""
     revision: str | None = None
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""

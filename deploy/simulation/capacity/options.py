@@ -104,7 +104,9 @@ class CapacityOptions:
         try:
             prompt, answer, *spread = (float(part) for part in self.lengths.split(":"))
         except ValueError:
-            raise ConfigurationError(f"--lengths: {self.lengths!r} is refused; PROMPT:ANSWER[:SPREAD]") from None
+            raise ConfigurationError(
+                f"--lengths: {self.lengths!r} is refused; it must be PROMPT:ANSWER[:SPREAD]"
+            ) from None
         is_length = 1 <= prompt < math.inf and 1 <= answer < math.inf
         if not is_length or len(spread) > 1 or any(not 0 <= value <= 2 for value in spread):
             raise ConfigurationError(f"--lengths: {self.lengths!r} is refused; at least 1:1, spread within 0 and 2")

@@ -175,6 +175,12 @@ def test_a_draft_can_be_trained_further(finished_run: DistillRun) -> None:
         (("--steps", "1", "--device", "tpu"), "--device: 'tpu' is refused; it must be auto, cpu or cuda"),
         (("--steps", "1", "--layers", "0;1"), "--layers: '0;1' is refused; it must be numbers with commas"),
         (("--steps", "1", "--held-out", "-1"), "--held-out: -1 is refused; it must be 0 or above"),
+        (
+            ("--steps", "1", "--temperatures", "0,-1"),
+            "--temperatures: -1.0 is refused; each must be within 0 and 1e+06",
+        ),
+        (("--steps", "1", "--temperatures", "nan"), "--temperatures: nan is refused; each must be within 0 and"),
+        (("--steps", "1", "--on-policy", "1.5"), "--on-policy: 1.5 is refused; it must be within 0 and 1"),
         (("--steps", "1", "--loss", "hinge"), "loss: 'hinge' is unknown"),
         (("--steps", "1", "--layers", "0,3"), "layers: 3 is refused; it must be within 0 and 2"),
         (("--steps", "1", "--vocabulary-size", "321"), "vocabulary_size: 321 is refused; it must be within 1 and 320"),
