@@ -133,8 +133,8 @@ class TestDraftsThatAreNotInstalled:
         (finding,) = (one for one in model_findings(configuration, tmp_path) if one.subject == f"draft.{method}.path")
         assert finding.remedy is not None and "pip install pilotfish-drafts" in finding.remedy
         (tmp_path / "target").mkdir()
-        for file in ("config.json", "model.safetensors"):
-            (tmp_path / "target" / file).write_text("{}")
+        (tmp_path / "target" / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / "target" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         target = configuration.target.model_copy(update={"path": str(tmp_path / "target")})
         with pytest.raises(ModelLoadError, match="not installed; run `pip install pilotfish-drafts`"):
             resolve_models(configuration.model_copy(update={"target": target}), tmp_path, lambda _: None)
