@@ -25,18 +25,21 @@ _KEY_NUMBERS, _MOST_KEYS = 8192, 64
 """Numbers of the keys of one iteration, and most keys: 64 of 128 numbers, 32 of 256. More would not fit registers."""
 _MOST_REGISTERS = 128
 """Registers of a thread for narrow tiles. Four programs then run on a multiprocessor instead of two, and more loads are
-in flight, though some tens of bytes of each thread move to memory."""
+in flight, as an H200 showed for 4 and 8 heads of 128 numbers; for others it is predicted. Nothing moves to memory:
+the places of results are computed after the loop over the keys."""
 _MOST_REGISTERS_WIDENING = 168
 """Most registers of a thread where keys and values have 8 bits: three programs fit beside each other."""
 _MANY_HEADS, _KEYS_OF_MANY = 32, 32
-"""Number of query heads of one KV head from which an iteration reads at most the second number of keys. With more keys,
-registers of heads whose size is a power of two would spill."""
+"""Number of query heads of one KV head from which an iteration reads at most the second number of keys; before Hopper
+half as many heads, a predicted choice. With more keys, registers of heads whose size is a power of two would spill."""
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
 computing the others."""
 _HOPPER = 90
 _WORD, _NO_QUERY = tl.constexpr(64), tl.constexpr(NO_QUERY)
+_FURTHEST = tl.constexpr(1 << 30)
+"""Beyond the positions of every key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def launch_of(
     warps = 8 if dim > 128 else 4
     if kind != AS_IT_IS:
         return Launch(max(16, keys // 2), warps, 3, _MOST_REGISTERS_WIDENING)
-    if triton.next_power_of_2(group) >= _MANY_HEADS:
+    if triton.next_power_of_2(group) >= (_MANY_HEADS if capability >= _HOPPER else _MANY_HEADS // 2):
         keys = min(keys, _KEYS_OF_MANY)
     return Launch(keys, warps, 3, _MOST_REGISTERS)
 
@@ -163,12 +166,11 @@ def attend_tiles(
     row, query, is_query, head = queries_of_tile(items + 3 * item, kv_head, GROUP, GROUP_TILE, TILE)
     token = tl.load(tokens + query, mask=is_query, other=0).to(tl.int64)
     last = tl.load(lasts + query, mask=is_query, other=_NO_QUERY)
-    position = tl.load(positions + query, mask=is_query, other=0)
+    before = tl.load(positions + query, mask=is_query, other=0) - tl.where(window > 0, window, _FURTHEST)
     start = tl.load(starts + row)
     dims = tl.arange(0, WIDTH)
-    is_written = is_query[:, None] & (dims < DIM)[None, :]
     query_row = token * query_token + head * query_head
-    query_tile = load_rows(queries, query_row, dims, is_written)
+    query_tile = load_rows(queries, query_row, dims, is_query[:, None] & (dims < DIM)[None, :])
     others = tl.arange(0, MORE_WIDTH)  # what keys have beside the numbers of their values
     other_tile = load_rows(queries + DIM, query_row, others, is_query[:, None] & (others < MORE)[None, :])
     stored_head = 0 if IS_LATENT else kv_head
@@ -183,9 +185,7 @@ def attend_tiles(
     tiles_before, tiles_out = left_out_between(gap, gap_end, KEY_TILE)
     splits_before, splits_out = left_out_between(gap, gap_end, SPLIT)
     split_count = without_gap((end + SPLIT - 1) // SPLIT, splits_before, splits_out) if IS_SPLIT else 1
-    output_place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
     span = query_count.to(tl.int64) * HEADS
-    entry = query * HEADS + head
     for number in range(tl.program_id(2), split_count, tl.num_programs(2)):
         begin = with_gap(number, splits_before, splits_out) * SPLIT if IS_SPLIT else 0
         split_end = tl.minimum(end, begin + SPLIT) if IS_SPLIT else end
@@ -198,7 +198,7 @@ def attend_tiles(
             key = with_gap(tile, tiles_before, tiles_out) * KEY_TILE + tl.arange(0, KEY_TILE)
             is_read = (key < split_end) & ((key < gap) | (key >= gap_end))
             block = row * most_blocks + key // SIZE - tl.where(key < gap, 0, left_out)
-            slot = tl.load(blocks + block, mask=is_read, other=0).to(tl.int64) * SIZE + key % SIZE
+            slot = (tl.load(blocks + block, mask=is_read, other=0) * SIZE + key % SIZE).to(tl.int64)
             is_loaded = is_read[:, None] & (dims < DIM)[None, :]
             key_tile = load_rows(keys + stored_head * key_head, slot * key_slot, dims, is_loaded)
             products = product(query_tile, tl.trans(widened(key_tile, KIND, query_tile.dtype)), EXACT)
@@ -208,7 +208,7 @@ def attend_tiles(
             if HAS_CAP:
                 products = soft_cap * tanh(products / soft_cap)
             word = words_of(words, query, is_query, key, start, WORDS) if WORDS > 1 else first_word
-            sees = is_read[None, :] & sees_keys(word, last, position, key, start, window, sinks, WORDS)
+            sees = sees_keys(word, last, before, key, is_read, start, sinks, WORDS)
             weights, shrink, most = weighed(tl.where(sees, products, float("-inf")), most)
             total = total * shrink + tl.sum(weights, axis=1)
             value_tile = key_tile
@@ -216,27 +216,45 @@ def attend_tiles(
                 value_tile = load_rows(values + kv_head * value_head, slot * value_slot, dims, is_loaded)
             weights = scaled(weights, value_scales + stored_head, slot * scale_slot, is_read, KIND)
             result = result * shrink[:, None] + product(weights, widened(value_tile, KIND, query_tile.dtype), EXACT)
+        # What was read of the queries is read again from here on: no register holds it, or a place, during the loop.
         if split_count == 1:
-            result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
-            tl.store(output_place, result.to(output.dtype.element_ty), mask=is_written)
+            store_finished(
+                most, total, result, output, sink_logits, items + 3 * item, tokens, kv_head, output_token, output_head,
+                GROUP, GROUP_TILE, TILE, DIM, WIDTH, HAS_SINKS,
+            )  # fmt: skip
         else:
-            tl.store(sums + (number * span + entry)[:, None] * WIDTH + dims[None, :], result, mask=is_query[:, None])
-            tl.store(stats + number * span + entry, most, mask=is_query)
-            tl.store(stats + (splits + number) * span + entry, total, mask=is_query)
+            entry, is_entry = entries_of_tile(items + 3 * item, kv_head, HEADS, GROUP, GROUP_TILE, TILE)
+            at = number * span + entry
+            tl.store(sums + at[:, None] * WIDTH + dims[None, :], result, mask=is_entry[:, None])
+            tl.store(stats + at, most, mask=is_entry)
+            tl.store(stats + splits * span + at, total, mask=is_entry)
     if IS_SPLIT:  # noqa: SIM102 - decided by the compiler
         if is_last_program(arrivals + item * tl.num_programs(1) + kv_head, split_count):
-            most, total, result = joined(sums, stats, entry, is_query, dims, split_count, splits, span, WIDTH)
-            result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
-            tl.store(output_place, result.to(output.dtype.element_ty), mask=is_written)
+            entry, is_entry = entries_of_tile(items + 3 * item, kv_head, HEADS, GROUP, GROUP_TILE, TILE)
+            most, total, result = joined(sums, stats, entry, is_entry, dims, split_count, splits, span, WIDTH)
+            store_finished(
+                most, total, result, output, sink_logits, items + 3 * item, tokens, kv_head, output_token, output_head,
+                GROUP, GROUP_TILE, TILE, DIM, WIDTH, HAS_SINKS,
+            )  # fmt: skip
 
 
 @triton.jit
 def queries_of_tile(item, kv_head, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr):
-    """The row of a tile, and for each row of its products the query, whether there is one, and the head."""
+    """The row of a tile, and for each row of its products the query, whether there is one, and the head or 0."""
     first, count = tl.load(item + 1), tl.load(item + 2)
     index = tl.arange(0, TILE * GROUP_TILE)
     is_query = (index // GROUP_TILE < count) & (index % GROUP_TILE < GROUP)
-    return tl.load(item), first + index // GROUP_TILE, is_query, kv_head * GROUP + index % GROUP_TILE
+    head = tl.where(is_query, kv_head * GROUP + index % GROUP_TILE, 0)  # else its places would be held in registers
+    return tl.load(item), first + index // GROUP_TILE, is_query, head
+
+
+@triton.jit
+def entries_of_tile(
+    item, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr
+):
+    """For each row of a tile's products its place among all queries and heads, and whether there is a query."""
+    _, query, is_query, head = queries_of_tile(item, kv_head, GROUP, GROUP_TILE, TILE)
+    return query * HEADS + head, is_query
 
 
 @triton.jit
@@ -307,18 +325,18 @@ def words_of(words, query, is_query, key, start, WORDS: tl.constexpr):
 
 
 @triton.jit
-def sees_keys(word, last, position, key, start, window, sinks, WORDS: tl.constexpr):
-    """Whether each query sees each key: the keys up to its last one, within the window, and those its words name.
+def sees_keys(word, last, before, key, is_read, start, sinks, WORDS: tl.constexpr):
+    """Whether each query sees each key that is read: those its words name, and up to its last one those of its window,
+    which begins behind `before`, and the sinks.
 
     `word` is the only one of each query, or that of each query and key.
     """
-    sees = key[None, :] <= last[:, None]
-    if window > 0:
-        sees = sees & ((position[:, None] - key[None, :] < window) | (key[None, :] < sinks))
+    upper, lower = tl.where(is_read, key, _FURTHEST), tl.where(key < sinks, _FURTHEST, key)
+    sees = (upper[None, :] <= last[:, None]) & (lower[None, :] > before[:, None])
     if WORDS > 0:
-        bit = key[None, :] - start
-        is_set = (word >> (bit % _WORD).to(tl.int64)) & 1 != 0
-        sees = sees | ((bit >= 0) & (bit < _WORD * WORDS) & is_set)
+        bit = key - start
+        lowest = tl.where(is_read & (bit >= 0) & (bit < _WORD * WORDS), 1, 0)
+        sees = sees | ((word >> (bit[None, :] & (_WORD - 1)).to(tl.int64)).to(tl.int32) & lowest[None, :] != 0)
     return sees
 
 
@@ -350,6 +368,20 @@ def finished(most, total, result, sink_logits, head, is_query, HAS_SINKS: tl.con
         total = total * shrink + tl.exp(sink - highest)
         result = result * shrink[:, None]
     return result / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def store_finished(
+    most, total, result, output, sink_logits, item, tokens, kv_head, output_token, output_head, GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Store the attention of a tile's queries."""
+    _, query, is_query, head = queries_of_tile(item, kv_head, GROUP, GROUP_TILE, TILE)
+    token = tl.load(tokens + query, mask=is_query, other=0).to(tl.int64)
+    dims = tl.arange(0, WIDTH)
+    place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
+    result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
+    tl.store(place, result.to(output.dtype.element_ty), mask=is_query[:, None] & (dims < DIM)[None, :])
 
 
 @triton.jit
