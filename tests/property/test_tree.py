@@ -62,13 +62,13 @@ def test_the_path_to_a_node_is_its_ancestors_and_itself(tree: TokenTree) -> None
 
 @given(trees(), st.integers(0, 14), st.integers(0, 8))
 def test_truncation_keeps_as_many_nodes_as_the_bounds_allow(tree: TokenTree, nodes: int, depth: int) -> None:
-    cut = tree.truncated(nodes, depth)
+    cut = tree.subset(tree.within(nodes, depth))
     assert len(cut) <= nodes
     assert cut.depth() <= depth
     assert paths(cut) <= paths(tree)
     shallow = sum(one <= depth for one in tree.depths())
     assert len(cut) == min(nodes, shallow)
-    assert cut.truncated(nodes, depth) == cut
+    assert cut.subset(cut.within(nodes, depth)) == cut
 
 
 @given(trees())
