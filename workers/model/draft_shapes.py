@@ -59,6 +59,10 @@ class BlockShape:
 
     title: ClassVar[str] = "A block drafter"
     meaning: ClassVar[str] = "a block drafter: all tokens in one pass, from the target's hidden states"
+    not_public: ClassVar[str] = (
+        "each slot adds a learned vector to a projection of embedding and hidden state; in DFlash and DSpark it is the "
+        "embedding of a mask token"
+    )
 
     layer: LayerShape
     block: int = 6
@@ -77,6 +81,10 @@ class EagleShape:
 
     title: ClassVar[str] = "An EAGLE head"
     meaning: ClassVar[str] = "an EAGLE-3-like head (Li et al. 2025): decoder layers on the target's hidden states"
+    not_public: ClassVar[str] = (
+        "the residual stream begins as a projection of embedding and fused hidden states; in EAGLE-3 it begins as the "
+        "fused hidden states"
+    )
 
     layer: LayerShape
     layers: int = 1
@@ -91,6 +99,7 @@ class ExitShape:
 
     title: ClassVar[str] = "The norm of an early exit"
     meaning: ClassVar[str] = "early exit: the target drafts with some of its own layers"
+    not_public: ClassVar[str] = "it is the target's own layers and a norm"
 
     layers: tuple[int, ...]
     """The target's layers that draft, ascending: the first L, or all but a skip set."""
@@ -110,6 +119,7 @@ class TableShape:
 
     title: ClassVar[str] = "A table"
     meaning: ClassVar[str] = "a table of successors (Token Recycling, Luo et al. 2024)"
+    not_public: ClassVar[str] = "it is a table"
 
     successors: int = 8
     """Tokens stored after each token."""
@@ -129,7 +139,8 @@ SHAPES: dict[str, type[Shape]] = {
 }
 """By the kind of a draft. The kind `layers` is a model of its own, which `config.json` describes.
 
-Plans of a training name a shape by its `title`, model cards by its `meaning`, which follows "The kind is …:".
+Plans of a training name a shape by its `title`, model cards by its `meaning`, which follows "The kind is …:", and say
+with `not_public` what keeps it out of every public format.
 """
 
 

@@ -163,7 +163,8 @@ def attend_tiles(
 ):  # fmt: skip
     """One tile of queries, one KV head and some splits of the keys: an online softmax over the row's blocks in each."""
     item, kv_head = tl.program_id(0), tl.program_id(1)
-    row, query, is_query, head = queries_of_tile(items + 3 * item, kv_head, GROUP, GROUP_TILE, TILE)
+    own = items + 3 * item
+    row, query, is_query, head = queries_of_tile(own, kv_head, GROUP, GROUP_TILE, TILE)
     token = tl.load(tokens + query, mask=is_query, other=0).to(tl.int64)
     last = tl.load(lasts + query, mask=is_query, other=_NO_QUERY)
     before = tl.load(positions + query, mask=is_query, other=0) - tl.where(window > 0, window, _FURTHEST)
@@ -218,24 +219,17 @@ def attend_tiles(
             result = result * shrink[:, None] + product(weights, widened(value_tile, KIND, query_tile.dtype), EXACT)
         # What was read of the queries is read again from here on: no register holds it, or a place, during the loop.
         if split_count == 1:
-            store_finished(
-                most, total, result, output, sink_logits, items + 3 * item, tokens, kv_head, output_token, output_head,
-                GROUP, GROUP_TILE, TILE, DIM, WIDTH, HAS_SINKS,
-            )  # fmt: skip
+            store_finished(most, total, result, output, sink_logits, own, tokens, kv_head, output_token, output_head,
+                           GROUP, GROUP_TILE, TILE, DIM, WIDTH, HAS_SINKS)  # fmt: skip
         else:
-            entry, is_entry = entries_of_tile(items + 3 * item, kv_head, HEADS, GROUP, GROUP_TILE, TILE)
-            at = number * span + entry
-            tl.store(sums + at[:, None] * WIDTH + dims[None, :], result, mask=is_entry[:, None])
-            tl.store(stats + at, most, mask=is_entry)
-            tl.store(stats + splits * span + at, total, mask=is_entry)
+            store_part(most, total, result, sums, stats, number, splits, span, own, kv_head,
+                       HEADS, GROUP, GROUP_TILE, TILE, WIDTH)  # fmt: skip
     if IS_SPLIT:  # noqa: SIM102 - decided by the compiler
         if is_last_program(arrivals + item * tl.num_programs(1) + kv_head, split_count):
-            entry, is_entry = entries_of_tile(items + 3 * item, kv_head, HEADS, GROUP, GROUP_TILE, TILE)
+            entry, is_entry = entries_of_tile(own, kv_head, HEADS, GROUP, GROUP_TILE, TILE)
             most, total, result = joined(sums, stats, entry, is_entry, dims, split_count, splits, span, WIDTH)
-            store_finished(
-                most, total, result, output, sink_logits, items + 3 * item, tokens, kv_head, output_token, output_head,
-                GROUP, GROUP_TILE, TILE, DIM, WIDTH, HAS_SINKS,
-            )  # fmt: skip
+            store_finished(most, total, result, output, sink_logits, own, tokens, kv_head, output_token, output_head,
+                           GROUP, GROUP_TILE, TILE, DIM, WIDTH, HAS_SINKS)  # fmt: skip
 
 
 @triton.jit
@@ -382,6 +376,19 @@ def store_finished(
     place = output + token[:, None] * output_token + head[:, None] * output_head + dims[None, :]
     result = finished(most, total, result, sink_logits, head, is_query, HAS_SINKS)
     tl.store(place, result.to(output.dtype.element_ty), mask=is_query[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def store_part(
+    most, total, result, sums, stats, number, splits, span, item, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store what one split adds to the attention of a tile's queries."""
+    entry, is_entry = entries_of_tile(item, kv_head, HEADS, GROUP, GROUP_TILE, TILE)
+    at = number * span + entry
+    tl.store(sums + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], result, mask=is_entry[:, None])
+    tl.store(stats + at, most, mask=is_entry)
+    tl.store(stats + splits * span + at, total, mask=is_entry)
 
 
 @triton.jit

@@ -16,15 +16,6 @@ from workers.model.draft_shapes import HeadsShape
 from workers.model.public_shapes import MedusaShape
 from workers.model.target_ends import decoder_layer_count, read_target_config
 
-_OF_KINDS = {
-    "eagle": "the residual stream begins as a projection of embedding and fused hidden states; in EAGLE-3 it begins as "
-    "the fused hidden states",
-    "block": "each slot adds a learned vector to a projection of embedding and hidden state; in DFlash and DSpark it "
-    "is the embedding of a mask token",
-    "exit": "it is the target's own layers and a norm",
-    "table": "it is a table",
-}
-
 
 def obstacle(card: DraftCard, target_directory: Path, *, int8: bool) -> str:
     """What keeps a module out of every public format, as a clause; empty if Medusa's describes it.
@@ -32,8 +23,10 @@ def obstacle(card: DraftCard, target_directory: Path, *, int8: bool) -> str:
     `int8` tells whether its matrices are to be stored so.
     """
     shape = card.shape
+    if shape is None:
+        raise ValueError(f"a draft of kind {card.kind!r} is a model of its own, not a module")
     if not isinstance(shape, HeadsShape):
-        return _OF_KINDS[card.kind]
+        return shape.not_public
     config = read_target_config(target_directory, card)
     found = {
         "its target is an encoder-decoder model": config.is_encoder_decoder,
