@@ -38,7 +38,7 @@ LONG = [RequestCase(tuple(range(first, first + 40)), 900, first % 2, seed=first)
 Expected = dict[RequestCase, tuple[int, ...]]
 
 NODES = {
-    "head": {"num_cpus": 2, "num_gpus": 0},
+    "head": {"num_cpus": 2, "num_gpus": 0, "resources": {"ingresses": 1}},
     "first": {"num_cpus": 1, "num_gpus": 2, "resources": {"targets": 1}},
     "second": {"num_cpus": 1, "num_gpus": 2, "resources": {"targets": 1}},
     "drafts": {"num_cpus": 2, "num_gpus": 2, "resources": {"drafters": 1}},
@@ -93,6 +93,7 @@ def configuration(model: Path, draft_model: Path) -> Configuration:
         draft__model__device="cpu",
         draft__model__kv__pool_bytes=8 << 20,
         server__ingress_replicas=2,
+        server__ingress_node_resource="ingresses",  # else one may take the core of an ended target
         server__drain_timeout_seconds=0.5,
         server__grpc_port=free_port(LOOPBACK),
         server__http_port=free_port(LOOPBACK),
