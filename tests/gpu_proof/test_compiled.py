@@ -12,10 +12,13 @@ pytestmark = compiled_ahead()
 
 MOST_REGISTERS, MOST_SHARED = 255, 160 * 1024
 CAPABILITIES = [80, 90, 100]
-HEADS = [(1, 64), (8, 64), (1, 128), (4, 128), (8, 128), (16, 128), (32, 128), (1, 256), (4, 256), (8, 256), (16, 256)]
+HEADS = [
+    *((1, 64), (4, 64), (8, 64), (1, 128), (2, 128), (4, 128), (8, 128), (16, 128), (32, 128)),
+    *((1, 256), (4, 256), (8, 256), (16, 256)),
+]
 """Query heads that share a KV head, and the size of a head, of served models."""
 PADDED_HEADS = [(1, 80), (4, 80), (16, 80), (1, 96), (8, 96), (32, 96), (16, 112), (12, 192), (16, 192)]
-"""The same for heads whose size is no power of two."""
+"""Query heads that share a KV head, and the size of a head, where that size is no power of two."""
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -21,7 +21,7 @@ NAMES = [
 ]
 """All rules that keep the distribution, without the default."""
 DRAWN = [name for name in NAMES if RULES.get(name).drawn_drafts is not DrawnDrafts.NONE]
-"""Those of them that read the distributions of drafts."""
+"""The lossless rules, without the default, that read the distributions of drafts."""
 every_rule = pytest.mark.parametrize("name", NAMES)
 every_drawn_rule = pytest.mark.parametrize("name", DRAWN)
 TREE = TokenTree(tokens=(5, 6, 7, 8, 9), parents=(-1, -1, 0, 2, 2))
