@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from cluster.coordinator.clients.drafter_pool import DrafterPool
 from cluster.coordinator.drafting.draft_source import DraftSource, within
@@ -147,7 +147,7 @@ class Proposer:
                 kept = pruned.proposals.get(sequence_id)
                 self._metrics.pruned(0 if kept is None else len(kept.tree))
             proposals, step_seconds = pruned.proposals, pruned.step_seconds
-        is_probe_near = self._probes is not None and self._probes.is_near
+        probed = () if self._probes is None else self._probes.upcoming(self._without_drafts())
         return RoundDrafts(
             proposals=proposals,
             asked=len(found.requests),
@@ -155,7 +155,7 @@ class Proposer:
             sample=found.sample,
             step_seconds=step_seconds,
             forced=forced,
-            next_budgets=self._source.next_budgets(plan, is_probe_near=is_probe_near),
+            next_budgets=self._source.next_budgets(plan, probed),
             later=len(later.rows),
         )
 
@@ -180,12 +180,14 @@ class Proposer:
         self._source.work_during_step(later, () if controller.is_idle else unprefilled)
         controller.learn()
         if probes is not None:
-            probes.start(live for live in self._running.values() if self._has_no_draft(live))
+            probes.start(self._without_drafts())
 
-    def _has_no_draft(self, live: LiveSequence) -> bool:
-        """Whether the sequence decodes and could have drafts, but none is wanted for it."""
-        is_decoding = live.sequence.missing == 1 and self._wanted.of(live.id) == NO_DRAFT
-        return is_decoding and live.largest_draft(self.max_draft).max_nodes > 0
+    def _without_drafts(self) -> Iterator[LiveSequence]:
+        """Yield the sequences that decode and could have drafts, but none is wanted for them."""
+        for live in self._running.values():
+            is_decoding = live.sequence.missing == 1 and self._wanted.of(live.id) == NO_DRAFT
+            if is_decoding and live.largest_draft(self.max_draft).max_nodes:
+                yield live
 
     def _is_worth_prefilling(self, live: LiveSequence) -> bool:
         """Whether drafts for the sequence will save more time than its drafter needs to prefill it."""

@@ -92,7 +92,7 @@ CLEAR_ROUNDS = 6
 
 SIZING_ROUNDS = 4
 """Rounds for which tree sizes hold while the same sequences decide."""
-IDLE_SIZING_FACTOR = 4
+IDLE_SIZING_FACTOR = 16
 """How many times longer tree sizes hold while nothing is drafted."""
 PROBED_SIZING_ROUNDS = 2
 """Rounds after a background probe until trees are sized anew. The target has decided on the probe by then."""
@@ -143,7 +143,7 @@ FIRST_PROBE_PAUSE = 1 / 16
 """Factor on the pause between the first probes, when nothing is known."""
 FIRST_PROBE_PAUSE_ON_TARGET = 1 / 2
 """Factor on the pause between the first probes of drafts on the target: a step waits for a probe there."""
-NEW_SEQUENCE_PAUSE, NEW_SEQUENCE_PAUSE_ON_TARGET = 1.0, 2.0
+NEW_SEQUENCE_PAUSE, NEW_SEQUENCE_PAUSE_ON_TARGET = 1.0, 4.0
 """Largest factor on the pause once there are sequences without measurements."""
 MAX_PROBE_PAUSE = 8.0
 """Largest factor on the pause, which doubles while speculation costs time."""

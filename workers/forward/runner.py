@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -81,6 +82,8 @@ class ModelRunner:
         self._taps = taps
         self._recorder = TapRecorder(taps)
         self._shapes: tuple[RowShape, ...] = ()
+        self._firsts: tuple[int, ...] = ()
+        """Place of the first token of each row among those of the last pass."""
         self.hidden: torch.Tensor | None = None
         """Hidden states of the last pass, bfloat16 `[tokens, taps * hidden]`; `None` without taps.
 
@@ -193,8 +196,7 @@ class ModelRunner:
         hidden = self.hidden if hidden is None else hidden
         if hidden is None:
             raise ValueError("the last pass recorded no hidden states: the runner was made without taps")
-        first = sum(shape.width for shape in self._shapes[:row])
-        fresh = self._shapes[row].fresh
+        first, fresh = self._firsts[row], self._shapes[row].fresh
         if all(node == depth for depth, node in enumerate(nodes)):
             return hidden[first : first + fresh + len(nodes)]
         path = [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
@@ -249,14 +251,11 @@ class ModelRunner:
         device = self._model.device
         shapes = [row.shape for row in rows]
         tokens = [token for row in rows for token in (*row.tokens, *row.tree.tokens)]
-        selected: list[int] = []
-        first = 0
-        for row, shape in zip(rows, shapes, strict=True):
-            selected.extend(first + index for index in row.select)
-            first += shape.width
-        if not selected:
-            selected = [first - 1]  # some linear kernels reject an input of no rows
         self._shapes = tuple(shapes)
+        self._firsts = (0, *accumulate(shape.width for shape in shapes))
+        selected = [first + index for row, first in zip(rows, self._firsts, strict=False) for index in row.select]
+        if not selected:
+            selected = [len(tokens) - 1]  # some linear kernels reject an input of no rows
         if self._model.native is not None:
             taps = self._taps if options.with_taps and options.partial is WHOLE else ()
             return self._model.native.compute(tokens, selected, shapes, options, taps)

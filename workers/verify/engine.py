@@ -327,7 +327,8 @@ class TargetEngine:
             for index, (entry, walked) in enumerate(zip(ready, walks, strict=True)):
                 verdict = self._accept(index, entry, walked, decisions, logits)
                 if verdict.fault is None:
-                    verdict = replace(verdict, prompt_logprobs=prompts[index].logprobs)
+                    if prompts[index].logprobs:
+                        verdict = replace(verdict, prompt_logprobs=prompts[index].logprobs)
                     entry.sequence.prompt_end = prompts[index].end
                     entry.sequence.last_row = entry.sent or entry.row
                     entry.sequence.last_verdict = verdict
@@ -422,6 +423,8 @@ class TargetEngine:
         for (entry, verdict), sent in zip(rows, sent_evidence, strict=True):
             sequence_id = entry.row.sequence_id
             proposal = self._grammars.pruned(proposals.get(sequence_id), entry.sequence)
+            if proposal is sent is verdict.evidence is None:
+                continue
             verdict = replace(verdict, evidence=sent, proposal=proposal)
             verdicts[sequence_id] = entry.sequence.last_verdict = verdict
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,8 +49,11 @@ class DraftSource(Protocol):
     async def propose(self, rows: Iterable[PlannedRow], patience: Callable[[int, int], float]) -> Proposed:
         """Get drafts for the rows that want any. `patience` bounds the wait, from the number of rows and the depth."""
 
-    def next_budgets(self, plan: Plan, *, is_probe_near: bool) -> Mapping[SequenceId, DraftBudget]:
-        """The budgets to send to the target with the rows of a step; empty if drafts come from elsewhere."""
+    def next_budgets(self, plan: Plan, probed: Collection[SequenceId]) -> Mapping[SequenceId, DraftBudget]:
+        """The budgets to send to the target with the rows of a step; empty if drafts come from elsewhere.
+
+        The next probe takes the sequences `probed`.
+        """
 
     def work_during_step(self, later: Plan, unprefilled: Iterable[core.Sequence]) -> None:
         """Draft for the rows of `later`, and let drafters prefill sequences, while the target computes."""

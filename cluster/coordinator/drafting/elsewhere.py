@@ -5,7 +5,7 @@ With alternating halves, the rows of the next round are drafted for while the ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.coordinator.clients.drafter import Proposals
@@ -99,7 +99,7 @@ class DraftsElsewhere:
         sample = DraftSample(len(proposals) or asked, depth, waited) if is_sample else None
         return Proposed(calls.requests, proposals, waited, sample)
 
-    def next_budgets(self, plan: Plan, *, is_probe_near: bool) -> Mapping[SequenceId, DraftBudget]:  # noqa: ARG002
+    def next_budgets(self, plan: Plan, probed: Collection[SequenceId]) -> Mapping[SequenceId, DraftBudget]:  # noqa: ARG002
         """None: the target does not draft."""
         return {}
 

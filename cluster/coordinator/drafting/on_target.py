@@ -5,7 +5,7 @@ No call is made for them. A draft is used in the next round, or dropped when the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from cluster.coordinator.clients.drafter import Proposals, checked
 from cluster.coordinator.clients.drafter_pool import PREFILL_TOKENS
@@ -82,26 +82,27 @@ class DraftsOnTarget:
 
     # --- with a step ---
 
-    def next_budgets(self, plan: Plan, *, is_probe_near: bool) -> Mapping[SequenceId, DraftBudget]:
+    def next_budgets(self, plan: Plan, probed: Collection[SequenceId]) -> Mapping[SequenceId, DraftBudget]:
         """The budgets of the plan's rows. Rows without a draft and without evidence for the drafter are missing.
 
-        Rows of which the drafter will need what the step shows have the budget `EVIDENCE_ONLY`. With `is_probe_near`,
-        those are all that decode. Sequences of a probe have its budget.
+        Rows of which the drafter will need what the step shows have the budget `EVIDENCE_ONLY`, those that will be
+        `probed` too. Sequences of a probe have its budget.
         """
         controller, rows = self._controller, len(plan.rows)
         starts = controller.starts_with_drafts(max(rows, len(self._running)))
         is_active = starts or not controller.is_idle
-        is_near = is_probe_near or controller.resumes_soon(rows)
+        resumes = controller.resumes_soon(rows)
         wanted: dict[SequenceId, DraftBudget] = {}
         shown: dict[SequenceId, DraftBudget] = {}
-        for row in plan.rows if is_active or is_near or self._wanted else ():
+        for row in plan.rows if is_active or resumes or probed or self._wanted else ():
             live = self._running.get(row.sequence_id)
             if live is None:
                 continue
             largest = live.largest_draft(controller.max_draft)
             is_worth = is_active and self._is_worth_catching_up(live, rows)
             # A drafter takes long to catch up on a prompt, so it is shown prompts only while there are drafts.
-            if largest.max_nodes and (is_worth or (is_near and row.decide and row.pending == 1)):
+            is_near = (resumes or live.id in probed) and row.decide and row.pending == 1
+            if largest.max_nodes and (is_worth or is_near):
                 shown[live.id] = EVIDENCE_ONLY
             budget = self._budget(row, largest, starts=starts)
             if budget.max_nodes and (is_worth or self._is_worth_catching_up(live, rows)):

@@ -6,13 +6,14 @@ decides without drafts are compared with the probe. The comparison shows when sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from cluster.coordinator.clients.drafter_pool import DrafterPool, ProposeCalls
 from cluster.coordinator.drafting.draft_source import DraftSource
 from cluster.coordinator.requests.live_sequence import LiveSequence
 from cluster.core.drafting import DraftBudget
+from cluster.core.ids import SequenceId
 from cluster.core.sequence import DraftRequest
 from cluster.speculation.constants import (
     EVIDENCE_ROUNDS,
@@ -69,16 +70,27 @@ class BackgroundProbes:
         self._prefill: ProposeCalls | None = None
         self._pause_factor = FIRST_PROBE_PAUSE if pool is not None else FIRST_PROBE_PAUSE_ON_TARGET
         self._new_factor = NEW_SEQUENCE_PAUSE if pool is not None else NEW_SEQUENCE_PAUSE_ON_TARGET
-        self._least_decoded = 0 if pool is not None else EVIDENCE_ROUNDS
-        """Tokens of an answer before its first probe: a drafter on the target was not shown the prompt."""
+        self._chosen: dict[SequenceId, int] = {}
+        """Sequences of the next probe, whose steps a drafter on the target reads, and their lengths when it began."""
         self._next = 0
         self._round_seconds = 0.0
         """Mean time of recent rounds, in seconds."""
 
-    @property
-    def is_near(self) -> bool:
-        """Whether a probe may start within `EVIDENCE_ROUNDS` rounds, so that the drafter should read those."""
-        return self._probes.allows(self._clock() + EVIDENCE_ROUNDS * self._round_seconds)
+    def upcoming(self, candidates: Iterable[LiveSequence]) -> Collection[SequenceId]:
+        """The sequences of the next probe of a drafter on the target, if it may start within `EVIDENCE_ROUNDS` rounds.
+
+        The drafter reads their steps until then, and no others: each sequence that it reads makes a step longer.
+        """
+        now = self._clock()
+        if self._pool is not None or not self._probes.allows(now + EVIDENCE_ROUNDS * self._round_seconds):
+            self._chosen = {}
+            return ()
+        lasting = {live.id: live for live in candidates if self._is_overdue(now) or _lasts(live)}
+        self._chosen = {name: length for name, length in self._chosen.items() if name in lasting}
+        others = self._rotated([live for name, live in lasting.items() if name not in self._chosen])
+        for live in others[: PROBED_SEQUENCES - len(self._chosen)]:
+            self._chosen[live.id] = len(live.sequence)
+        return self._chosen
 
     def expect_new_sequences(self) -> None:
         """Shorten the pause, because nothing is known of the new sequences."""
@@ -110,13 +122,10 @@ class BackgroundProbes:
         now = self._clock()
         if not (self._probes.allows(now) or (self._pool is not None and self._prefills.allows(now))):
             return
-        is_overdue = self._probes.allows(now - OVERDUE_ROUNDS * self._round_seconds)
-        candidates = [live for live in candidates if is_overdue or _decoded(live) >= self._least_decoded]
+        candidates = self._rotated([live for live in candidates if self._pool is not None or self._is_read(live, now)])
         if not candidates or not self._source.is_idle:
             return
-        first = self._next % len(candidates)
         self._next += PROBED_SEQUENCES
-        candidates = [*candidates[first:], *candidates[:first]]
         pool = self._pool
         prefilled = [live for live in candidates if pool is None or pool.is_prefilled(live.sequence)]
         if prefilled and self._probes.allows(now):
@@ -130,6 +139,21 @@ class BackgroundProbes:
             self._prefill = pool.prefill((unknown.sequence,)) or None
             self._prefills.is_working = self._prefill is not None
 
+    def _is_read(self, live: LiveSequence, now: float) -> bool:
+        """Whether a drafter on the target has read the steps of a sequence, or enough of them unless one is overdue."""
+        first = self._chosen.get(live.id)
+        return first is not None and (self._is_overdue(now) or len(live.sequence) - first >= EVIDENCE_ROUNDS)
 
-def _decoded(live: LiveSequence) -> int:
-    return len(live.sequence) - live.sequence.prompt_len
+    def _is_overdue(self, now: float) -> bool:
+        """Whether a probe takes any sequence, because answers have been too short for so long."""
+        return self._probes.allows(now - OVERDUE_ROUNDS * self._round_seconds)
+
+    def _rotated(self, candidates: list[LiveSequence]) -> list[LiveSequence]:
+        """The candidates, beginning behind those of the last probe."""
+        first = self._next % max(1, len(candidates))
+        return candidates[first:] + candidates[:first]
+
+
+def _lasts(live: LiveSequence) -> bool:
+    """Whether the sequence may decode long enough for a drafter to read `EVIDENCE_ROUNDS` of its steps first."""
+    return live.sequence.remaining > EVIDENCE_ROUNDS

@@ -9,9 +9,10 @@ import pytest
 
 from cluster.coordinator.drafting.on_target import DraftsOnTarget
 from cluster.coordinator.metrics import Metrics
-from cluster.core.drafting import DraftBudget
+from cluster.core.drafting import EVIDENCE_ONLY, DraftBudget
 from cluster.core.ids import SequenceId
 from cluster.core.sequence import DraftRequest, Sequence
+from cluster.speculation.constants import EVIDENCE_ROUNDS, PROBED_SEQUENCES
 from cluster.speculation.controller import LargestTrees
 from tests.support.fakes.drafting_target import DraftingTarget
 from tests.support.fakes.fake_cluster import request
@@ -164,6 +165,26 @@ def test_while_drafts_do_not_pay_a_few_steps_probe_and_find_when_they_do_again()
     share, per_second = simulate(serve())
     assert 0 < share < 0.2
     assert per_second > 1.3 * simulate(tokens_per_second(cpu_step, None, 2, 300))
+
+
+def test_while_drafts_do_not_pay_the_drafter_reads_only_the_sequences_of_the_next_probe() -> None:
+    """Each sequence that it reads makes a step longer."""
+    target = DraftingTarget(cpu_step, WRONG)
+
+    async def serve() -> None:
+        simulated = cluster(target)
+        async with simulated.coordinator:
+            await simulated.serve(equal_requests(16, 300, "wrong"))
+
+    simulate(serve())
+    late = target.batches[len(target.batches) // 2 :]
+    read = [{row.sequence_id for row in batch.rows if row.next_budget == EVIDENCE_ONLY} for batch in late]
+    probed = [{row.sequence_id for row in batch.rows if row.next_budget.max_nodes} for batch in late]
+    assert max(map(len, read)) == PROBED_SEQUENCES
+    assert any(probed)
+    for place, names in enumerate(probed):
+        before = read[max(0, place - EVIDENCE_ROUNDS) : place]
+        assert all(names <= others for others in before if len(before) == EVIDENCE_ROUNDS)
 
 
 def test_a_target_that_is_lost_loses_its_drafts_and_no_token() -> None:
