@@ -91,24 +91,6 @@ def block_card(
     )
 
 
-def taps_after(config: Checkpoint, target_layers: int | None) -> tuple[int, ...] | None:
-    """The taps of `target_layer_ids`, which number the layers whose outputs are read, and -1 for the embedding.
-
-    `None` without this key. `target_layers` is the target's number of layers, if the checkpoint tells it. Raises
-    `ModelLoadError`.
-    """
-    listed = config.numbers("target_layer_ids", least=-1)
-    if listed is None:
-        return None
-    if target_layers is not None and listed[-1] >= target_layers - 1:
-        config.refuse(
-            "target_layer_ids",
-            f"its layers must be below the target's last one, {target_layers - 1}: trainers disagree on whether that "
-            f"one's output is read before or after the final norm",
-        )
-    return tuple(one + 1 for one in listed)
-
-
 def _slots(config: Checkpoint) -> int:
     slots = config.count("block_size", least=2)
     if slots > _MOST_SLOTS:

@@ -27,7 +27,7 @@ _LONGEST_HEADER = 100 * 1024 * 1024
 _MOST_LAYERS = 1024
 _ARITHMETIC = re.compile(
     r"norm|bias|caus|scal|rope|rotary|cap|sink|window|swa|mult|conv|gate|expert|moe|residual|attn|attention|logit"
-    r"|_act|act_|parallel|mask|interleav|neox|offset|layer_types|quant"
+    r"|_act|act_|parallel|mask|interleav|neox|offset|layer_types|layer_ids|quant"
 )
 """Names of configuration keys that may change what a model computes."""
 _NEUTRAL = frozenset(

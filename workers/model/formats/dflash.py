@@ -18,11 +18,11 @@ from workers.model.formats.block_layout import (
     SELECTOR_KEYS,
     block_card,
     has_block,
-    taps_after,
 )
 from workers.model.formats.checkpoint import Checkpoint, read_pickled
 from workers.model.formats.decoder_config import DECODER_KEYS
 from workers.model.formats.draft_vocabulary import read_with_ends
+from workers.model.formats.layer_lists import INPUTS, LIST_KEYS, UNSETTLED, named_taps, refuse_unsettled
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import MaskedBlockShape
 
@@ -35,7 +35,6 @@ MASK = "mask_embedding"
 """Name of this vector [hidden size] among the tensors of the drafter."""
 _NESTED, _PROJECTOR = "dflash_config", "projector_type"
 _DSPARK = "dspark"
-_OTHER_LAYERS = "layer_ids"
 
 
 class DFlashFormat:
@@ -54,8 +53,8 @@ class DFlashFormat:
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
         """Describe the drafter; see `DraftFormat.card`. A nested key takes the place of the same key at top level."""
         nested = checkpoint.nested(_NESTED)
-        checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS)
-        nested.refuse_unknown_keys(BLOCK_KEYS | SELECTOR_KEYS | SCALE_KEYS)
+        checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS | LIST_KEYS | {UNSETTLED})
+        nested.refuse_unknown_keys(BLOCK_KEYS | SELECTOR_KEYS | SCALE_KEYS | LIST_KEYS - {INPUTS} | {UNSETTLED})
         nested.allow(_PROJECTOR, "dflash", _DSPARK)
         given = {key: value for key, value in nested.config.items() if value is not None}
         config = Checkpoint(checkpoint.directory, {**checkpoint.config, **given})
@@ -90,20 +89,11 @@ def _check_architecture(config: Checkpoint) -> None:
 
 def _named_taps(config: Checkpoint) -> tuple[int, ...]:
     """The taps of a list of layers, or those that the authors choose without one. Raises `ModelLoadError`."""
-    other = config.numbers(_OTHER_LAYERS)
-    if other is not None:
-        config.refuse(
-            _OTHER_LAYERS,
-            f"engines disagree on it: set draft.block.taps to {list(other)} if it numbers the layers whose inputs are "
-            f"read (vLLM), or to {[one + 1 for one in other]} if their outputs are",
-        )
-    if config.config.get("num_target_layers") is None:
-        found = taps_after(config, None)
-        if found is None:
-            config.refuse("target_layer_ids", "it must be set, or num_target_layers")
-        return found
-    layers = config.count("num_target_layers")
-    return taps_after(config, layers) or _default_taps(layers, config.layers())
+    refuse_unsettled(config, UNSETTLED, "block")
+    found = named_taps(config)
+    if not found and config.config.get("num_target_layers") is None:
+        config.refuse("target_layer_ids", "it must be set, or num_target_layers")
+    return found or _default_taps(config.count("num_target_layers"), config.layers())
 
 
 def _default_taps(target_layers: int, layers: int) -> tuple[int, ...]:

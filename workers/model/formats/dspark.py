@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
-from workers.model.formats.block_layout import BLOCK_KEYS, block_card, has_block, taps_after
+from workers.model.formats.block_layout import BLOCK_KEYS, block_card, has_block
 from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
 from workers.model.formats.draft_vocabulary import read_with_ends
+from workers.model.formats.layer_lists import LIST_KEYS, named_taps
 from workers.model.formats.registry import DraftWeights, register
 
 
@@ -31,7 +32,7 @@ class DSparkFormat:
         return "block"
 
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
-        checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS)
+        checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS | LIST_KEYS)
         architectures = checkpoint.config.get("architectures")
         if not isinstance(architectures, list) or not any("DSpark" in str(one) for one in architectures):
             checkpoint.refuse(
@@ -42,8 +43,7 @@ class DSparkFormat:
         for key in ("enable_confidence_head", "markov_rank"):
             if checkpoint.config.get(key) is None:
                 checkpoint.refuse(key, "it must be set")
-        layers = None if checkpoint.config.get("num_target_layers") is None else checkpoint.count("num_target_layers")
-        chosen = tuple(taps) or taps_after(checkpoint, layers)
+        chosen = tuple(taps) or named_taps(checkpoint)
         if not chosen:
             checkpoint.refuse("target_layer_ids", "it must be set")
         return block_card(checkpoint, checkpoint, checkpoint, chosen, predicts_next=True)

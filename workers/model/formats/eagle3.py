@@ -14,12 +14,14 @@ from workers.model.draft_card import DraftDescription
 from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
 from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout, tap_norm_of
+from workers.model.formats.layer_lists import INPUTS, LIST_KEYS, UNSETTLED, named_taps, refuse_unsettled
 from workers.model.formats.registry import DraftWeights, register
 
 _FIRST = ("midlayer.", "layers.0.")
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_UNSETTLED = (INPUTS, UNSETTLED)
+"""Lists of layers in NVIDIA's nested section that engines do not read alike."""
 _LEGACY_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-_KEYS = DECODER_KEYS | EAGLE3_KEYS | {_LAYERS, "eagle_config", "use_aux_norm", "bias", *MASK_KEYS}
+_KEYS = DECODER_KEYS | EAGLE3_KEYS | LIST_KEYS | {"eagle_config", "use_aux_norm", "bias", *MASK_KEYS}
 _NESTED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -68,27 +70,14 @@ class Eagle3Format:
 def _check_nested(config: Checkpoint) -> None:
     for key, value in _NESTED.items():
         config.allow(key, value)
-    config.refuse_unknown_keys((_LAYERS, "layer_ids", *_NESTED))
+    config.refuse_unknown_keys((*_UNSETTLED, *_NESTED))
 
 
 def _named_taps(config: Checkpoint) -> tuple[int, ...]:
-    """The taps of a list whose meaning all engines agree on. Raises `ModelLoadError` for another list."""
-    nested = config.nested("eagle_config")
-    for section, key in ((nested, _LAYERS), (nested, "layer_ids"), (config, "target_layer_ids")):
-        listed = _listed(section, key)
-        if listed is not None:
-            inputs, outputs = list(listed), [one + 1 for one in listed]
-            section.refuse(
-                key,
-                f"engines disagree on it: set draft.eagle.taps to {inputs} if it numbers the layers whose inputs are "
-                f"read (vLLM), or to {outputs} if their outputs are (SGLang)",
-            )
-    return _listed(config, _LAYERS) or ()
-
-
-def _listed(config: Checkpoint, key: str) -> tuple[int, ...] | None:
-    """The numbers of a list. An empty one, as NVIDIA writes it, says nothing."""
-    return None if config.config.get(key) == [] else config.numbers(key)
+    """The taps of lists whose meaning all engines agree on. Raises `ModelLoadError` for another list."""
+    for key in _UNSETTLED:
+        refuse_unsettled(config.nested("eagle_config"), key, "eagle")
+    return named_taps(config)
 
 
 register(Eagle3Format())

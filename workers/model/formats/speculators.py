@@ -29,7 +29,7 @@ _TYPE, _BODY = "speculators_model_type", "transformer_layer_config"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _BLOCK_LAYERS = "aux_hidden_state_layer_ids"
 _KNOWN = EAGLE3_KEYS | {_LAYERS, "embed_requires_grad"}
-_KNOWN_OF_BLOCKS = BLOCK_KEYS | {"sliding_window_non_causal"}
+_KNOWN_OF_BLOCKS = BLOCK_KEYS | {_BLOCK_LAYERS, "sliding_window_non_causal"}
 _LAYOUT = Eagle3Layout("layers.0.")
 _EAGLE3, _PARALLEL = _HEADS_OF_FEATURES = ("eagle3", "peagle")
 _DSPARK = "dspark"

@@ -127,6 +127,18 @@ CASES = {
     "dflash, layers by default": Case(
         changed(DFLASH, target_layer_ids=None), public_drafts.block(taps=2), {}, (2, LAYERS - 2)
     ),
+    "dflash, layers by DSpark's name": Case(
+        changed(DFLASH | {"dspark_target_layer_ids": [0, 4]}, target_layer_ids=None),
+        public_drafts.block(taps=2),
+        {},
+        (1, 5),
+    ),
+    "dflash, layers by their inputs": Case(
+        changed(DFLASH | {"eagle_aux_hidden_state_layer_ids": [1, 5]}, target_layer_ids=None),
+        public_drafts.block(taps=2),
+        {},
+        (1, 5),
+    ),
     "dflash, own base and biases": Case(
         DFLASH | {"rope_parameters": {"rope_theta": 700.0, "rope_type": "default"}, "attention_bias": True},
         public_drafts.block(biases="qkvo"),

@@ -142,6 +142,12 @@ CASES = {
     "layers named": Case(
         AUTHORS | {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, public_drafts.eagle3(), {}, (1, 3, 6)
     ),
+    "layers named by outputs": Case(
+        AUTHORS | QWEN3 | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [0, 2, 5]},
+        public_drafts.eagle3(head_norms=True),
+        {},
+        (1, 3, 6),
+    ),
     "more layers, biases": Case(
         AUTHORS | {"num_hidden_layers": 2, "attention_bias": True},
         public_drafts.eagle3(layers=2, biases="qkvo"),

@@ -75,7 +75,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r"eagle_config.eagle_aux_hidden_state_layer_ids .* set draft.eagle.taps to \[1, 4, 6\] if .* \(vLLM\), "
             r"or to \[2, 5, 7\] if .* \(SGLang\)",
         ),
-        ({"target_layer_ids": [1, 3, 5]}, r"target_layer_ids .* to \[1, 3, 5\] if .* or to \[2, 4, 6\] if"),
+        (
+            {"eagle_config": {"layer_ids": [1, 3, 5]}},
+            r"eagle_config.layer_ids .* vLLM alone reads it: .* to \[1, 3, 5\] if .* or to \[2, 4, 6\] if",
+        ),
+        (
+            {"target_layer_ids": [1, 3, 5], "eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
+            r"target_layer_ids .* must name the hidden states of eagle_aux_hidden_state_layer_ids: \[1, 3, 5\]",
+        ),
+        (
+            {"target_layer_ids": [1, 3, 7], "num_target_layers": 8},
+            "target_layer_ids .* must be below the target's last one, 7: trainers disagree",
+        ),
+        ({"aux_hidden_state_layer_ids": [2, 4, 6]}, "aux_hidden_state_layer_ids .* is refused; it may change"),
         ({"eagle_aux_hidden_state_layer_ids": [6, 3, 1]}, "it must be a list of ascending layer numbers"),
     ],
 )
@@ -181,6 +193,11 @@ def test_settings_of_speculators(changes: dict[str, Any], message: str, tmp_path
             "target_layer_ids .* must be below the target's last one, 7: trainers disagree",
         ),
         ({"target_layer_ids": [5, 3]}, "target_layer_ids .* it must be a list of ascending layer numbers"),
+        (
+            {"dspark_target_layer_ids": [1, 3, 4]},
+            r"dspark_target_layer_ids .* must name the hidden states of target_layer_ids: \[2, 4, 6\]",
+        ),
+        ({"aux_hidden_state_layer_ids": [2, 4, 6]}, "dflash_config.aux_hidden_state_layer_ids .* is refused; it may"),
         ({"target_layer_ids": [1, 3]}, r"fc.weight must be \[48, 96\] by config.json, not \[48, 144\]"),
         ({"mask_token_id": 96}, "mask_token_id in config.json: 96 is refused; it must be below vocab_size, 96"),
         ({"mask_token_id": None}, "mask_token_id in config.json: None is refused; it must be a whole number"),
@@ -247,6 +264,7 @@ def test_settings_of_dspark(changes: dict[str, Any], message: str, tmp_path: Pat
             "'xpress' is refused; it must be one of eagle3, peagle, dflash, dflash2",
         ),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids in config.json: None is refused; it must"),
+        ({"target_layer_ids": [1, 3, 5]}, r"target_layer_ids in config.json: \[1, 3, 5\] is refused; it may change"),
         ({"target_hidden_size": 64}, "target_hidden_size in config.json: 64 is refused; it must be 48"),
         (
             {"sample_from_anchor": False, "markov_head_type": "rnn"},
