@@ -28,8 +28,11 @@ _NESTED = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "next_layer_regular": True,
+    "parallel_draft_step": 1,
 }
 """Keys of NVIDIA's nested section, with the only value of each that is computed here."""
+_HEAD_LAYERS = "parallel_draft_heads_num_layers"
+"""The layers of each further head of a step, of which there is none where a step predicts one token."""
 
 
 class Eagle3Format:
@@ -70,7 +73,7 @@ class Eagle3Format:
 def _check_nested(config: Checkpoint) -> None:
     for key, value in _NESTED.items():
         config.allow(key, value)
-    config.refuse_unknown_keys((*_UNSETTLED, *_NESTED))
+    config.refuse_unknown_keys((*_UNSETTLED, *_NESTED, _HEAD_LAYERS))
 
 
 def _named_taps(config: Checkpoint) -> tuple[int, ...]:

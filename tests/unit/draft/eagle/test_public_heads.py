@@ -162,6 +162,11 @@ CASES = {
     "legacy norms": Case(AUTHORS | {"use_aux_norm": True}, public_drafts.eagle3(norms=LEGACY), {"tap_norms": LEGACY}),
     "norm of all": Case(AUTHORS | {"norm_before_fc": True}, joint(public_drafts.eagle3()), {"joint_norm": True}),
     "nvidia": Case(AUTHORS | {"eagle_config": {"use_aux_hidden_state": True}}, public_drafts.eagle3(), {}),
+    "nvidia, one head": Case(
+        AUTHORS | {"eagle_config": {"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}},
+        public_drafts.eagle3(),
+        {},
+    ),
     "speculators": Case(speculators(), public_drafts.eagle3("layers.0."), SPECULATORS),
     "speculators, layers named": Case(
         speculators(eagle_aux_hidden_state_layer_ids=[0, 4, 6, 7]),

@@ -71,6 +71,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "eagle_config.use_aux_hidden_state in config.json: False is refused; it must be True",
         ),
         (
+            {"eagle_config": {"parallel_draft_step": 2, "parallel_draft_heads_num_layers": 1}},
+            "eagle_config.parallel_draft_step in config.json: 2 is refused; it must be 1",
+        ),
+        (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}},
             r"eagle_config.eagle_aux_hidden_state_layer_ids .* set draft.eagle.taps to \[1, 4, 6\] if .* \(vLLM\), "
             r"or to \[2, 5, 7\] if .* \(SGLang\)",
