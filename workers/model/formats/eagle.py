@@ -6,6 +6,7 @@ https://github.com/SafeAILab/EAGLE (`eagle/model/cnets1.py`) defines the names. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
@@ -16,6 +17,8 @@ from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import FeatureShape
 
 _FIRST = "layers.0."
+_QKV_BIAS = "qkv_bias"
+"""Whether queries, keys and values have biases: the authors' own key, for heads of Qwen2."""
 _LAST_TAP: tuple[Tap, ...] = (-1,)
 
 
@@ -40,9 +43,11 @@ class EagleFormat:
 
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
         """Describe the head; see `DraftFormat.card`. Without the key `bias`, the matrix that enters has a bias."""
-        checkpoint.refuse_unknown_keys(DECODER_KEYS | {"bias"})
+        checkpoint.refuse_unknown_keys(DECODER_KEYS | {"bias", _QKV_BIAS})
         vocabulary, size = checkpoint.count("vocab_size"), checkpoint.count("hidden_size")
         body = decoder_shape(checkpoint, checkpoint.sizes, layers=checkpoint.layers(1), first=_FIRST)
+        if checkpoint.flag(_QKV_BIAS):
+            body = replace(body, has_qkv_bias=True)
         shape = FeatureShape(
             body=body,
             entry="joined",

@@ -135,6 +135,7 @@ CASES = {
         "pytorch_model.bin",
     ),
     "eagle 1, qwen2": Case(LLAMA | {"model_type": "qwen2"}, public_drafts.eagle1(biases="qkv"), {}, None),
+    "eagle 1, qkv_bias": Case(LLAMA | {"qkv_bias": True}, public_drafts.eagle1(biases="qkv"), {}, None),
     "authors": Case(AUTHORS, public_drafts.eagle3(), {}),
     "authors, torch file": Case(AUTHORS, public_drafts.eagle3(), {}, file="pytorch_model.bin"),
     "own embedding": Case(AUTHORS, public_drafts.eagle3() | OWN, {}),

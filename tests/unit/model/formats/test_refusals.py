@@ -108,6 +108,8 @@ def test_settings_that_change_the_arithmetic(changes: dict[str, Any], message: s
         ({"bias": False}, r"its weights lack 'nothing' and have \['fc.bias'\] in excess"),
         ({"bias": 1}, "bias in config.json: 1 is refused; it must be true or false"),
         ({"attention_bias": True}, r"its weights lack \['layers.0.self_attn.k_proj.bias'"),
+        ({"qkv_bias": True}, r"its weights lack \['layers.0.self_attn.k_proj.bias', 'layers.0.self_attn.q_proj.bias'"),
+        ({"qkv_bias": "yes"}, "qkv_bias in config.json: 'yes' is refused; it must be true or false"),
         ({"scale_embedding": True}, "scale_embedding in config.json: True is refused; it may change"),
         ({"num_hidden_layers": 2}, r"its weights lack \['layers.1.input_layernorm.weight'"),
     ],
