@@ -31,9 +31,17 @@ _ARITHMETIC = re.compile(
 )
 """Names of configuration keys that may change what a model computes."""
 _NEUTRAL = frozenset(
-    ("attention_dropout", "attn_implementation", "_attn_implementation", "output_attentions", "max_window_layers")
+    (
+        *("attention_dropout", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
+        *("output_attentions", "max_window_layers"),
+    )
 )
 """Keys of that kind that do not change what a trained model computes."""
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "add_cross_attention": (False,),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1, 1.0)),
+}
+"""Values of keys of that kind with which a model computes what it computes without them."""
 
 
 def safetensors_header(file: Path) -> dict[str, Any]:
@@ -253,14 +261,16 @@ class Checkpoint:
     def allow(self, key: str, *values: object) -> None:
         """Raise `ModelLoadError` if the configuration sets `key` to anything but `None` and `values`."""
         found = self.config.get(key)
-        if found is not None and not any(found == value and type(found) is type(value) for value in values):
+        if found is not None and not _is_one_of(found, values):
             accepted = f"it must be {' or '.join(map(shorten, values))}" if values else "it is not supported"
             self.refuse(key, accepted)
 
     def refuse_unknown_keys(self, known: Collection[str]) -> None:
         """Raise `ModelLoadError` for a set key that may change the arithmetic and that no reader knows."""
         for key, value in self.config.items():
-            if value is not None and key not in known and key not in _NEUTRAL and _ARITHMETIC.search(key):
+            if value is None or key in known or key in _NEUTRAL or not _ARITHMETIC.search(key):
+                continue
+            if not _is_one_of(value, _NEUTRAL_VALUES.get(key, ())):
                 self.refuse(key, "it may change what the draft computes, and this format does not know it")
 
     def check_tensors(self, wanted: Sizes, ignored: Collection[str] = ()) -> None:
@@ -299,3 +309,8 @@ class Checkpoint:
         if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
             self.fail(f"{file.name} must hold tensors by name")
         return {str(name): value for name, value in found.items()}
+
+
+def _is_one_of(found: object, values: Collection[object]) -> bool:
+    """Whether a value of a configuration is one of these, of the same type: 1 is neither 1.0 nor true."""
+    return any(found == value and type(found) is type(value) for value in values)

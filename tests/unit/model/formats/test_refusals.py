@@ -54,6 +54,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"rope_scaling": {"rope_type": "llama3", "odd": 1}}, "rope_scaling .* rope_type llama3 does not know odd"),
         ({"rope_theta": -1.0}, "rope_theta in config.json: -1.0 is refused; it must be a number above 0"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc .* it must be false where fc_norm is true"),
+        ({"logit_scale": 0.5}, "logit_scale in config.json: 0.5 is refused; it may change"),
+        ({"logit_scale": True}, "logit_scale in config.json: True is refused; it may change"),
+        ({"add_cross_attention": True}, "add_cross_attention in config.json: True is refused; it may change"),
         ({"residual_multiplier": 0.2}, "residual_multiplier in config.json: 0.2 is refused; it may change"),
         ({"quantization_config": {"bits": 4}}, "quantization_config in config.json: .* it is not supported"),
         ({"norm_output": "yes"}, "norm_output in config.json: 'yes' is refused; it must be true or false"),
@@ -100,6 +103,21 @@ def test_settings_that_change_the_arithmetic(changes: dict[str, Any], message: s
 
     with pytest.raises(ModelLoadError, match=message):
         read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_attn_implementation_autoset": True},
+        {"add_cross_attention": False},
+        {"logit_scale": 1.0},
+        {"logit_scale": 1, "residual_multiplier": 1.0, "logits_scaling": 1.0, "embedding_multiplier": 1.0},
+    ],
+)
+def test_settings_without_an_effect(changes: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, EAGLE3 | changes, public_drafts.eagle3())
+
+    assert read_draft(tmp_path).kind == "eagle"
 
 
 @pytest.mark.parametrize(
